@@ -1,4 +1,4 @@
-"""Decisions that arrive at the same time, saved together: one commit takes as long as another, whatever is in it."""
+"""Decisions that arrive at the same time, saved together: the time of a commit hardly depends on its size."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -18,6 +18,7 @@ from gpumgr.errors import GpumgrError, InputError
 _COMMANDS: Final = {
     "run": "run",
     "scheduler": "scheduler",
+    "claims": "claims",
     "usage": "usage",
     "why": "why",
     "history": "history",

@@ -163,7 +163,7 @@ class Quotas:
             return reasons
         for each in self._classes.values():
             if each.names and each.uniform is not None:
-                refusal = self.refusal(namespace, _uniform_holding(*each.uniform, request.containers))
+                refusal = self.refusal(namespace, uniform_holding(*each.uniform, request.containers))
                 if refusal is not None:
                     reasons.setdefault(refusal, set()).update(each.names)
         return reasons
@@ -192,7 +192,7 @@ class Quotas:
         known = self._class_of.get(node.name)
         uniform = (GpuKind(), 0) if known is None else known.uniform
         if uniform is not None:
-            return _uniform_holding(*uniform, pod.request.containers)
+            return uniform_holding(*uniform, pod.request.containers)
         positions = node.positions
         places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
@@ -288,7 +288,7 @@ def _gpus(node: NodeState) -> list[tuple[GpuKind, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
+def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
     """On equal GPUs the choice has no influence: the kubelet reuses devices of init containers wherever they are."""
     return _holding([(kind, memory_mebibytes)], containers, [range(each.gpus) for each in containers])
 

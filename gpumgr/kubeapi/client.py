@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -16,8 +16,16 @@ from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.kubeapi.library import load_library
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
-#: JSON merge patch (RFC 7386), or Kubernetes' strategic merge patch, which merges some lists by key.
-PatchKind = Literal["merge", "strategic"]
+#: JSON merge patch (RFC 7386), Kubernetes' strategic merge patch, which merges some lists by key, or JSON patch (RFC 6902), a list of
+#: operations.
+PatchKind = Literal["merge", "strategic", "json"]
+Body = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+_CONTENT_TYPES: Final[Mapping[PatchKind, str]] = {
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+    "json": "application/json-patch+json",
+}
 
 #: The remedy for credentials that are missing or wrong, where the agent's settings name them.
 _SET_IT: Final = (
@@ -76,7 +84,7 @@ class ApiServer:
         path: str,
         query: Mapping[str, str],
         timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
-        body: Mapping[str, Any] | None = None,
+        body: Body | None = None,
         patch: PatchKind = "merge",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -88,7 +96,7 @@ class ApiServer:
         """
         sent = {"Accept": "application/json", **(headers or {})}
         if method == "PATCH":
-            sent["Content-Type"] = f"application/{'merge' if patch == 'merge' else 'strategic-merge'}-patch+json"
+            sent["Content-Type"] = _CONTENT_TYPES[patch]
         try:
             response: aiohttp.ClientResponse = await self._client.call_api(
                 path,
@@ -106,9 +114,7 @@ class ApiServer:
             _detect_dead_peer(response)
             yield response
 
-    async def send(
-        self, method: Method, path: str, body: Mapping[str, Any], *, but: Collection[int] = (), patch: PatchKind = "merge"
-    ) -> bool:
+    async def send(self, method: Method, path: str, body: Body, *, but: Collection[int] = (), patch: PatchKind = "merge") -> bool:
         """Sends one request and checks only the status of the answer. False if that is one of `but`.
 
         Raises AnswerError for any other refusal, and what `request` raises.

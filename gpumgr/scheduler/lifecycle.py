@@ -27,13 +27,13 @@ from gpumgr.scheduler.rejections import retry_waiting_pods
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.web.credentials import Certificates
 from gpumgr.web.listening import ListenError
 
 _log = structlog.get_logger(__name__)
 
-_REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
+REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -69,11 +69,11 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
     return Certificates(cert_file, key_file, client_ca_file, section="scheduler", clients_required=True)
 
 
-def this_replica(settings: SchedulerSettings) -> Replica:
+def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
     """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
     namespace = settings.lease_namespace or _pod_namespace()
     if namespace is None:
-        raise InputError("outside of a pod, set scheduler.lease_namespace to the namespace of the Lease")
+        raise InputError(f"outside of a pod, set {section}.lease_namespace to the namespace of the Lease")
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(8)}"
     return Replica(namespace=namespace, lease=settings.lease_name, identity=identity, pod=os.environ.get("POD_NAME"))
 
@@ -100,14 +100,14 @@ async def run_scheduler(
     wanted = settings.scheduler
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
     replica = this_replica(wanted) if wanted.leader_election else None
-    server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
+    server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
     quotas = Quotas()
     index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
     watches = ClusterWatches(server, index, quotas, wanted)
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
-    web_server = page_server(pages, settings)
+    web_server = page_server(pages, settings, wanted.http_port)
     application = make_application(
         extender,
         max_request_mebibytes=wanted.max_request_mebibytes,

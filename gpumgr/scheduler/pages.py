@@ -11,7 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from aiohttp import web
@@ -185,13 +185,17 @@ async def _packed(request: web.Request, response: web.Response) -> web.Response:
     return response
 
 
-def page_server(pages: ClusterPages, settings: Settings) -> AppServer:
+class Pages(Protocol):
+    def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application: ...
+
+
+def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
     """Raises SettingsError if a file of the section http can't be used."""
     http, names = settings.http, (settings.node.name,)
     return AppServer(
         lambda policy: pages.application(policy, names),
         host=http.address,
-        port=settings.scheduler.http_port,
+        port=port,
         max_connections=http.max_connections,
         token_file=http.token_file,
         tls_cert_file=http.tls_cert_file,

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypedDict
 
 import msgspec
@@ -11,6 +11,7 @@ import structlog
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import NamespaceQuota, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
@@ -48,7 +49,8 @@ class _Node(TypedDict, total=False):
 class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
-    `synced`: nodes, pods and quotas have been listed once.
+    `synced`: nodes, pods and quotas have been listed once. `more` is watched beside them, and listed again with them. `complete` adds to a
+    node what its object does not have.
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class ClusterWatches:
         settings: SchedulerSettings,
         *,
         watch_times: WatchTimes | None = None,
+        more: Sequence[Reflector[Any]] = (),
+        complete: Callable[[NodeState], NodeState] = lambda state: state,
     ) -> None:
+        self._more, self._complete = more, complete
         #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
         self._promises = settings.predicates
         self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
@@ -104,7 +109,7 @@ class ClusterWatches:
 
     @property
     def _watched(self) -> list[Reflector[Any]]:
-        return [each for each in (self._nodes, self._pods, self._limits) if each is not None]
+        return [each for each in (self._nodes, self._pods, self._limits, *self._more) if each is not None]
 
     async def run(self) -> NoReturn:
         while True:
@@ -141,7 +146,7 @@ class ClusterWatches:
             self.nodes.pop(before.state.name, None)
         if after is None:
             return
-        self._index.set_node(after.state)
+        self._index.set_node(self._complete(after.state))
         self.nodes[after.state.name] = after
         self._index.changed.add(after.state.name)
         if after.problem is not None and (before is None or before.problem != after.problem):

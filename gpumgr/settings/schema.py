@@ -276,6 +276,21 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     predicates: bool = False
 
 
+class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: ResourceClaimTemplates that `gpumgr claims` keeps in a namespace, one for each shape of a vcuda pod.
+    max_templates_per_namespace: Annotated[int, Meta(ge=1, le=100_000)] = 256
+    #: A template that no pod and no claim has used for so long is deleted.
+    template_idle_hours: Annotated[float, Meta(ge=0.01, le=8760)] = 24.0
+    #: Port of /metrics and of the probes, on http.address and under the access rules of the section http. 0: any free port.
+    http_port: Port = 5680
+    #: True: of several replicas, the one that holds the Lease writes. False: this process is the only one.
+    leader_election: bool = False
+    #: The Lease's name.
+    lease_name: ObjectName = "gpumgr-claims"
+    #: Its namespace. Null: that of the pod.
+    lease_namespace: ObjectName | None = None
+
+
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: After SIGTERM: how long running calls and writes may take to end.
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
@@ -302,6 +317,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     display: DisplaySettings = DisplaySettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    claims: ClaimsSettings = ClaimsSettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()
 

@@ -15,14 +15,16 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
 from aiohttp import web
 
-from gpumgr.sim.apiserver_objects import WatchedObjects
-from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of
+from gpumgr.sim.apiserver_objects import Selector, WatchedObjects
+from gpumgr.sim.apiserver_written import JSON_PATCH, MERGE, Document, Right, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -183,7 +185,7 @@ class SimApiServer:
         if refused := self.written.refused(request, verb, verb, resource):
             return refused
         objects, wanted = self._watched[resource], self._wanted(request)
-        return await objects.watch(request, wanted=wanted) if watch else objects.list(wanted=wanted)
+        return await objects.watch(request, wanted) if watch else objects.list(wanted)
 
     async def _delete(self, request: web.Request) -> web.Response:
         if refused := self.written.refused(request, "delete", "delete", "pods"):
@@ -199,11 +201,14 @@ class SimApiServer:
 
     async def _patch(self, request: web.Request) -> web.Response:
         """The UID in a patch is a precondition, like every immutable field."""
-        if refused := self.written.refused(request, "pod", "patch", "pods"):
+        kind = request.content_type if request.content_type == JSON_PATCH else MERGE
+        if refused := self.written.refused(request, "pod", "patch", "pods", kind):
             return refused
         if (pod := self._named(request)) is None:
             return _not_found(request)
         patch = await request.json()
+        if kind == JSON_PATCH:
+            return self._json_patch(pod, patch)
         metadata = pod["metadata"]
         if (expected := patch["metadata"].get("uid", metadata["uid"])) != metadata["uid"]:
             return _conflict(expected, metadata["uid"])
@@ -211,6 +216,23 @@ class SimApiServer:
         merge(changed, patch)
         if problem := problem_of(changed["metadata"]):
             return failure(422, "Invalid", problem)
+        self._pods.put(changed)
+        return web.json_response(changed)
+
+    def _json_patch(self, pod: Document, operations: list[Document]) -> web.Response:
+        """RFC 6902 with `test` and `remove`. The real server answers 422 for a test that fails, too."""
+        changed = json.loads(json.dumps(pod))
+        for each in operations:
+            *path, last = (int(part) if part.isdecimal() else part for part in each["path"].split("/")[1:])
+            try:
+                place = reduce(getitem, path, changed)
+                failed = each["op"] == "test" and place[last] != each["value"]
+                if each["op"] == "remove":
+                    del place[last]
+            except (KeyError, IndexError):
+                failed = True
+            if failed:
+                return failure(422, "Invalid", "the server rejected our request due to an error in our request")
         self._pods.put(changed)
         return web.json_response(changed)
 
@@ -267,10 +289,13 @@ class SimApiServer:
         self._on_delete(uid)
         return web.json_response(pod)
 
-    def _wanted(self, request: web.Request) -> bool:
-        """Whether the request's field selector selects this node."""
-        selector = request.query.get("fieldSelector", "")
-        return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
+    def _wanted(self, request: web.Request) -> Selector:
+        """Of the selectors the part that names a node. Another node than this one has no pods here."""
+        selector = request.query.get("fieldSelector", "").split(",")[0]
+        if selector == "spec.nodeName=":
+            return lambda item: not item["spec"].get("nodeName")
+        mine = not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
+        return lambda _: mine
 
     async def _delay(self) -> None:
         if self.delay_seconds:

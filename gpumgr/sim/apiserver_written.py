@@ -17,7 +17,8 @@ Right = tuple[str, str]
 MAX_ANNOTATIONS_BYTES: Final = 256 << 10
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _PREFIX: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_MERGE: Final = "application/merge-patch+json"
+MERGE: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 _STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
@@ -124,7 +125,7 @@ class Written:
         return web.json_response({**review, "status": {"allowed": (asked["verb"], resource) not in self._forbidden}}, status=201)
 
     def refused(
-        self, request: web.Request, word: str, verb: str, resource: str, content_type: str = _MERGE
+        self, request: web.Request, word: str, verb: str, resource: str, content_type: str = MERGE
     ) -> web.Response | None:
         """Records the request; returns 403 or 415 if it must be refused."""
         self._requests.append(word)

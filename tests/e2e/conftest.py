@@ -20,6 +20,7 @@ from .places import HERE
 APART: Final = {
     "page": "page",
     "test_chart.py": "chart",
+    "test_chart_claims.py": "chart",
     "test_chart_rights.py": "chart",
     "test_chart_scheduler.py": "chart",
     "test_hardware_program.py": "lab",

@@ -17,6 +17,7 @@ def parts() -> dict[str, str]:
         "settings": settings.settings_tables(),
         "metrics": metrics.metrics_table(),
         "the scheduler's metrics": metrics.scheduler_table(),
+        "the claims controller's metrics": metrics.claims_table(),
         "gpu-manager's metrics": metrics.gpu_manager_table(),
         "HAMi's metrics": metrics.hami_table(),
         "refusals": refusals.refusals_table(),

@@ -13,11 +13,14 @@ READ: Final = {
     ),
     "NODE_NAME": ("all commands with settings", "It sets `node.name`; a DaemonSet sets it from the pod's node."),
     "POD_NAME": (
-        "`scheduler`",
-        "Name of the pod, from the downward API. The leader gives this pod the label `gpumgr.io/scheduler-leader` and the annotation "
-        "`gpumgr.io/waiting-pods-retried`.",
+        "`scheduler`, `claims`",
+        "Name of the pod, from the downward API. The scheduler's leader gives this pod the label `gpumgr.io/scheduler-leader` and the "
+        "annotation `gpumgr.io/waiting-pods-retried`.",
     ),
-    "POD_NAMESPACE": ("`scheduler`", "Namespace of the pod and, unless `scheduler.lease_namespace` is set, of the Lease."),
+    "POD_NAMESPACE": (
+        "`scheduler`, `claims`",
+        "Namespace of the pod and, unless `scheduler.lease_namespace` or `claims.lease_namespace` is set, of the Lease.",
+    ),
     "KUBERNETES_SERVICE_HOST": (
         "`run`, `doctor`",
         "It shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",

@@ -33,8 +33,8 @@ MEANINGS: Final = {
     "delete the pod.",
     "claim_reclaimed": "The claim is gone from the API server and its pod from the kubelet, which never unprepared it. Its GPUs are free "
     "again.",
-    "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation of "
-    "the pod: the kubelet then prepares the claim again at once.",
+    "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation "
+    "of the pod: the kubelet then prepares the claim again at once.",
     "claiming_pods_not_retried": "The annotation could not be updated. The kubelet tries the pods again within 90 s by itself.",
     "claim_failed": "A bug occurred while a claim was prepared or released, and its pod waits. Report it with the traceback.",
     "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
@@ -182,8 +182,8 @@ MEANINGS: Final = {
     # the scheduler
     "scheduler_listening": "`gpumgr scheduler` serves kube-scheduler at this address.",
     "lease_taken": "This replica holds the Lease. It answers after `leading`.",
-    "leading": "This replica has read all nodes and pods after it took the Lease, and answers kube-scheduler.",
-    "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. It answers 503 from now on.",
+    "leading": "This replica has read everything after it took the Lease. It answers kube-scheduler; as `gpumgr claims` it writes.",
+    "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. The scheduler answers 503 from now on.",
     "lease_released": "This replica ends and has given up the Lease; another one takes it at once.",
     "lease_not_released": "This replica ends and could not give up the Lease. Another one takes it when it has expired.",
     "leader_election_retries": "A request for the Lease or for the leader's label failed, and is repeated. Check the rights "
@@ -212,6 +212,12 @@ MEANINGS: Final = {
     "slice_withdrawn": "The agent stops in order and has deleted its ResourceSlice, so that no further pods are scheduled to it.",
     "slice_not_withdrawn": "The agent stopped and could not delete its ResourceSlice. Pods that are scheduled to the node before the "
     "kubelet deletes the slice, 30 s later, wait for a minute or longer.",
+    # the claims controller
+    "template_created": "`gpumgr claims` created the ResourceClaimTemplate that a pod names.",
+    "template_deleted": "No pod and no claim had used this ResourceClaimTemplate for `claims.template_idle_hours`.",
+    "gate_removed": "The quota of its namespace allows this pod, so `gpumgr claims` removed its scheduling gate.",
+    "claims_write_failed": "The API server refused a request of `gpumgr claims`, or did not answer. Check the rights "
+    "(config/claims/rbac.yaml) and the API server.",
     # over HTTP
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); pods are scheduled.",
     "web_listening": "The page and the metrics are served at this address.",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gpumgr.claims import pages as claims
 from gpumgr.metrics import gpu_manager
 from gpumgr.metrics.hami import render_hami
 from gpumgr.metrics.registry import catalogue
@@ -21,6 +22,11 @@ def metrics_table() -> str:
 def scheduler_table() -> str:
     """Metrics of `gpumgr scheduler`, by name."""
     return table(_HEAD, map(_row, sorted(scheduler.FAMILIES, key=lambda family: family.name)))
+
+
+def claims_table() -> str:
+    """Metrics of `gpumgr claims`, by name."""
+    return table(_HEAD, map(_row, sorted(claims.FAMILIES, key=lambda family: family.name)))
 
 
 def gpu_manager_table() -> str:

@@ -73,7 +73,9 @@ class Resources:
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         assert request.query["fieldSelector"] == "metadata.name=00000-gpu.gpumgr.io-node-1"
-        return await self._slices.watch(request, wanted=True) if "watch" in request.query else self._slices.list(wanted=True)
+        if "watch" in request.query:
+            return await self._slices.watch(request, lambda _: True)
+        return self._slices.list(lambda _: True)
 
     async def _post(self, request: web.Request) -> web.Response:
         item = await request.json()

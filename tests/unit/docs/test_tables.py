@@ -9,6 +9,7 @@ from typing import Final, get_args
 import pytest
 from click.testing import CliRunner
 
+from gpumgr.claims.pages import FAMILIES as CLAIMS
 from gpumgr.cli import group
 from gpumgr.errors import RefusalCode
 from gpumgr.metrics.registry import catalogue
@@ -64,7 +65,11 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
 
 def test_every_metric_has_a_row() -> None:
     tables = parts()
-    for name, count in (("metrics", len(catalogue())), ("the scheduler's metrics", len(FAMILIES))):
+    for name, count in (
+        ("metrics", len(catalogue())),
+        ("the scheduler's metrics", len(FAMILIES)),
+        ("the claims controller's metrics", len(CLAIMS)),
+    ):
         assert len([line for line in tables[name].splitlines() if line.startswith("| `")]) == count
 
 

@@ -14,13 +14,14 @@ kubernetes: [annotate_pods, delete_failed_pods, describe_node, enabled, kubeconf
 node: [mode]
 nvml: [library_path, load_kernel_modules]
 process: [lock_path, stop_grace_seconds]
+claims: [http_port, leader_election, lease_name, lease_namespace]
 scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, predicates, quota_configmap, tls_cert_file, tls_key_file]
 vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 
 {{- define "gpumgr.checkVariables" -}}
 {{- $given := list -}}
-{{- range concat (default list .Values.extraEnv) (default list .Values.scheduler.extraEnv) -}}{{- $given = append $given .name -}}{{- end -}}
+{{- range concat (default list .Values.extraEnv) (default list .Values.scheduler.extraEnv) (default list .Values.claims.extraEnv) -}}{{- $given = append $given .name -}}{{- end -}}
 {{- range $section, $keys := include "gpumgr.lookedAt" . | fromYaml -}}
 {{- range $key := $keys -}}
 {{- $variable := printf "GPUMGR_%s_%s" $section $key | upper -}}

@@ -13,6 +13,7 @@
 {{- include "gpumgr.checkExtras" . -}}
 {{- if include "gpumgr.dra" . -}}{{- include "gpumgr.checkDra" . -}}{{- end -}}
 {{- if .Values.scheduler.enabled -}}{{- include "gpumgr.checkScheduler" . -}}{{- end -}}
+{{- if .Values.claims.enabled -}}{{- include "gpumgr.checkClaims" . -}}{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.checkDra" -}}

@@ -39,11 +39,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- .Values.scheduler.tls.clientSecret | default (printf "%s-client-tls" (include "gpumgr.schedulerName" .)) -}}
 {{- end -}}
 
-{{/* A document of config/scheduler, with the names of this release: (list . document component). */}}
+{{/* A document of config/scheduler or config/claims, with the labels of this release: (list . document component). */}}
 {{- define "gpumgr.schedulerObject" -}}
 {{- $root := index . 0 -}}
 {{- $object := index . 1 | fromYaml -}}
-{{- $_ := set $object.metadata "labels" (include "gpumgr.schedulerLabels" (list $root "scheduler") | fromYaml) -}}
+{{- $_ := set $object.metadata "labels" (include "gpumgr.schedulerLabels" (list $root (index . 2)) | fromYaml) -}}
 {{- toYaml $object -}}
 {{- end -}}
 
@@ -120,7 +120,7 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- end -}}
 {{- end -}}
 
-{{/* Both Deployments: (list . component values). One replica at a time is replaced, by one that is ready. */}}
+{{/* All Deployments: (list . component values). One replica at a time is replaced, by one that is ready. */}}
 {{- define "gpumgr.schedulerDeployment" -}}
 replicas: {{ (index . 2).replicas }}
 selector:
@@ -133,10 +133,12 @@ strategy:
     maxSurge: 1
 {{- end -}}
 
-{{/* Where and as whom the pods of both Deployments run: (list . component values account). */}}
+{{/* Where and as whom the pods of all Deployments run: (list . component values account), with the values of the place for others than
+the scheduler's. */}}
 {{- define "gpumgr.schedulerPod" -}}
 {{- $root := index . 0 -}}
 {{- $values := $root.Values.scheduler -}}
+{{- if gt (len .) 4 -}}{{- $values = index . 4 -}}{{- end -}}
 serviceAccountName: {{ index . 3 }}
 automountServiceAccountToken: true
 {{- with $root.Values.image.pullSecrets }}

@@ -1,0 +1,212 @@
+"""Writes what follows from the watches: templates that pods name, gates that the quotas allow to remove, events about the others."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NoReturn, Protocol
+
+import structlog
+
+from gpumgr.claims.gates import decide
+from gpumgr.claims.objects import GATE, Key, UnboundPod
+from gpumgr.claims.shapes import PREFIX, parse, template
+from gpumgr.claims.watches import ClaimWatches
+from gpumgr.kubeapi.client import API_FAILURES, ApiServer, Body, Method, PatchKind
+from gpumgr.kubeapi.publisher.events import Event, EventSeries, pod_ref
+from gpumgr.settings.schema import ClaimsSettings
+
+_log = structlog.get_logger(__name__)
+
+#: The API server answers within this time, or another replica may lead.
+_WRITE_SECONDS: Final = 3.0
+_SWEEP_SECONDS: Final = 60.0
+#: Between two looks: each examines all claims while pods have the gate.
+_PAUSE_SECONDS: Final = 0.1
+#: Between two events about one pod.
+_EVENT_SECONDS: Final = 60.0
+#: Events of one look; the others follow with the next one, after templates and gates.
+_MAX_EVENTS: Final = 50
+#: How long a template that was created counts as there before the watch shows it.
+_UNSEEN_SECONDS: Final = 30.0
+OBJECTS: Final = ("template", "gate", "event", "sweep")
+OUTCOMES: Final = ("ok", "error")
+_TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
+
+
+class Leader(Protocol):
+    def outlives(self, seconds: float) -> bool: ...
+
+
+class ClaimsController:
+    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, `now` Unix time, in seconds. `writes`
+    counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        watches: ClaimWatches,
+        settings: ClaimsSettings,
+        identity: str,
+        *,
+        leader: Leader | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        period_seconds: float = 1.0,
+    ) -> None:
+        self._server, self._watches, self._settings, self._identity = server, watches, settings, identity
+        self._leader, self._clock, self._now, self._period = leader, clock, now, period_seconds
+        self.writes: Counter[tuple[str, str]] = Counter()
+        self.refused = 0
+        #: Pods of which the gate was removed, until the watch shows it.
+        self._opened: set[str] = set()
+        #: The last event of each pod, and when it was sent.
+        self._said: dict[str, tuple[str, float]] = {}
+        self._events_left = _MAX_EVENTS
+        self._swept_at = clock()
+        self._logged = ""
+
+    @property
+    def leads(self) -> bool:
+        return self._watches.synced and (self._leader is None or self._leader.outlives(_WRITE_SECONDS))
+
+    async def run(self) -> NoReturn:
+        while True:
+            try:
+                async with asyncio.timeout(self._period):
+                    await self._watches.changed.wait()
+            except TimeoutError:
+                pass
+            self._watches.changed.clear()
+            if self.leads:
+                await self.step()
+                await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
+
+    async def step(self) -> None:
+        """One look at everything that is known."""
+        self._events_left = _MAX_EVENTS
+        await self._create_templates()
+        await self._open_gates()
+        if self._clock() >= self._swept_at + _SWEEP_SECONDS:
+            self._swept_at = self._clock()
+            await self._sweep()
+
+    # -- templates ---------------------------------------------------------------------------------------------------------
+
+    async def _create_templates(self) -> None:
+        there, made = self._watches.templates, self._watches.made
+        for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
+            del made[key]
+        counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in made)
+        for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
+            for name in pod.templates:
+                key = (pod.key[0], name)
+                if name.startswith(PREFIX) and key not in there and key not in made:
+                    counts[key[0]] += await self._create_template(pod, key, counts[key[0]])
+
+    async def _create_template(self, pod: UnboundPod, key: Key, count: int) -> bool:
+        try:
+            shape = parse(key[1])
+        except ValueError as error:
+            await self._tell(
+                pod, _TEMPLATE_REFUSED, f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}"
+            )
+            return False
+        if count >= self._settings.max_templates_per_namespace:
+            text = (
+                f"ResourceClaimTemplate {key[1]} is not created: namespace {key[0]} has {count} templates of gpumgr, the limit; delete "
+                "some, or set claims.max_templates_per_namespace higher"
+            )
+            await self._tell(pod, _TEMPLATE_REFUSED, text)
+            return False
+        path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
+        if not await self._write("template", "POST", path, template(*key, shape), but=(409,)):
+            return False
+        self._watches.made[key] = self._watches.used_at[key] = self._clock()
+        _log.info("template_created", namespace=key[0], template=key[1])
+        return True
+
+    async def _sweep(self) -> None:
+        """Deletes the templates that have not been used for long."""
+        now, used_at = self._clock(), self._watches.used_at
+        used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
+        for key in used_at.keys() - self._watches.templates.keys() - self._watches.made.keys():
+            del used_at[key]
+        for key, each in list(self._watches.templates.items()):
+            if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
+                path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
+                if await self._write("sweep", "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
+                    _log.info("template_deleted", namespace=key[0], template=key[1])
+
+    # -- gates -------------------------------------------------------------------------------------------------------------
+
+    async def _open_gates(self) -> None:
+        pods, quotas = self._watches.pods, self._watches.quotas
+        self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
+        self._said = {uid: said for uid, said in self._said.items() if uid in pods}
+        gated = {uid: pod for uid, pod in pods.items() if pod.gate is not None and uid not in self._opened}
+        self.refused = len(gated)
+        if not gated:
+            return
+        if quotas.problem is not None:
+            for pod in gated.values():
+                await self._tell(pod, _QUOTA_EXCEEDED, quotas.problem)
+            return
+        decision = decide(*self._watches.demands(gated, self._watches.kinds()), quotas)
+        self.refused = len(decision.refused)
+        await asyncio.gather(*map(self._open, decision.allowed))
+        for pod, text in decision.refused:
+            await self._tell(pod, _QUOTA_EXCEEDED, text)
+
+    async def _open(self, pod: UnboundPod) -> None:
+        """The tests refuse the patch if the pod is another one by now, or has other gates."""
+        gate = f"/spec/schedulingGates/{pod.gate}"
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": pod.uid},
+            {"op": "test", "path": f"{gate}/name", "value": GATE},
+            {"op": "remove", "path": gate},
+        ]
+        path = f"/api/v1/namespaces/{pod.key[0]}/pods/{pod.key[1]}"
+        if await self._write("gate", "PATCH", path, patch, but=(404, 422), patch="json"):
+            self._opened.add(pod.uid)
+            _log.info("gate_removed", namespace=pod.key[0], pod=pod.key[1], pod_uid=pod.uid)
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
+        """An event about the pod, once for each text."""
+        now, said = self._now(), self._said.get(pod.uid)
+        if self._events_left <= 0 or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS)):
+            return
+        self._events_left -= 1
+        event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
+        series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
+        if await self._write("event", "POST", series.path, series.body(self._identity), but=(404, 409)):
+            self._said[pod.uid] = text, self._clock()
+
+    async def _write(
+        self,
+        about: str,
+        method: Method,
+        path: str,
+        body: Body,
+        *,
+        but: tuple[int, ...],
+        patch: PatchKind = "merge",
+    ) -> bool:
+        """False: it was refused, with one of `but` because of what another client did, and is not to be done again before a change. A
+        failure is logged once for each text."""
+        if not self.leads:
+            return False
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                done = await self._server.send(method, path, body, but=but, patch=patch)
+        except API_FAILURES as error:
+            self.writes[about, "error"] += 1
+            if (text := f"{type(error).__name__}: {error}") != self._logged:
+                self._logged = text
+                _log.warning("claims_write_failed", path=path, error=text, consequence="it is tried again")
+            return False
+        self.writes[about, "ok"] += 1
+        self._logged = ""
+        return done

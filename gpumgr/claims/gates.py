@@ -1,0 +1,76 @@
+"""Which pods the quotas of their namespaces allow. Pure.
+
+A claim is allocated some time after its pod's gate is removed. Until then it counts on each kind of GPU that its pod may get, so that no
+limit is exceeded wherever it is allocated.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from gpumgr.claims.objects import UnboundPod
+from gpumgr.cluster.quota import NONE_HELD, GpuKind, Quotas, added_holdings, uniform_holding
+from gpumgr.cluster.request import ContainerRequest
+
+#: Kinds of GPUs with their memory in MiB.
+Kinds = Set[tuple[GpuKind, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What claims ask for that are not allocated yet."""
+
+    namespace: str
+    containers: tuple[ContainerRequest, ...]
+    kinds: Kinds
+
+
+@dataclass(slots=True)
+class Decision:
+    """`refused`: pods with the reason, in words."""
+
+    allowed: list[UnboundPod] = field(default_factory=list)
+    refused: list[tuple[UnboundPod, str]] = field(default_factory=list)
+
+
+def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
+    """Those of all `kinds` that the pod may get by its nodeSelector; None: a pod that is not known."""
+    found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
+    # Nodes with these labels may be added.
+    return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}
+
+
+def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand], quotas: Quotas) -> Decision:
+    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what it
+    asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims of pods
+    without gates, which are not allocated yet."""
+    decision, granted, first = Decision(), list(flights), dict[str, UnboundPod]()
+    kept: list[Demand] = []
+    unused = Quotas(quotas.limits)
+    for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
+        if text := _refusal(demand, (), unused):
+            remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
+            decision.refused.append((pod, f"{text}; the quota alone does not allow it{remedy}"))
+        elif text := _refusal(demand, granted, quotas):
+            first.setdefault(demand.namespace, pod)
+            kept.append(demand)
+            decision.refused.append((pod, f"{text}; it is scheduled as soon as the quota allows it"))
+        elif _refusal(demand, [*granted, *kept], quotas):
+            kept.append(demand)
+            decision.refused.append((pod, f"pod {first[demand.namespace].key[1]} waits for the quota, and was created before it"))
+        else:
+            granted.append(demand)
+            decision.allowed.append(pod)
+    return decision
+
+
+def _refusal(demand: Demand, others: Sequence[Demand], quotas: Quotas) -> str | None:
+    for kind, memory in sorted(demand.kinds, key=repr):
+        taken = added_holdings(
+            uniform_holding(kind, memory, each.containers)
+            for each in others
+            if each.namespace == demand.namespace and (kind, memory) in each.kinds
+        )
+        used_too = {key: NONE_HELD.plus(held, -1) for key, held in taken.items()}
+        if text := quotas.refusal(demand.namespace, uniform_holding(kind, memory, demand.containers), used_too):
+            return text
+    return None

@@ -1,0 +1,57 @@
+"""The life of the controller's process: credentials, watches, the Lease, the probes, and its end."""
+
+import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.aio import persistently, run_until
+from gpumgr.claims.controller import ClaimsController
+from gpumgr.claims.pages import ClaimsPages
+from gpumgr.claims.watches import ClaimWatches
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.scheduler.leader import Leadership
+from gpumgr.scheduler.lifecycle import REMEDY, this_replica
+from gpumgr.scheduler.pages import page_server
+from gpumgr.settings import Settings
+from gpumgr.web.listening import ListenError
+
+_log = structlog.get_logger(__name__)
+
+_LOST: Final = "no metrics or probes; templates are created and gates removed"
+
+
+async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: asyncio.Event) -> None:
+    """Works until `stop` is set, then gives the Lease up. Raises InputError for credentials or settings that can't be used."""
+    wanted = settings.claims
+    # Nothing is sent to the leader, so its pod needs no label.
+    replica = replace(this_replica(wanted, "claims"), pod=None) if wanted.leader_election else None
+    server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
+    watches = ClaimWatches(server, settings.scheduler)
+    leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
+    controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
+    web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watches.run())
+            group.create_task(persistently("claims", controller.run))
+            if leadership is not None:
+                group.create_task(leadership.run())
+
+    try:
+        try:
+            await web_server.start()
+        except ListenError as error:
+            _log.error("pages_not_served", error=str(error), consequence=_LOST)
+        working = await run_until(stop.wait(), work())
+        if not working.cancelled():
+            working.result()
+    finally:
+        await web_server.stop()
+        if leadership is not None:
+            await leadership.release()
+        await server.close()

@@ -1,0 +1,180 @@
+"""The watches of claims, templates, pods without a node and ResourceSlices, beside those of the scheduler's index.
+
+In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count both modes together.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gpumgr.claims.gates import Demand, Kinds, kinds_for
+from gpumgr.claims.objects import (
+    Key,
+    UnboundPod,
+    WatchedClaim,
+    WatchedSlice,
+    WatchedTemplate,
+    decode_unbound,
+    parse_claim,
+    parse_slice,
+    parse_template,
+    parse_unbound,
+)
+from gpumgr.claims.shapes import DRIVER
+from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.node import NodeState, homogeneous
+from gpumgr.cluster.quota import GpuKind, Quotas
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.scheduler.objects import QuotaLabels
+from gpumgr.scheduler.watches import ClusterWatches
+from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.units import CORES_PER_GPU
+
+_API = "/apis/resource.k8s.io/v1"
+
+
+class ClaimWatches:
+    """`run` and `refresh` as in ClusterWatches. `changed` is set at each change; who follows clears it. `used_at`: when a template was last
+    in use, by the monotonic `clock`; `made`: when one was created that the watch has not shown yet."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        settings: SchedulerSettings,
+        *,
+        watch_times: WatchTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.quotas = Quotas()
+        self.changed = asyncio.Event()
+        self.pods: dict[str, UnboundPod] = {}
+        self.templates: dict[Key, WatchedTemplate] = {}
+        self.used_at: dict[Key, float] = {}
+        self.made: dict[Key, float] = {}
+        self._claims: dict[Key, WatchedClaim] = {}
+        self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
+        self._clock, self._index = clock, ClusterIndex([self.quotas])
+        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        watched = partial(Reflector[Any], server, watch_times=watch_times)
+        more = [
+            watched(
+                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=decode_unbound,
+                parse=lambda item: parse_unbound(item, labels), on_change=self._pod_changed,
+            ),
+            watched(f"{_API}/resourceclaims", {}, parse=parse_claim, on_change=self._claim_changed),
+            watched(f"{_API}/resourceclaimtemplates", {}, parse=parse_template, on_change=self._template_changed),
+            watched(
+                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=parse_slice,
+                on_change=self._slice_changed,
+            ),
+        ]  # fmt: skip
+        self._cluster = ClusterWatches(
+            server, self._index, self.quotas, settings, watch_times=watch_times, more=more, complete=self._with_gpus
+        )
+        self.run, self.refresh = self._cluster.run, self._cluster.refresh
+
+    @property
+    def synced(self) -> bool:
+        return self._cluster.synced
+
+    # -- what the quotas are decided from ------------------------------------------------------------------------------------
+
+    def kinds(self) -> Kinds:
+        """Of all GPUs in the cluster."""
+        states = filter(None, map(self._index.node, self._cluster.nodes))
+        return {(GpuKind(gpu.model, each.model_label, each.pool), gpu.memory_mebibytes) for each in states for gpu in each.gpus}
+
+    def demands(self, gated: dict[str, UnboundPod], kinds: Kinds) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
+        """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated. A claim of several
+        pods counts once, with the first pod that needs it."""
+        waiting: dict[str, UnboundPod] = {}
+        needed: dict[str, UnboundPod] = {}
+        for pod in sorted(self.pods.values(), key=lambda each: (each.uid in gated, each.created, each.key)):
+            found = [self._claims.get((pod.key[0], name)) for name in pod.claims]
+            if pod.uid in gated and pod.complete and None not in found:
+                waiting[pod.uid] = pod
+            for claim in found:
+                if claim is not None and not claim.allocated:
+                    needed.setdefault(claim.uid, pod)
+        own: dict[str, list[WatchedClaim]] = defaultdict(list)
+        flights = []
+        for claim in self._claims.values():
+            user = needed.get(claim.uid)
+            if claim.allocated or (user is None and claim.owner is None):
+                continue
+            if user is not None and user.uid in gated:
+                own[user.uid].append(claim)
+            else:  # the pod of this claim may have been bound just now
+                flights.append(Demand(claim.key[0], claim.containers, kinds_for(user, kinds)))
+        demands = [
+            (pod, Demand(pod.key[0], tuple(one for each in own[uid] for one in each.containers), kinds_for(pod, kinds)))
+            for uid, pod in waiting.items()
+        ]
+        return demands, flights
+
+    def templates_in_use(self) -> Iterator[Key]:
+        for pod in self.pods.values():
+            yield from ((pod.key[0], name) for name in pod.templates)
+        yield from ((claim.key[0], claim.template) for claim in self._claims.values() if claim.template)
+
+    # -- what the watches report ---------------------------------------------------------------------------------------------
+
+    def _pod_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
+        pod = after or before
+        assert pod is not None, "one of them exists"
+        for name in pod.templates:
+            self.used_at[pod.key[0], name] = self._clock()
+        if after is None:
+            self.pods.pop(pod.uid, None)
+        else:
+            self.pods[pod.uid] = after
+        self.changed.set()
+
+    def _claim_changed(self, before: WatchedClaim | None, after: WatchedClaim | None) -> None:
+        claim = after or before
+        assert claim is not None, "one of them exists"
+        if claim.template:
+            self.used_at[claim.key[0], claim.template] = self._clock()
+        if after is not None:
+            self._claims[after.key] = after
+        elif (known := self._claims.get(claim.key)) is not None and known.uid == claim.uid:
+            del self._claims[claim.key]
+        if after is not None and after.placed is not None:
+            self._index.bind(after.placed)
+        else:
+            self._index.remove(claim.uid)
+        self.changed.set()
+
+    def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
+        template = after or before
+        assert template is not None, "one of them exists"
+        self.made.pop(template.key, None)
+        if after is not None:
+            self.templates[after.key] = after
+            self.used_at.setdefault(after.key, self._clock())
+        elif (known := self.templates.get(template.key)) is not None and known.uid == template.uid:
+            del self.templates[template.key]
+        self.changed.set()
+
+    def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
+        for each in (before, after):
+            if each is not None:
+                self._slices[each.node].pop(each.uid, None)
+        if after is not None:
+            self._slices[after.node][after.uid] = after
+        for name in {each.node for each in (before, after) if each is not None}:
+            if (node := self._cluster.nodes.get(name)) is not None:
+                self._index.set_node(self._with_gpus(node.state))
+        self.changed.set()
+
+    def _with_gpus(self, state: NodeState) -> NodeState:
+        """The GPUs of a node in DRA mode stand in its ResourceSlices."""
+        slices = self._slices.get(state.name)
+        gpus = tuple(gpu for _, each in sorted(slices.items()) for gpu in each.gpus) if slices else ()
+        alike = homogeneous(state.name, CORES_PER_GPU * len(gpus), 0) if gpus else state
+        return replace(state, gpus=gpus, topology=alike.topology) if gpus else state

@@ -1,0 +1,50 @@
+"""`gpumgr claims`: the controller for vcuda pods on DRA nodes."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import click
+
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import config_option, effective_settings, set_option
+
+_EXIT_CODES = {
+    0: "it was stopped (SIGTERM, SIGINT)",
+    1: "a bug ended it; the last line of the log names the part",
+    2: "wrong usage, settings or credentials",
+}
+
+
+@click.command(
+    "claims", cls=ExitingCommand, short_help="Create claim templates, and keep quotas of DRA pods.", exit_codes=_EXIT_CODES
+)
+@config_option
+@click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path),
+    help="Credentials for the API server.  [default: kubernetes.kubeconfig of the settings, else the pod's service account]",
+)
+@set_option
+def command(file: Path | None, kubeconfig: Path | None, assignments: tuple[str, ...]) -> None:
+    """Create the ResourceClaimTemplates of vcuda pods on DRA nodes, and keep the quotas of their namespaces, until SIGTERM (docs/dra.md).
+
+    \b
+    Examples:
+      gpumgr claims --config gpumgr.yaml
+      gpumgr claims --kubeconfig claims.conf --set claims.template_idle_hours=1
+    """
+    # Here, since `gpumgr --help` imports this module.
+    from gpumgr.claims.lifecycle import run_claims
+    from gpumgr.log import configure_log
+
+    settings = effective_settings(file, assignments=assignments)
+    configure_log(settings.log.level, settings.log.format)
+
+    async def until_signalled() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_claims(settings, kubeconfig, stop=stop)
+
+    asyncio.run(until_signalled())
