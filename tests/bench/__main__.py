@@ -27,6 +27,7 @@ MODULES = {
     "pages": "tests.bench.bench_pages",
     "paint": "tests.bench.bench_paint",
     "writer": "tests.bench.bench_writer",
+    "dra": "tests.bench.bench_dra",
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",
 }

@@ -41,6 +41,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         "",
         *_process(figures),
         *_limits(limits),
+        *_dra(figures.get("dra")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_kube_scheduler(figures.get("kube_scheduler")),
@@ -121,6 +122,19 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
     seconds, plain, calls = writer["annotations"], writer["floor"]["median_seconds"], writer["calls_for_each_pod"]
     yield f"| annotations of {writer['pods']} pods that come at once | < 5 s | {_seconds(seconds)} | {plain} s |"
     yield f"| calls to the API server for each of these pods | 2 | {calls:g} | |"
+
+
+def _dra(dra: Mapping[str, Any] | None) -> Iterator[str]:
+    if dra is None:
+        return
+    yield from ("", "| node mode dra, without the read of the claim | goal | gpumgr |", "|---|---|---|")
+    for key, what, goal in (
+        ("prepare_one_at_a_time", "NodePrepareResources, one at a time", "p99 < 5 ms"),
+        ("prepare_40_at_once", "NodePrepareResources of 40 claims at once", "p99 < 50 ms"),
+        ("unprepare_one_at_a_time", "NodeUnprepareResources, one at a time", ""),
+        ("unprepare_40_at_once", "NodeUnprepareResources of 40 claims at once", ""),
+    ):
+        yield f"| {what} | {goal} | {_pair(dra[key])} |"
 
 
 def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
