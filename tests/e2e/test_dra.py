@@ -1,19 +1,25 @@
 """Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, limited, freed, and survive restarts."""
 
+import json
 import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
+import yaml
+
+from tools import chart
 
 from .agent import Agent
 from .cluster import Cluster
-from .manifests import SHOW, SLEEP, Json, container, pod
+from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
 from .node import Node
 from .places import CDI_SPECS, KUBELET_ROOT, NODE
 from .processes import wait_until
 from .tenants import control
+from .test_claims import apply, start_controller
 from .test_pods import gpu_nodes, shown
 
 DRIVER = "gpu.gpumgr.io"
@@ -372,3 +378,36 @@ def test_40_pods_at_once(node: DraNode) -> None:
     holdings = node.agent.ledger()
     assert len(holdings) == 40
     assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
+
+
+def test_a_vcuda_pod_runs_unchanged(node: DraNode) -> None:
+    """In a namespace of mode dra the same manifest as in plugin mode gets the same GPU parts, by policy, template, claim and driver."""
+    cluster = node.cluster
+    text = chart.render({"claims": {"enabled": True}}, "--kube-version=1.37.2")
+    objects = [each for each in yaml.safe_load_all(text) if each and each["metadata"]["name"].startswith("gpumgr-claims")]
+    stream = "---\n".join(json.dumps(each) + "\n" for each in objects if each["kind"] != "Deployment")
+    old = gpu_pod("old", 30, 20, command=SHOW, bound=False)
+    whole = gpu_pod("old-whole", 200, command=SHOW, bound=False)
+
+    def rewritten() -> bool:
+        return "resourceClaims" in cluster.api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", old)["spec"]
+
+    try:
+        apply(cluster, stream)
+        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
+        start_controller(cluster)
+        wait_until("the policies", rewritten, every=0.2)
+        node.run([old, whole])
+        (share,), (pair,) = node.ledger_of("old"), node.ledger_of("old-whole")
+        assert (len(share.gpus), len(pair.gpus)) == (1, 2)
+        assert set(share.gpus).isdisjoint(pair.gpus)
+        environment, devices = shown(node, "old")
+        assert environment["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
+        assert len(gpu_nodes(devices)) == 1
+        assert len(gpu_nodes(shown(node, "old-whole")[1])) == 2
+    finally:
+        cluster.delete_all()
+        with suppress(KeyError):
+            cluster.processes.stop("claims")
+        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
+        cluster.kubectl("delete", "--ignore-not-found", "--wait=false", "--filename=-", stdin=stream)
