@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -37,8 +37,6 @@ CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
-#: Kubernetes' limit for the value of a taint.
-_MAX_VALUE: Final = 63
 
 
 class DraSide:
@@ -102,7 +100,7 @@ class DraSide:
         if not inventory.snapshot.gpus:
             return
         registry = ledger.gpu_registry
-        taints = _taints(registry, inventory)
+        taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         now = slice_devices(inventory.snapshot, names, enforcement=self._enforcement_text(), taints=taints)
         self._devices.set(with_lost(self._devices.value or (), now))
@@ -197,10 +195,15 @@ def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
     )
 
 
-def _taints(registry: GpuRegistry, inventory: Inventory) -> Mapping[str, tuple[Taint, ...]]:
+def gpu_taints(
+    registry: GpuRegistry, inventory: Inventory, unhealthy: Literal["NoSchedule", "NoExecute"]
+) -> Mapping[str, tuple[Taint, ...]]:
+    """GPU -> the taints of one that does not work, or accepts no new containers."""
     failed, cordoned = inventory.failures(registry), inventory.unschedulable_reasons(registry)
-    unhealthy = {gpu: (Taint(key=UNHEALTHY_TAINT),) for gpu in failed}
-    return {**{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned}, **unhealthy}
+    return {
+        **{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned},
+        **{gpu: (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),) for gpu in failed},
+    }
 
 
 def _health(pool: str, registry: GpuRegistry, inventory: Inventory) -> tuple[DeviceHealth, ...]:

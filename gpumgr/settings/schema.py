@@ -55,6 +55,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: NodeName = msgspec.field(default_factory=_this_host)
     #: How the node offers its GPUs: by the device plugin API, or by Dynamic Resource Allocation (Kubernetes 1.36 or later).
     mode: Literal["plugin", "dra"] = "plugin"
+    #: With mode dra: the effect of the taint of a GPU that does not work. NoExecute: its pods are deleted, too.
+    unhealthy_taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):

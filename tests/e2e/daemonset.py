@@ -267,15 +267,19 @@ def _on_this_machine(daemonset: Json) -> None:
 
 
 @contextmanager
-def installed(cluster: Cluster, process: Agent) -> Iterator[Installed]:
-    """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself."""
+def installed(
+    cluster: Cluster, process: Agent, changes: Mapping[str, Mapping[str, Any]] | None = None, *, wait: bool = True
+) -> Iterator[Installed]:
+    """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself. `changes` of its
+    settings; without `wait`, back at once."""
     process.stop()
     agent = Installed(cluster)
+    agent.configure(changes or {})
     # The same node. At first it may offer less: without a ledger of its own it takes over what the kubelet remembers of ended pods.
     agent.offer = dict(process.offer)
     try:
         agent.prepare()
-        agent.start()
+        agent.start(wait)
         yield agent
     finally:
         agent.stop()

@@ -1,0 +1,82 @@
+"""Pods that wait for a claim are changed, so that the kubelet tries them again; others are left alone."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.dra.waiting_pods import RETRY_ANNOTATION, WaitingPods
+from gpumgr.kubeapi.client import ApiServer
+
+OURS = {"status": {"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n"}]}}}}
+OTHERS = {"status": {"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n"}]}}}}
+
+
+class Server:
+    """`claims` by name. `patched`: pod and annotation of each patch."""
+
+    def __init__(self, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
+        self.claims, self.patched, self.reads = claims, list[tuple[str, str]](), 0
+
+    async def find(self, path: str) -> Mapping[str, Any] | None:
+        self.reads += 1
+        return self.claims.get(path.rpartition("/")[2])
+
+    async def send(self, _method: str, path: str, body: Mapping[str, Any], *, but: tuple[int, ...]) -> bool:
+        assert but == (404, 409)
+        self.patched.append((path.rpartition("/")[2], body["metadata"]["annotations"][RETRY_ANNOTATION]))
+        return True
+
+
+class Scene:
+    def __init__(self, *pods: PodView, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
+        self.now, self.prepared = 0.0, set[tuple[str, str]]()
+        self.pods, self.server = list(pods), Server(claims)
+        self.waiting = WaitingPods(
+            cast("ApiServer", self.server), self, lambda: self.prepared, first_seconds=2.0, clock=lambda: self.now
+        )
+
+    def all(self) -> list[PodView]:
+        return self.pods
+
+    async def at(self, now: float) -> list[tuple[str, str]]:
+        """The patches of a step at this time."""
+        self.now, self.server.patched = now, []
+        await self.waiting.step()
+        return self.server.patched
+
+
+def pod(name: str, claim: str, phase: str = "Pending") -> PodView:
+    return PodView(namespace="team", name=name, uid=f"uid-{name}", phase=phase, claims=(ClaimUse(container="main", claim=claim),))
+
+
+async def test_a_pod_is_retried_with_growing_pauses_until_its_claim_is_prepared() -> None:
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    assert await scene.at(0.0) == []
+    assert await scene.at(1.9) == []
+    assert await scene.at(2.0) == [("a", "1")]
+    assert await scene.at(3.9) == []
+    assert await scene.at(4.0) == [("a", "2")]
+    assert await scene.at(7.9) == []
+    assert await scene.at(8.0) == [("a", "3")]
+    scene.prepared.add(("team", "a"))
+    assert await scene.at(1000.0) == []
+    assert scene.server.reads == 1
+
+
+async def test_a_registration_makes_every_pod_due() -> None:
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    await scene.at(0.0)
+    scene.waiting.retry_now()
+    assert await scene.at(0.1) == [("a", "1")]
+
+
+async def test_pods_of_other_drivers_and_pods_that_run_are_left_alone() -> None:
+    pods = (
+        pod("other", "other"),
+        pod("runs", "runs", "Running"),
+        pod("none", "none"),
+        PodView(namespace="team", name="p", uid="p"),
+    )
+    scene = Scene(*pods, claims={"other": OTHERS, "runs": OURS})
+    for now in (0.0, 10.0, 100.0):
+        assert await scene.at(now) == []
