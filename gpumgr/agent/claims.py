@@ -7,7 +7,7 @@
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
@@ -20,7 +20,15 @@ from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.choose import candidates
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimUser, PreparedDevice, device_name, grant_claim
+from gpumgr.allocator.claims import (
+    AllocatedClaim,
+    ClaimRef,
+    ClaimUser,
+    PreparedDevice,
+    device_name,
+    grant_claim,
+    refuse_two_limits,
+)
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -128,8 +136,8 @@ class NodeClaims:
         try:
             await self._enforcement.settle()
             found = await self._reader.read(claim)
-            users = await self._users(found)
-            held, is_new = await self._batch.add(partial(self._granted, found, users))
+            pods = [(pod, uid, await self._view(pod, uid)) for pod, uid in found.pods]
+            held, is_new = await self._batch.add(partial(self._granted, found, pods))
         finally:
             self._preparing[claim.uid] -= 1
             if not self._preparing[claim.uid]:
@@ -149,7 +157,7 @@ class NodeClaims:
         return held
 
     def _granted(
-        self, claim: AllocatedClaim, users: Mapping[str, ClaimUser], ledger: Ledger
+        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
         if held := ledger.of_claim(claim.ref.uid):
@@ -161,18 +169,15 @@ class NodeClaims:
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
 
+        users = {request: _user(claim.ref.name, request, pods) for request in {share.request for share in claim.shares}}
         granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
         free, entries = candidates(node, ledger), list[HistoryEntry]()
         for allocation in granted:
             ledger = ledger.occupy(allocation)
             entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
             entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+        refuse_two_limits(ledger, [view for _, _, view in pods if view is not None])
         return ledger, entries, (granted, True)
-
-    async def _users(self, claim: AllocatedClaim) -> Mapping[str, ClaimUser]:
-        """Request -> one of the containers that use it, an app container if there is one."""
-        views = [(pod, uid, await self._view(pod, uid)) for pod, uid in claim.pods]
-        return {request: _user(claim.ref.name, request, views) for request in {share.request for share in claim.shares}}
 
     async def _view(self, pod: PodKey, uid: str) -> PodView | None:
         view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, POD_SECONDS)
@@ -200,7 +205,7 @@ class NodeClaims:
 
 def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:
     for pod, uid, view in views:
-        uses = [use for use in (view.claims if view else ()) if use.claim == claim and use.request in (None, request)]
+        uses = [use for use in (view.claims if view else ()) if use.uses(claim, request)]
         if uses:
             first = min(uses, key=lambda use: use.init)
             return ClaimUser(pod=pod, uid=uid, container=first.container, init=first.init, view=view)

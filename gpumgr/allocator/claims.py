@@ -4,7 +4,7 @@ One allocation for each request of the claim, since the limits of a container ap
 checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -140,6 +140,27 @@ def grant_claim(
         _refuse_excess(node, ledger, after, allocation)
         granted.append(allocation)
     return granted
+
+
+def refuse_two_limits(ledger: Ledger, pods: Iterable[PodView]) -> None:
+    """Refuses a container that uses two limited allocations: the variables and files of one set of limits would replace the other's.
+    Raises Refusal."""
+    limited = [a for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
+    for pod in pods:
+        for container in dict.fromkeys(use.container for use in pod.claims):
+            names = [
+                f"{a.claim.name}/{a.claim.request}"
+                for a in limited
+                if a.claim is not None
+                and a.claim.namespace == pod.namespace
+                and any(use.container == container and use.uses(a.claim.name, a.claim.request) for use in pod.claims)
+            ]
+            if len(names) > 1:
+                raise Refusal(
+                    "invalid_request",
+                    f"container {container} uses {len(names)} shares of GPUs with limits ({', '.join(names)}), and the limits of a "
+                    "container come from one request: use one request with a count, whole GPUs, or a container for each share",
+                )
 
 
 def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:

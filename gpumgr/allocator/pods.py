@@ -36,6 +36,9 @@ class ClaimUse:
     request: str | None = None
     init: bool = False
 
+    def uses(self, claim: str, request: str) -> bool:
+        return self.claim == claim and self.request in (None, request)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:

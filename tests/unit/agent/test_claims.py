@@ -1,18 +1,23 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
+from gpumgr.allocator.gpu_limits import Strength
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
+from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import Refusal
-from gpumgr.units import Amounts
+from gpumgr.units import Amounts, Resource
 from tests.component.stage.stage import snapshot
 
 from .world import World
@@ -255,3 +260,42 @@ async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> 
     node.start()
     assert await node.prepare(ref) == first
     assert node.reader.reads == 2
+
+
+def limited(folder: Path) -> Enforcer:
+    """With a mechanism that does nothing."""
+
+    class Limits(Backend):
+        name: BackendName = "vcuda"
+        limits: Mapping[Resource, Strength] = {}
+
+        async def start(self, tenant: GpuShare) -> None:
+            pass
+
+    return Enforcer(
+        [Limits()],
+        setting="vcuda",
+        overrides=(),
+        cdi_dir=folder,
+        inject_by_cdi=True,
+        orphan_grace_seconds=1,
+        clock=lambda: 0.0,
+    )
+
+
+@pytest.mark.parametrize(("request_of_container", "refused"), [(None, True), ("c0", False)])
+async def test_a_container_with_two_sets_of_limits_is_refused(
+    request_of_container: str | None, refused: bool, tmp_path: Path
+) -> None:
+    limits = limited(tmp_path)
+    await limits.choose()
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    shares = node.share(0, 10, 512, request="c0"), node.share(1, 20, 256, request="c1", number=2)
+    ref = node.claim("a", *shares, request=request_of_container)
+    if refused:
+        with pytest.raises(Refusal, match=r"container main uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
+            await node.claims.prepare(ref)
+        assert not node.world.ledger.allocations
+    else:
+        await node.claims.prepare(ref)
+        assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
