@@ -77,10 +77,11 @@ class NodeClaims:
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         """Durable before it returns. Raises Refusal."""
         try:
-            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
+            known = self._agent_state.ledger.of_claim(claim.uid)
+            held = known or await self._grant(claim)
             self._starts.make_folders(held)
             for allocation in held:
-                await self._starts.start(allocation)
+                await self._starts.start(allocation, restored=bool(known))
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
@@ -120,7 +121,7 @@ class NodeClaims:
                 continue
             try:
                 self._starts.make_folders([allocation])
-                await self._starts.start(allocation)
+                await self._starts.start(allocation, restored=True)
             except Refusal as refusal:
                 log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
 

@@ -122,7 +122,9 @@ class Enforcer:
         names = (cdi.device_name(allocation.id),) if kind == "core" else ()
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
 
-    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
+    async def start(
+        self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None, *, restored: bool = False
+    ) -> None:
         self._on_start(tenant, allocation.mechanisms)
         async with self._starting.setdefault(allocation.id, asyncio.Lock()):
             self._orphans.pop(allocation.id, None)
@@ -130,7 +132,8 @@ class Enforcer:
                 if tenant is not None:
                     self._refuse_mixture(tenant, allocation.mechanisms)
                     for backend in self._of(allocation.mechanisms):
-                        await backend.start(tenant)
+                        if not (restored and allocation.id in await asyncio.to_thread(backend.remains)):
+                            await backend.start(tenant)
                 if allocation.cdi:
                     text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
                     await asyncio.to_thread(self._write_spec, allocation.id, text)

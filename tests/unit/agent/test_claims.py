@@ -299,3 +299,36 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
     else:
         await node.claims.prepare(ref)
         assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
+
+
+def lose_specs(folder: Path) -> None:
+    """There must be one."""
+    (spec,) = folder.iterdir()
+    spec.unlink()
+
+
+async def test_what_there_is_of_the_limits_stays_when_a_claim_is_prepared_again(tmp_path: Path) -> None:
+    """Its container may run: another region would not be the one that it has mounted."""
+    limits = limited(tmp_path)
+    await limits.choose()
+    started, kept = list[str](), set[str]()
+    (backend,) = limits.backends.values()
+
+    async def start(tenant: GpuShare) -> None:
+        started.append(tenant.allocation)
+        kept.add(tenant.allocation)
+
+    backend.start, backend.remains = start, lambda: kept  # type: ignore[method-assign]
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    ref = node.claim("a", node.share(0, 10, 512))
+    await node.prepare(ref)
+    (allocation,) = node.world.ledger.allocations
+    lose_specs(tmp_path)
+    await node.prepare(ref)
+    lose_specs(tmp_path)
+    await node.claims.restore()
+    lose_specs(tmp_path)
+    assert started == [allocation]
+    kept.clear()  # as after a boot
+    await node.claims.restore()
+    assert started == [allocation, allocation]
