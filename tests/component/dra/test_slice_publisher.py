@@ -286,7 +286,7 @@ async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tm
         stage.resources.without = {"DRAConsumableCapacity"}
         stage.devices.set(DEVICES[:1])
         await stage.settled()
-        assert stage.publisher.state.dropped is not None
+        await stage.until(lambda: stage.publisher.state.dropped is not None)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------------
