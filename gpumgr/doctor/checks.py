@@ -49,7 +49,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps
-    uses_cdi = enforcement.injection == "cdi"
+    uses_cdi = enforcement.injection == "cdi" or settings.node.mode == "dra"
     written = dict(folders.written(settings))
     # Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them.
     of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
