@@ -231,7 +231,7 @@ def test_pods_share_one_claim(node: DraNode) -> None:
 
 
 def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> None:
-    """Written by hand past kube-scheduler. The neighbour on the GPU keeps what it has."""
+    """Written by hand past kube-scheduler. The other container on the GPU keeps what it has."""
     node.make(template("share", request("gpu", 60, "5Gi")))
     node.run([claiming("neighbour", "share")])
     before = node.agent.ledger()
