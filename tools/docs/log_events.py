@@ -33,8 +33,8 @@ MEANINGS: Final = {
     "delete the pod.",
     "claim_reclaimed": "The claim is gone from the API server and its pod from the kubelet, which never unprepared it. Its GPUs are free "
     "again.",
-    "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation of "
-    "the pod: the kubelet then prepares the claim again at once.",
+    "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation "
+    "of the pod: the kubelet then prepares the claim again at once.",
     "claiming_pods_not_retried": "The annotation could not be updated. The kubelet tries the pods again within 90 s by itself.",
     "claim_failed": "A bug occurred while a claim was prepared or released, and its pod waits. Report it with the traceback.",
     "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
