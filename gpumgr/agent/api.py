@@ -115,6 +115,8 @@ class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it."""
+
     nvml_up: bool = False
     sampled_seconds_ago: float | None = None
     registered: dict[str, bool] = {}
@@ -123,11 +125,13 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
+    `mode` is the setting node.mode: plugin or dra.
 
     In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is the text of all GPUs' limits; each has its own in `gpus`.
     """
 
     node: str = ""
+    mode: str = "plugin"
     at: float = 0.0
     version: str = ""
     driver_version: str | None = None

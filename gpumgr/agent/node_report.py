@@ -35,8 +35,8 @@ class OutboxState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """`node` is the Kubernetes node's name, `at` the instant in unix seconds. `sample` is NVML's latest (None before the first),
-    `sampled_at` its time in monotonic seconds.
+    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest
+    (None before the first), `sampled_at` its time in monotonic seconds.
 
     `nvml_errors` counts failed calls by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by resource.
 
@@ -47,14 +47,15 @@ class NodeReport:
     has the limits of new shares on each GPU that the driver lists, by UUID; an allocation has its own mechanisms.
     `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
-    `registered`: resource -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't accept pods with
-    GPUs now. `cordons` are by UUID. `outbox` None: there is no API server. `connections` counts the web server's open connections,
-    `connections_refused` those over its limit since the start of the process, `disconnects` requests that their client ended before the
-    response was complete.
+    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't
+    accept pods with GPUs now. `cordons` are by UUID. `outbox` None: there is no API server. `connections` counts the web server's open
+    connections, `connections_refused` those over its limit since the start of the process, `disconnects` requests that their client
+    ended before the response was complete.
     """
 
     view: AgentView
     node: str = ""
+    mode: str = "plugin"
     at: float = 0.0
     registered: Mapping[str, bool] = field(default_factory=dict)
     not_ready: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.dra.registration import LinkState as DraLinkState
+from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.publisher.publisher import Publisher
@@ -135,6 +137,7 @@ class Components:
         return Metrics(
             node=settings.node.name,
             version=__version__,
+            driver=DRIVER if settings.node.mode == "dra" else None,
             pods=self._pods.all,
             gpu_manager_names=settings.metrics.gpu_manager_names,
             hami_names=settings.metrics.hami_names,
@@ -247,6 +250,8 @@ class Components:
             pod_resources=self.pod_resources,
             wait_synced=wait_synced,
             lost=lost,
+            observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),
+            on_state=self._driver_changed,
         )
 
     def _make_hardware_events(self) -> HardwareEvents:
@@ -299,6 +304,9 @@ class Components:
         if state.registrations > max(self._registrations[kind], 1):
             self.reconciler.kubelet_restarted()
         self._registrations[kind] = state.registrations
+
+    def _driver_changed(self, state: DraLinkState) -> None:
+        self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
 
 
 def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices) -> dict[Resource, bytes]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import structlog
@@ -40,8 +41,8 @@ CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
 class DraSide:
-    """`run` it as a daemon once the ledger is reconciled; `stop` ends it. `held_back_by`: why nothing may be registered yet; it is called
-    until it returns None. `enforcement_text`: the mechanisms of new shares. `lost`: the ledger was lost."""
+    """`run` it as a daemon once the ledger is reconciled; `stop` ends it. `enforcement_text`: the mechanisms of new shares. `lost`: the
+    ledger was lost. `on_state` is called after each change of the registration."""
 
     def __init__(
         self,
@@ -57,10 +58,12 @@ class DraSide:
         wait_synced: Callable[[], Awaitable[None]],
         lost: bool,
         observe: Observer = lambda *_: None,
+        on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
         self._enforcement_text, self._pod_resources = enforcement_text, pod_resources
-        self._wait_synced, self._lost = wait_synced, lost
+        self._wait_synced, self._lost, self._on_state = wait_synced, lost, on_state
+        self._held_back: str | None = None
         node = settings.node.name
         self.claims = NodeClaims(
             agent_state=agent_state,
@@ -92,7 +95,8 @@ class DraSide:
 
     @property
     def states(self) -> Mapping[str, LinkState]:
-        return {DRIVER: self.link.state}
+        """`error` is also why the driver must not be registered yet."""
+        return {DRIVER: replace(self.link.state, error=self._held_back or self.link.state.error)}
 
     def update(self) -> None:
         """The GPUs, their health or the allocations have changed."""
@@ -129,12 +133,12 @@ class DraSide:
 
     async def _wait_for_other_mode(self) -> None:
         """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""
-        logged = None
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
-            if holders != logged:
+            if holders != self._held_back:
                 log.warning("registration_waits", reason=holders)
-            logged = holders
+            self._held_back = holders
             await asyncio.sleep(2.0)
+        self._held_back = None
 
     async def _adopt(self) -> None:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
@@ -167,6 +171,7 @@ class DraSide:
 
     def _link_changed(self, state: LinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)
+        self._on_state(state)
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()

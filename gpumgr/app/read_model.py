@@ -77,6 +77,7 @@ class ReadModel:
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
+            mode=components.settings.node.mode,
             at=time.time(),
             registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
@@ -89,7 +90,9 @@ class ReadModel:
             sampled_at=hardware.sampled_at,
             nvml_up=hardware.driver_up,
             nvml_errors=components.nvml.call_errors,
-            streams={RESOURCE_NAMES[kind]: devices.readers for kind, devices in components.devices.items()},
+            streams={
+                RESOURCE_NAMES[kind]: devices.readers for kind, devices in components.devices.items() if components.dra is None
+            },
             reasons=reasons,
             use=components.memory_watcher.use,
             over=components.memory_watcher.over,
@@ -122,7 +125,8 @@ class ReadModel:
     def status(self) -> str:
         """One line for `systemctl status`."""
         states, hardware = self._components.link.states.values(), self._components.hardware_events
-        registered = f"registered {sum(state.registered for state in states)}/{len(states)}"
+        mode = "mode dra, " if self._components.dra is not None else ""
+        registered = f"{mode}registered {sum(state.registered for state in states)}/{len(states)}"
         if not hardware.driver_up:
             return f"{registered}, no driver: {hardware.down_reason or 'NVML has not answered yet'}"
         view = self.view()

@@ -6,7 +6,7 @@ the node now). Counters only grow, also when a resource is registered again.
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
@@ -19,7 +19,7 @@ from gpumgr.metrics.containers import CONTAINER_LABELS, render_containers
 from gpumgr.metrics.gpu_manager import HOLDER_LABELS, render_gpu_manager
 from gpumgr.metrics.hami import render_hami
 from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render_metric
-from gpumgr.units import RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.units import RESOURCE_NAMES, Resource
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
@@ -34,6 +34,8 @@ BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: RPC of the device plugin API -> name in its metrics.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
+#: The same for DRA.
+_CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
 #: Families that are rendered from a report; not every report has all of them.
 _REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
 
@@ -42,7 +44,8 @@ class Metrics:
     """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
 
     `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `gpu_manager_names` and `hami_names` add the gauges
-    of these agents, `process` adds memory, CPU time and file descriptors of this process.
+    of these agents, `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node
+    in mode dra; it then takes the place of the resources.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Metrics:
         *,
         node: str,
         version: str,
+        driver: str | None = None,
         pods: Callable[[], Iterable[PodView]] = tuple,
         gpu_manager_names: bool = True,
         hami_names: bool = False,
@@ -59,11 +63,14 @@ class Metrics:
     ) -> None:
         self._node, self._pods, self._clock, self._wall_clock = node, pods, clock, wall_clock
         self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+        self._resources: Mapping[str, str] = (
+            {driver: driver} if driver else {str(kind): name for kind, name in RESOURCE_NAMES.items()}
+        )
         # The start time of each counter would double the series; process_start_time_seconds has it once.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._counted: list[Family] = []
-        self._make_kubelet_metrics()
+        self._make_kubelet_metrics(_CALLS if driver is None else _CLAIM_CALLS)
         self._make_node_metrics()
         build = self._gauge("build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
         build.labels(version, platform.python_version()).set(1)
@@ -72,25 +79,27 @@ class Metrics:
         self._containers, self._holders = LabelCache(*CONTAINER_LABELS), LabelCache(*HOLDER_LABELS)
         self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
 
-    def _make_kubelet_metrics(self) -> None:
-        """All series exist from the start, so that a first event shows as an increase."""
-        self._requests: dict[tuple[str, Resource, str], Counter] = {}
-        self._seconds: dict[tuple[str, Resource], Histogram] = {}
-        for rpc, name in _CALLS.items():
+    def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
+        """`served`: the RPCs of the node's mode. All their series exist from the start, so that a first event shows as an increase."""
+        self._requests: dict[tuple[str, str, str], Counter] = {}
+        self._seconds: dict[tuple[str, str], Histogram] = {}
+        for rpc, name in (*_CALLS.items(), *_CLAIM_CALLS.items()):
             requests = self._counter(f"{name}_requests_total", f"{rpc} calls of the kubelet.", "resource", "outcome")
             about = f"How long {rpc} took, refusals included."
             seconds = self._histogram(f"{name}_duration_seconds", about, "resource", buckets=_CALL_BUCKETS)
-            for kind, resource in RESOURCE_NAMES.items():
+            for kind, resource in self._resources.items() if rpc in served else ():
                 self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
                 self._seconds[rpc, kind] = seconds.labels(resource)
-        self._registered = self._gauge("kubelet_registered", "1 while the resource is registered with the kubelet.", "resource")
+        self._registered = self._gauge(
+            "kubelet_registered", "1 while the resource, or the DRA driver, is registered with the kubelet.", "resource"
+        )
         self._registrations = self._counter(
             "kubelet_registrations_total", "Successful registrations with the kubelet.", "resource"
         )
-        self._counted_registrations = dict.fromkeys(RESOURCES, 0)
+        self._counted_registrations = dict.fromkeys(self._resources, 0)
         self._updates = self._counter("listandwatch_updates_total", "Device lists that were sent to the kubelet.", "resource")
-        for resource in RESOURCE_NAMES.values():
-            for family in (self._registered, self._registrations, self._updates):
+        for resource in self._resources.values():
+            for family in (self._registered, self._registrations, *([self._updates] if served is _CALLS else [])):
                 family.labels(resource)
         self._drift = self._counter("book_reconcile_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
         for drift in get_args(Drift):
@@ -141,9 +150,10 @@ class Metrics:
 
     # -- events ------------------------------------------------------------------------------------------------------------
 
-    def called(self, rpc: str, kind: Resource, outcome: str, seconds: float) -> None:
-        """A call of the kubelet has ended. Calls that decide nothing (the options) are not counted."""
-        if rpc in _CALLS:
+    def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
+        """A call of the kubelet has ended. `kind`: the Resource, or the DRA driver. Calls that decide nothing (the options) are not
+        counted."""
+        if (rpc, kind) in self._seconds:
             self._requests[rpc, kind, outcome if outcome in OUTCOMES else "internal"].inc()
             self._seconds[rpc, kind].observe(seconds)
 
@@ -151,10 +161,11 @@ class Metrics:
         """Reconciliation with the kubelet changed `count` allocations."""
         self._drift.labels(what).inc(count)
 
-    def linked(self, kind: Resource, *, registered: bool, registrations: int) -> None:
-        """The registration of a resource changed. `registrations` counts successful Register calls since the start of the process."""
-        self._registered.labels(RESOURCE_NAMES[kind]).set(registered)
-        self._registrations.labels(RESOURCE_NAMES[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
+    def linked(self, kind: str, *, registered: bool, registrations: int) -> None:
+        """The registration of a resource, or of the DRA driver, changed. `registrations` counts successful ones since the start of the
+        process."""
+        self._registered.labels(self._resources[kind]).set(registered)
+        self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
         self._counted_registrations[kind] = registrations
 
     def listed(self, kind: Resource) -> None:

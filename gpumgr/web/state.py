@@ -45,6 +45,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
     topology, rows = snapshot.topology, range(len(snapshot.topology))
     return NodeState(
         node=report.node,
+        mode=report.mode,
         at=report.at,
         version=gpumgr.__version__,
         driver_version=snapshot.driver_version,

@@ -101,7 +101,11 @@ CONDITION_REASONS: Final = (
     ("DriverAway", "True", "NVML has not answered for 15 seconds or longer."),
     ("GpuUnhealthy", "True", "A GPU has failed; the message names it and the cause."),
     ("GpuCordoned", "True", "An operator has cordoned a GPU, which takes no new containers."),
-    ("NotRegistered", "True", "The kubelet has not had both resources registered for 15 seconds or longer."),
+    (
+        "NotRegistered",
+        "True",
+        "The kubelet has not had both resources (in mode dra: the driver) registered for 15 seconds or longer.",
+    ),
     (condition.NO_TROUBLE, "False", "None of the reasons above applies."),
 )
 

@@ -65,13 +65,15 @@ def test_the_node_and_its_health() -> None:
     outbox = OutboxState(waiting=3, oldest_seconds=1.5, dropped=2, written={("pod", "ok"): 1}, away=True)
     told = document(
         picture_of(
+            mode="dra",
             registered={"tencent.com/vcuda-core": True},
             not_ready=("memory is not registered",),
             gpu_limits={uuid_of(n): HARD if n == 0 else GpuLimits() for n in range(2)},
             outbox=outbox,
         )
     )
-    assert (told["node"], told["at"], told["version"]) == ("node-1", 1000.0, gpumgr.__version__)
+    assert (told["node"], told["at"], told["version"], told["mode"]) == ("node-1", 1000.0, gpumgr.__version__, "dra")
+    assert document(picture_of())["mode"] == "plugin"
     assert (told["driver_version"], told["cuda_version"]) == ("550.54.15", "12.4")
     assert (told["ready"], told["not_ready"]) == (False, ["memory is not registered"])
     assert told["limits"] == "GPU 0: memory hard (nvml-memory), cores soft (mps); GPU 1: memory none, cores none"
