@@ -13,9 +13,10 @@ import yaml
 from tools import chart
 
 from .agent import Agent
+from .api import ApiError
 from .cluster import Cluster
 from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
-from .node import Node
+from .node import Node, cleared
 from .places import CDI_SPECS, KUBELET_ROOT, NODE
 from .processes import wait_until
 from .tenants import control
@@ -101,6 +102,8 @@ class DraNode(Node):
 
 @pytest.fixture(scope="module")
 def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
+    with cleared(cluster, running_agent):
+        """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
     for path, body in OBJECTS:
         cluster.api.request("POST", path, body)
     cluster.start_controllers()
@@ -390,7 +393,12 @@ def test_a_vcuda_pod_runs_unchanged(node: DraNode) -> None:
     whole = gpu_pod("old-whole", 200, command=SHOW, bound=False)
 
     def rewritten() -> bool:
-        return "resourceClaims" in cluster.api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", old)["spec"]
+        """The API server applies new policies one after another: for a moment the pod may be refused."""
+        try:
+            found = cluster.api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", old)
+        except ApiError:
+            return False
+        return "resourceClaims" in found["spec"]
 
     try:
         apply(cluster, stream)
