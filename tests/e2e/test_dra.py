@@ -125,6 +125,7 @@ def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
         yield node
     finally:
         cluster.delete_all()
+        cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
         running_agent.stop()
         cluster.stop_controllers()
         running_agent.configure({})
