@@ -115,14 +115,14 @@ def dra_files() -> dict[str, str]:
 
 
 def _component(values: Json) -> dict[str, str]:
-    """Name -> text of the files: the DaemonSet's further volumes and mounts, the changed parts of other objects, and further objects."""
+    """Name -> text of the files: what the DaemonSet has further, the changed parts of other objects, and further objects."""
     plain, wanted = (_OF_HELM.sub("", render(each)) for each in ({}, values))
     before, after = objects(plain), objects(wanted)
     files: dict[str, Json] = {}
     for (kind, name), each in after.items():
         if (kind, name) in before and before[kind, name] != each:
             head = {"apiVersion": each["apiVersion"], "kind": kind, "metadata": {"name": name}}
-            files[f"{kind.lower()}.yaml"] = {**head, **(_further_volumes(plain, wanted) if kind == "DaemonSet" else _body(each))}
+            files[f"{kind.lower()}.yaml"] = {**head, **(_daemonset_patch(plain, wanted) if kind == "DaemonSet" else _body(each))}
     patched = [{"path": file, "target": {"kind": each["kind"], "name": each["metadata"]["name"]}} for file, each in files.items()]
     made = {f"{kind.lower()}.yaml": each for (kind, name), each in after.items() if (kind, name) not in before}
     listed = {
@@ -139,13 +139,14 @@ def _body(item: Json) -> Json:
     return {key: value for key, value in item.items() if key not in ("apiVersion", "kind", "metadata")}
 
 
-def _further_volumes(plain: str, wanted: str) -> Json:
-    container = {
-        "name": agent_container(plain)["name"],
-        "volumeMounts": _added(agent_container(plain)["volumeMounts"], agent_container(wanted)["volumeMounts"]),
-    }
+def _daemonset_patch(plain: str, wanted: str) -> Json:
+    before, after = agent_container(plain), agent_container(wanted)
+    added = {key: _added(before[key], after[key]) for key in ("env", "volumeMounts")}
+    container = {"name": before["name"], **{key: each for key, each in added.items() if each}}
     pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(wanted)["volumes"])}
-    return {"spec": {"template": {"spec": pod}}}
+    strategies = [daemonset(each)["spec"]["updateStrategy"] for each in (plain, wanted)]
+    changed = {"updateStrategy": strategies[1]} if strategies[0] != strategies[1] else {}
+    return {"spec": {**changed, "template": {"spec": pod}}}
 
 
 def _added(before: list[Json], after: list[Json]) -> list[Json]:

@@ -77,11 +77,10 @@ class NodeClaims:
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         """Durable before it returns. Raises Refusal."""
         try:
-            known = self._agent_state.ledger.of_claim(claim.uid)
-            held = known or await self._grant(claim)
+            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
             self._starts.make_folders(held)
             for allocation in held:
-                await self._starts.start(allocation, restored=bool(known))
+                await self._starts.start(allocation)
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
@@ -121,7 +120,7 @@ class NodeClaims:
                 continue
             try:
                 self._starts.make_folders([allocation])
-                await self._starts.start(allocation, restored=True)
+                await self._starts.start(allocation)
             except Refusal as refusal:
                 log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
 
@@ -201,6 +200,9 @@ class NodeClaims:
     def _record_refusal(self, claim: ClaimRef, refusal: Refusal) -> None:
         log.warning("refused", call="prepare", claim=str(claim), code=refusal.code, reason=str(refusal))
         entry = HistoryEntry(what="refused", id=claim.uid, call="prepare", why=str(refusal), code=refusal.code)
+        for pod in self._pods.all():
+            if pod.namespace == claim.namespace and any(use.claim == claim.name for use in pod.claims):
+                entry = replace(entry, pod=pod.key, pod_uid=pod.uid)
         self._agent_state.history.add_unless_repeated(entry)
 
 

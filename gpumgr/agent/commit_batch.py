@@ -36,8 +36,8 @@ class CommitBatch:
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
-            except Refusal as refusal:
-                result.set_exception(refusal)
+            except Exception as error:  # a Refusal, or a bug in one decision, which must not fail the others
+                result.set_exception(error)
             else:
                 entries += more
                 results.append((result, value))

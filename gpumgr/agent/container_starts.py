@@ -42,16 +42,15 @@ class ContainerStarts:
             except OSError as error:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
-    async def start(self, allocation: Allocation, *, restored: bool = False) -> None:
-        """Puts the limits in place, and writes the CDI spec if the allocation has one. `restored`: the container may run, so what there is
-        of its limits stays. Raises Refusal."""
+    async def start(self, allocation: Allocation) -> None:
+        """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         if allocation.whole:
             await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
         self._check_exemption(allocation)
         allocation = self._with_known_terms(allocation)
         base = merged(*(self._answers.base(allocation, each) for each in RESOURCES if allocation.held(each) or allocation.claim))
-        await self._enforcement.start(base, allocation, self._answers.tenant(allocation), restored=restored)
+        await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
 
     def _with_known_terms(self, allocation: Allocation) -> Allocation:
         """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""

@@ -65,11 +65,9 @@ class Enforcement(Protocol):
         Raises Refusal."""
         ...
 
-    async def start(
-        self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None, *, restored: bool = False
-    ) -> None:
-        """To be called before each start of the container. `base`: the responses to both its calls without the limits. `restored`: the
-        container may run, so what there is of its limits stays. Raises Refusal."""
+    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
+        """To be called before each start of the container; for a claim at any time, since limits of a running container stay. `base`: the
+        responses to both its calls without the limits. Raises Refusal."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Opens the agent's resources in order, and closes them in reverse order: node lock, checkpoint, API client, components, servers.
+"""Opens the agent's resources in order, and closes them in reverse order: checkpoint, API client, components, servers.
 
 Nothing runs and nothing listens yet when `assembled` yields: `lifecycle` reads the node's state, starts the servers and the daemons.
 """
@@ -16,13 +16,13 @@ from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.components import Components, Hardware
+from gpumgr.app.node_hold import web_options
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import SPECS_SECONDS
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
-from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.display.server import DisplayServer, GpuDisplay
-from gpumgr.errors import AlreadyRunning, GpumgrError, InputError
+from gpumgr.dra.driver import DraDriver
 from gpumgr.nvml.reset import reset_gpu
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
@@ -45,19 +45,19 @@ class Parts:
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings, hardware: Hardware) -> AsyncIterator[Parts]:
-    """Yields the agent's parts with the checkpoint's content in them, and closes them at the end.
+async def assembled(settings: Settings, hardware: Hardware, driver: DraDriver | None) -> AsyncIterator[Parts]:
+    """Yields the agent's parts with the checkpoint's content in them, and closes them at the end. The caller holds the node's locks.
+    `driver`: in mode dra.
 
-    Raises AlreadyRunning if another agent has this node, CheckpointError, and InputError if the settings cannot be used.
+    Raises CheckpointError, and InputError if the settings cannot be used.
     """
     async with contextlib.AsyncExitStack() as stack:
-        _lock_node(settings, stack)
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
         _log_damage(loaded)
         api_side = await stack.enter_async_context(ApiSide.open(settings))
-        components = make_components(settings, hardware, loaded, checkpoint, api_side)
+        components = make_components(settings, hardware, loaded, checkpoint, api_side, driver)
         stack.push_async_callback(components.close)
         components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
         await components.enforcement.open(components.agent_state, lost=loaded.lost)
@@ -79,7 +79,12 @@ async def assembled(settings: Settings, hardware: Hardware) -> AsyncIterator[Par
 
 
 def make_components(
-    settings: Settings, hardware: Hardware, loaded: Loaded, checkpoint: Checkpoint, api_side: ApiSide
+    settings: Settings,
+    hardware: Hardware,
+    loaded: Loaded,
+    checkpoint: Checkpoint,
+    api_side: ApiSide,
+    driver: DraDriver | None,
 ) -> Components:
     return Components(
         settings,
@@ -89,6 +94,7 @@ def make_components(
         pods=api_side.pods,
         publisher=api_side.publisher,
         server=api_side.server,
+        driver=driver,
         wait_synced=partial(api_side.wait_synced, SPECS_SECONDS),
     )
 
@@ -118,23 +124,6 @@ def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: A
     )
 
 
-def _lock_node(settings: Settings, stack: contextlib.AsyncExitStack) -> None:
-    """Raises AlreadyRunning, or InputError if the lock file cannot be created."""
-    path = settings.process.lock_path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(lock_node(path))
-        stack.enter_context(lock_folder(settings.kubelet.device_plugin_dir))
-    except AlreadyRunning:
-        raise
-    except (OSError, GpumgrError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InputError(
-            f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to, in a pod one that is "
-            "mounted from the host"
-        ) from error
-
-
 def _log_damage(loaded: Loaded) -> None:
     """Logs what could not be read from the checkpoint, and the consequences."""
     if loaded.set_aside is not None:
@@ -155,19 +144,7 @@ def _servers(
         outbox=api_side.outbox,
         connections=lambda: (web.connections, web.connections_refused, web.disconnects),
     )
-    http = settings.http
-    web = WebServer(
-        read_model,
-        host=http.address,
-        port=http.port,
-        unix_socket=http.socket,
-        max_connections=http.max_connections,
-        token_file=http.token_file,
-        tls_cert_file=http.tls_cert_file,
-        tls_key_file=http.tls_key_file,
-        client_ca_file=http.client_ca_file,
-        names=(settings.node.name,),
-    )
+    web = WebServer(read_model, names=(settings.node.name,), unix_socket=settings.http.socket, **web_options(settings))
     if not settings.display.enabled:
         return read_model, web, None
     display = GpuDisplay(graph=lambda: graph_text(read_model.view()), usage=read_model.usage, version=__version__)

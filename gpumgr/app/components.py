@@ -35,6 +35,7 @@ from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.registration import LinkState as DraLinkState
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import SettingsError
@@ -68,7 +69,7 @@ class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
     `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or
-    a timeout has passed.
+    a timeout has passed. `driver` is None in mode plugin.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Components:
         pods: Pods,
         publisher: Publisher | None,
         server: ApiServer | None,
+        driver: DraDriver | None,
         wait_synced: Callable[[], Awaitable[None]],
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
@@ -100,7 +102,7 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.dra = self._make_dra(server, wait_synced, lost=loaded.lost) if settings.node.mode == "dra" else None
+        self.dra = self._make_dra(driver, server, wait_synced, lost=loaded.lost) if driver is not None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
@@ -236,11 +238,14 @@ class Components:
             held_back_by=held_back_by,
         )
 
-    def _make_dra(self, server: ApiServer | None, wait_synced: Callable[[], Awaitable[None]], *, lost: bool) -> DraSide:
+    def _make_dra(
+        self, driver: DraDriver, server: ApiServer | None, wait_synced: Callable[[], Awaitable[None]], *, lost: bool
+    ) -> DraSide:
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
         return DraSide(
             self.settings,
+            driver,
             server=server,
             agent_state=self.agent_state,
             starts=self.agent.container_starts,

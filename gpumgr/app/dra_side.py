@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import structlog
 
@@ -17,10 +17,11 @@ from gpumgr.aio import LatestValue, finish_shielded, persistently
 from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import DraLink, LinkState
-from gpumgr.dra.service import DraPlugin, Observer
+from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
+from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.health import DeviceHealth
+from gpumgr.dra.registration import LinkState
+from gpumgr.dra.service import Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
@@ -47,6 +48,7 @@ class DraSide:
     def __init__(
         self,
         settings: Settings,
+        driver: DraDriver,
         *,
         server: ApiServer,
         agent_state: AgentState,
@@ -76,18 +78,11 @@ class DraSide:
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
-        self._health = LatestValue[tuple[DeviceHealth, ...]](())
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
-        self.link = DraLink(
-            settings.kubelet.plugins_dir,
-            settings.kubelet.plugins_registry_dir,
-            DRIVER,
-            [DraPlugin(self.claims, observe), DraHealth(self._health)],
-            on_registered=self._registered,
-            on_state=self._link_changed,
-        )
+        self._driver, self.link = driver, driver.link
+        driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
         self._publishing: asyncio.Task[None] | None = None
-        self._waiting_pods = WaitingPods(server, pods, self.claims.prepared)
+        self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared)
 
     @property
     def registered(self) -> bool:
@@ -99,7 +94,7 @@ class DraSide:
         return {DRIVER: replace(self.link.state, error=self._held_back or self.link.state.error)}
 
     def update(self) -> None:
-        """The GPUs, their health or the allocations have changed."""
+        """The GPUs, their health or the mechanisms of new shares have changed."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
         if not inventory.snapshot.gpus:
             return
@@ -108,7 +103,7 @@ class DraSide:
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         now = slice_devices(inventory.snapshot, names, enforcement=self._enforcement_text(), taints=taints)
         self._devices.set(with_lost(self._devices.value or (), now))
-        self._health.set(_health(self._settings.node.name, registry, inventory))
+        self._driver.health.set(_health(self._settings.node.name, registry, inventory))
 
     async def run(self) -> None:
         """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
@@ -117,6 +112,8 @@ class DraSide:
         if self._lost:
             await self._adopt()
         self.update()
+        self._link_changed(self.link.state)
+        self._driver.decide_with(self.claims)
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
@@ -125,8 +122,10 @@ class DraSide:
             group.create_task(self.link.run(), name="dra_link")
 
     async def stop(self, grace_seconds: float) -> None:
-        """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute."""
-        if self._publishing is not None and await self.publisher.withdraw():
+        """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
+        another agent has registered the driver, the slice stays for that."""
+        succeeded = await asyncio.to_thread(self.link.has_other_instance)
+        if self._publishing is not None and not succeeded and await self.publisher.withdraw():
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(grace_seconds)
         await finish_shielded(grace_seconds)
@@ -136,7 +135,7 @@ class DraSide:
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             if holders != self._held_back:
                 log.warning("registration_waits", reason=holders)
-            self._held_back = holders
+            self._held_back = self._driver.waits_for = holders
             await asyncio.sleep(2.0)
         self._held_back = None
 
@@ -146,7 +145,7 @@ class DraSide:
         for pod in [pod for pod in self._pods.all() if pod.claims and not pod.ended]:
             for name in {use.claim for use in pod.claims}:
                 try:
-                    found = await self._server.find(_claim_path(pod.namespace, name))
+                    found = await self._server.find(claim_path(pod.namespace, name))
                     if found is not None and allocated_here(found, self._settings.node.name):
                         await self.claims.prepare(ClaimRef(namespace=pod.namespace, name=name, uid=str(found["metadata"]["uid"])))
                 except (Refusal, *API_FAILURES) as error:
@@ -154,7 +153,7 @@ class DraSide:
 
     async def _reclaim(self) -> None:
         async def exists(claim: ClaimRef) -> bool:
-            found = await self._server.find(_claim_path(claim.namespace, claim.name))
+            found = await self._server.find(claim_path(claim.namespace, claim.name))
             return found is not None and found["metadata"]["uid"] == claim.uid
 
         while True:
@@ -175,16 +174,6 @@ class DraSide:
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()
-
-
-def _claim_path(namespace: str, name: str) -> str:
-    return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
-
-
-def allocated_here(claim: Mapping[str, Any], pool: str) -> bool:
-    """Whether the claim (JSON) has a device of the driver in this pool."""
-    results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
-    return any((each["driver"], each["pool"]) == (DRIVER, pool) for each in results)
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

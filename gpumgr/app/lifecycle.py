@@ -1,7 +1,7 @@
 """Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
 
-`assembly` opens what runs here: lock, checkpoint, API client, components, servers.
-Start: pod cache and driver side by side, reconcile with the kubelet, web server, device plugin sockets and Register, READY last.
+`assembly` opens what runs here: checkpoint, API client, components, servers.
+Start: the node's lock, pod cache and driver side by side, reconcile with the kubelet, web server, sockets and registration, READY last.
 Stop: STOPPING, running calls end, sockets are removed, the history is written, NVML is shut down; all within
 `process.stop_grace_seconds`.
 """
@@ -22,9 +22,11 @@ from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
+from gpumgr.app.node_hold import make_driver, node_held
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
+from gpumgr.dra.driver import DraDriver
 from gpumgr.errors import CheckpointError
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
@@ -44,11 +46,26 @@ FIRST_REPORT_SECONDS = 0.1
 async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
     """Runs the agent until `stop` is set. `source` is where changed settings are read from.
 
-    Raises what `assembled` raises, or ListenError, at the start, and an ExceptionGroup if a daemon ended.
+    Raises what `node_held` and `assembled` raise, or ListenError, at the start, and an ExceptionGroup if a daemon ended.
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
-    async with assembled(settings, hardware) as parts, asyncio.TaskGroup() as group:
+    driver = make_driver(settings)
+    async with node_held(settings, driver, stop) as held:
+        if held:
+            await _run(settings, hardware, driver, notifier, stop, source)
+    log.info("stopped")
+
+
+async def _run(
+    settings: Settings,
+    hardware: Hardware,
+    driver: DraDriver | None,
+    notifier: Notifier,
+    stop: asyncio.Event,
+    source: SettingsSource | None,
+) -> None:
+    async with assembled(settings, hardware, driver) as parts, asyncio.TaskGroup() as group:
         daemons = _start_observers(group, parts, source)
         try:
             await _reconcile(parts)
@@ -61,7 +78,6 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             await _stop(parts.components, settings.process.stop_grace_seconds)
             for daemon in daemons:
                 daemon.cancel()
-    log.info("stopped")
 
 
 def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSource | None) -> list[asyncio.Task[None]]:

@@ -14,8 +14,7 @@ from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
 
 #: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU; 4: allocations
-#: of ResourceClaims. The history
-#: was added within schema 2: a version without it leaves that table unchanged.
+#: of ResourceClaims. The history was added within schema 2: a version without it leaves that table unchanged.
 SCHEMA_VERSION: Final = 4
 
 #: `grant_of`: the allocation, if the entry records its grant.

@@ -5,7 +5,7 @@ and bound pods in any order gives the same answers.
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -85,7 +85,8 @@ class ClusterIndex:
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
         self._cpu_pods: dict[str, tuple[str, int]] = {}
         #: The node of each GPU, by UUID.
-        self._node_of_gpu: dict[str, str] = {}
+        #: UUID -> names. More than one if a GPU was moved, or an inventory was copied.
+        self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
         self._assumed: dict[str, float] = {}
         #: No assumed placement ends before this time.
         self._next_end = math.inf
@@ -103,11 +104,13 @@ class ClusterIndex:
         """The node is new or has changed."""
         node = self._node(state.name)
         if node.state != state:
-            for gpu in node.state.gpus:
-                if self._node_of_gpu.get(gpu.uuid) == state.name:
-                    del self._node_of_gpu[gpu.uuid]
+            for uuid in {gpu.uuid for gpu in node.state.gpus} & self._nodes_of_gpu.keys():
+                self._nodes_of_gpu[uuid].discard(state.name)
+                if not self._nodes_of_gpu[uuid]:
+                    del self._nodes_of_gpu[uuid]
             node.state = state
-            self._node_of_gpu |= {gpu.uuid: state.name for gpu in state.gpus if gpu.uuid}
+            for uuid in {gpu.uuid for gpu in state.gpus if gpu.uuid}:
+                self._nodes_of_gpu[uuid].add(state.name)
             self._changed(state.name)
             for listener in self._listeners:
                 listener.node_changed(state, node.pods.values())
@@ -232,7 +235,7 @@ class ClusterIndex:
         shape, offered = self._shape(request, policy), _set_of(names) if isinstance(names, tuple) else frozenset(names)
         if (kept := shape.rejection) is not None and kept[0] == self._version and kept[1] is offered:
             return kept[2]
-        named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
+        named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ()) if name in offered}
         found = [(name, self._found(name, shape)) for name in sorted(named)]
         alike = offered - named if named else offered
         fitting = shape.fitting(alike)

@@ -8,6 +8,7 @@ from typing import Final
 from gpumgr.doctor import (
     backends,
     choice,
+    dra,
     folders,
     gpus,
     host_paths,
@@ -49,14 +50,22 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps
-    uses_cdi = enforcement.injection == "cdi" or settings.node.mode == "dra"
+    in_dra = settings.node.mode == "dra"
+    uses_cdi = enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
     # Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them.
     of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
+    if in_dra:
+        of_host |= {
+            "kubelet.plugins_dir": settings.kubelet.plugins_dir,
+            "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
+        }
     driver = partial(gpus.look_at_driver, host.proc_root, simulated=host.simulated)
     nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
-    agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=before_start)
+    # The second agent of a rolling update waits for the first.
+    alone = before_start and not (in_dra and settings.process.instance is not None)
+    agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
     cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
@@ -73,18 +82,20 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         in_pod=host.in_pod,
         timeout_seconds=_SECONDS,
     )
+    of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
+    take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen), gpus.IF_HUNG),
         Check("device-nodes", nodes, gpus.IF_HUNG),
-        Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG),
+        *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
         Check("plugins", partial(other_programs.look_at_plugins, plugin_dir), other_programs.IF_HUNG),
         Check("agent", agent, other_programs.IF_HUNG),
         Check("host-paths", paths, host_paths.IF_HUNG),
         Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
         Check("checkpoint", partial(ledger.look_at_checkpoint, settings.checkpoint.dir), ledger.IF_HUNG),
-        Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG),
+        *([] if in_dra else [take_over]),
         Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
@@ -94,4 +105,12 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
         Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), rights.IF_HUNG),
         Check("enforcement", partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), choice.IF_HUNG),
+    )
+
+
+def _of_claims(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+    return (
+        Check("dra-sockets", partial(dra.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
+        Check("dra-slice", partial(dra.look_at_slice, settings, seen), dra.IF_HUNG),
+        Check("dra-claims", partial(dra.look_at_claims, settings), dra.IF_HUNG),
     )

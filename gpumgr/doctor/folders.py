@@ -31,7 +31,7 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
     yield "container.allocation_dir", settings.container.allocation_dir
     if backend_words(settings) - {"none"}:
         yield "enforcement.run_dir", settings.enforcement.run_dir
-    if settings.enforcement.injection == "cdi":
+    if settings.enforcement.injection == "cdi" or settings.node.mode == "dra":
         yield "enforcement.cdi_dir", settings.enforcement.cdi_dir
 
 

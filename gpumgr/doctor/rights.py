@@ -27,6 +27,7 @@ def needed(settings: Settings) -> Iterator[Right]:
             yield Right(verb=verb, resource="resourceslices", group="resource.k8s.io")
         yield Right(verb="get", resource="resourceclaims", group="resource.k8s.io")
         yield Right(verb="get", resource="nodes")
+        yield Right(verb="patch", resource="pods")  # makes the kubelet try waiting pods again
     if settings.enforcement.evict:
         yield _EVICT
     if settings.kubernetes.delete_failed_pods:
@@ -36,7 +37,7 @@ def needed(settings: Settings) -> Iterator[Right]:
 def for_people(settings: Settings) -> Iterator[Right]:
     """Rights without which annotations, events or labels are missing, and nothing else changes."""
     kubernetes = settings.kubernetes
-    if kubernetes.annotate_pods:
+    if kubernetes.annotate_pods and settings.node.mode == "plugin":
         yield Right(verb="patch", resource="pods")
     if kubernetes.write_events:
         for verb in ("create", "patch"):

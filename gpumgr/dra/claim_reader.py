@@ -53,7 +53,7 @@ class ClaimReader:
         return allocated_claim(claim, self._pool, await self._find(claim, deadline))
 
     async def _find(self, claim: ClaimRef, deadline: float) -> dict[str, Any] | None:
-        path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+        path = claim_path(claim.namespace, claim.name)
         pause, why = _PAUSE_SECONDS[0], "no answer in time"
         while (left := deadline - self._clock()) > 0:
             wanted = 0.0
@@ -79,6 +79,16 @@ class ClaimReader:
             await self._server.renew()
         except GpumgrError as error:
             raise Refusal("internal", str(error)) from error
+
+
+def claim_path(namespace: str, name: str) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
+
+
+def allocated_here(claim: Mapping[str, Any], pool: str) -> bool:
+    """Whether the claim (JSON) has a device of the driver in this pool."""
+    results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
+    return any((each["driver"], each["pool"]) == (DRIVER, pool) for each in results)
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:

@@ -122,8 +122,13 @@ class DraLink:
     def registered(self) -> bool:
         return self.state.registered
 
+    def has_other_instance(self) -> bool:
+        """Whether another process offers the kubelet this driver. Blocks for the time of a connection to each socket."""
+        own, folder = self._registration.path, self._registration.path.parent
+        return any(path != own and is_served(path) for path in folder.glob(socket_patterns(self._driver)[1]))
+
     async def run(self) -> None:
-        """Keeps the driver registered until `stop` or cancellation."""
+        """Keeps the driver registered until `stop` or cancellation; after the latter it can be called again, and the sockets are kept."""
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
@@ -167,8 +172,8 @@ class DraLink:
 
     async def _keep(self) -> None:
         """Never returns."""
-        _remove_leftovers(self._dra.path.parent, "dra*.sock")
-        _remove_leftovers(self._registration.path.parent, f"{glob.escape(self._driver)}-*reg.sock")
+        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
+            _remove_leftovers(server.path.parent, pattern)
         while True:
             try:
                 await self._serve()
@@ -248,6 +253,11 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: s
     if "/" not in instance and not any(map(path_problem, full)):
         return full
     return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+
+
+def socket_patterns(driver: str) -> tuple[str, str]:
+    """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
+    return "dra*.sock", f"{glob.escape(driver)}-*reg.sock"
 
 
 def _check_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NoReturn, Protocol
 import structlog
 
 from gpumgr.allocator.pods import PodView
-from gpumgr.dra.slices import DRIVER
+from gpumgr.dra.claim_reader import allocated_here, claim_path
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
 
 _log = structlog.get_logger(__name__)
@@ -43,19 +43,22 @@ class _Wait:
 
 
 class WaitingPods:
-    """`run` it as a daemon. `prepared` returns the claims (namespace and name) that are prepared now. `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pool`: the node's pool of devices. `prepared` returns the claims (namespace and name) that are prepared now.
+    `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
         server: ApiServer,
         pods: Pods,
+        pool: str,
         prepared: Callable[[], Collection[tuple[str, str]]],
         *,
         first_seconds: float = _FIRST_SECONDS,
         poll_seconds: float = _POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._pods, self._prepared, self._clock = server, pods, prepared, clock
+        self._server, self._pods, self._pool = server, pods, pool
+        self._prepared, self._clock = prepared, clock
         self._first_seconds, self._poll_seconds = first_seconds, poll_seconds
         self._waiting: dict[str, _Wait] = {}
         self._error = ""
@@ -107,8 +110,7 @@ class WaitingPods:
 
     async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
         for name in claims:
-            claim = await self._server.find(f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
-            results = (((claim or {}).get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
-            if any(result["driver"] == DRIVER for result in results):
+            claim = await self._server.find(claim_path(namespace, name))
+            if claim is not None and allocated_here(claim, self._pool):
                 return True
         return False

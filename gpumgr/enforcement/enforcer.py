@@ -122,18 +122,15 @@ class Enforcer:
         names = (cdi.device_name(allocation.id),) if kind == "core" else ()
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
 
-    async def start(
-        self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None, *, restored: bool = False
-    ) -> None:
+    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
         self._on_start(tenant, allocation.mechanisms)
         async with self._starting.setdefault(allocation.id, asyncio.Lock()):
             self._orphans.pop(allocation.id, None)
             try:
-                if tenant is not None:
+                if tenant is not None and not (allocation.claim and await self._runs(allocation.id)):
                     self._refuse_mixture(tenant, allocation.mechanisms)
                     for backend in self._of(allocation.mechanisms):
-                        if not (restored and allocation.id in await asyncio.to_thread(backend.remains)):
-                            await backend.start(tenant)
+                        await backend.start(tenant)
                 if allocation.cdi:
                     text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
                     await asyncio.to_thread(self._write_spec, allocation.id, text)
@@ -142,6 +139,12 @@ class Enforcer:
                 raise Refusal(
                     "internal", f"the container's limits can't be put in place:{where}: {error.strerror or error}"
                 ) from error
+
+    async def _runs(self, allocation: AllocationId) -> bool:
+        """Whether a container may run with these limits. A claim is prepared again, or restored, also while its containers run: they would
+        keep the former files mounted."""
+        there = allocation in await asyncio.to_thread(self._list_remains)
+        return there and allocation in await self._used([allocation])
 
     async def vacate(self, uuids: Collection[str]) -> None:
         for backend in self.backends.values():

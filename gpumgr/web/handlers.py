@@ -52,15 +52,15 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return _health(request, self._sources.not_alive())
+        return probe_response(request, self._sources.not_alive())
 
     async def readyz(self, request: web.Request) -> web.Response:
         """With `?only=driver` only the driver's readiness, which a startup probe needs."""
         match request.query.get("only"):
             case None:
-                return _health(request, self._sources.not_ready())
+                return probe_response(request, self._sources.not_ready())
             case "driver":
-                return _health(request, self._sources.no_driver())
+                return probe_response(request, self._sources.no_driver())
             case other:
                 return failure(400, f"only {other!r} is none of: driver")
 
@@ -183,7 +183,25 @@ def make_app(
     return app
 
 
-def _health(request: web.Request, reasons: Sequence[str]) -> web.Response:
+def make_probes(not_ready: Callable[[], Sequence[str]]) -> Callable[[Callable[[], AuthPolicy]], web.Application]:
+    """The application of a process that has only probes: it is alive, and ready unless there are reasons."""
+
+    async def healthz(request: web.Request) -> web.Response:
+        return probe_response(request, ())
+
+    async def readyz(request: web.Request) -> web.Response:
+        return probe_response(request, not_ready())
+
+    def application(policy: Callable[[], AuthPolicy]) -> web.Application:
+        app = web.Application(middlewares=[make_middleware({"/healthz": "probe", "/readyz": "probe"}, policy, ())])
+        app.router.add_get("/healthz", healthz)
+        app.router.add_get("/readyz", readyz)
+        return app
+
+    return application
+
+
+def probe_response(request: web.Request, reasons: Sequence[str]) -> web.Response:
     """Status 200 without reasons, 503 with them. Clients that may not read the pages get only the number of reasons: the sentences contain
     paths and the driver's errors."""
     detail = {"reasons": list(reasons)} if cast(Connection, request.protocol).trusted else {"reason_count": len(reasons)}

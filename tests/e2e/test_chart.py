@@ -239,7 +239,7 @@ def test_each_probe_has_its_own_path() -> None:
     assert {secure[f"{name}Probe"]["httpGet"]["scheme"] for name in probes} == {"HTTPS"}
 
 
-def test_an_update_never_runs_two_agents_on_a_node_and_waits_for_each() -> None:
+def test_in_mode_plugin_an_update_never_runs_two_agents_on_a_node_and_waits_for_each() -> None:
     spec = daemonset(render())["spec"]
     assert spec["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
     pod = spec["template"]["spec"]
@@ -543,6 +543,24 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
     assert found["DeviceClass", DRIVER]["spec"] == shipped["spec"]
     mounted = {each["mountPath"] for each in agent_container(render(values))["volumeMounts"]}
     assert {"/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "/var/run/cdi"} <= mounted
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy"),
+    [
+        ({}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
+        (
+            {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "20%"}}},
+            {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": "20%"}},
+        ),
+        ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}),
+    ],
+)
+def test_in_mode_dra_an_update_has_two_agents_on_a_node_unless_they_need_one_port(values: Values, strategy: object) -> None:
+    spec = daemonset(render({"settings": {"node": {"mode": "dra"}}, **values}))["spec"]
+    assert spec["updateStrategy"] == strategy
+    name = {"name": "GPUMGR_PROCESS_INSTANCE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    assert name in spec["template"]["spec"]["containers"][0]["env"]
 
 
 def test_a_kubeconfigs_user_is_not_known_here_so_there_is_no_policy() -> None:

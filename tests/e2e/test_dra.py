@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -148,6 +149,17 @@ def test_the_slice_has_every_gpu_with_its_capacity(node: DraNode) -> None:
     for device in found["spec"]["devices"]:
         assert device["allowMultipleAllocations"] is True
         assert device["capacity"]["cores"]["value"] == "100"
+
+
+def test_metrics_page_and_state_have_the_driver(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 30, "5Gi")))
+    node.run([claiming("counted", "share")])
+    metrics, resource = node.agent.metrics(), ("resource", DRIVER)
+    assert metrics["gpumgr_kubelet_registered", frozenset({resource})] == 1
+    assert metrics["gpumgr_prepare_requests_total", frozenset({resource, ("outcome", "ok")})] >= 1
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
+        state = json.load(answer)
+    assert (state["mode"], state["ready"], state["health"]["registered"]) == ("dra", True, {DRIVER: True})
 
 
 def test_shares_are_packed_and_see_one_gpu(node: DraNode) -> None:

@@ -30,9 +30,9 @@ LIMIT_BYTES: Final = 5 * GIB
 _BRIDGE_SECONDS: Final = 0.1
 #: For what the agent does within seconds on an idle machine.
 PATIENCE_SECONDS: Final = 60.0
-#: The kubelet of a node answers in the process that plays all scenarios: on a loaded machine `List` can take longer than the agent
-#: waits.
-_BUSY_LAB: Final = "pod_resources_unavailable"
+#: The kubelet and the runtime of a node answer in the process that plays all scenarios: on a loaded machine an answer can take longer
+#: than the agent waits.
+_BUSY_LAB: Final = ("pod_resources_unavailable", "cri_unavailable")
 
 
 class HostProcesses(SimProcesses):
@@ -247,7 +247,7 @@ class LabNode:
     def complaints(self, since: int = 0) -> list[str]:
         """Warnings and errors in the agent's log, except for those of a slow machine."""
         levels = ("warning", "error", "critical")
-        bad = [line for line in self.log.lines[since:] if line.get("level") in levels and line.get("event") != _BUSY_LAB]
+        bad = [line for line in self.log.lines[since:] if line.get("level") in levels and line.get("event") not in _BUSY_LAB]
         return [json.dumps({key: value for key, value in line.items() if key not in ("timestamp", "logger")}) for line in bad]
 
     async def measures(self, pod: SimPod, memory_bytes: int) -> None:

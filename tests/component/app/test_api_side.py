@@ -45,7 +45,7 @@ async def started(sim: SimApiServer, folder: Path) -> AsyncIterator[tuple[ApiSid
     )
     checkpoint = MemoryCheckpoint()
     async with ApiSide.open(settings) as side:
-        components = make_components(settings, Hardware(simulated=True), Loaded(), checkpoint, side)
+        components = make_components(settings, Hardware(simulated=True), Loaded(), checkpoint, side, None)
         readers = ReadModel(
             components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
         )

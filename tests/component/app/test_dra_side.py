@@ -5,7 +5,8 @@ import pytest
 from gpumgr.agent.inventory import Inventory
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.allocator.pods import PodKey
-from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, allocated_here, gpu_taints, holders_of_other_mode
+from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, gpu_taints, holders_of_other_mode
+from gpumgr.dra.claim_reader import allocated_here
 from gpumgr.dra.slices import Taint
 from tests.component.stage.stage import snapshot
 

@@ -1,9 +1,10 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -262,7 +263,7 @@ async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> 
     assert node.reader.reads == 2
 
 
-def limited(folder: Path) -> Enforcer:
+def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
     """With a mechanism that does nothing."""
 
     class Limits(Backend):
@@ -279,6 +280,7 @@ def limited(folder: Path) -> Enforcer:
         cdi_dir=folder,
         inject_by_cdi=True,
         orphan_grace_seconds=1,
+        in_use=lambda names: set(names) & set(running),
         clock=lambda: 0.0,
     )
 
@@ -307,11 +309,11 @@ def lose_specs(folder: Path) -> None:
     spec.unlink()
 
 
-async def test_what_there_is_of_the_limits_stays_when_a_claim_is_prepared_again(tmp_path: Path) -> None:
-    """Its container may run: another region would not be the one that it has mounted."""
-    limits = limited(tmp_path)
+async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(tmp_path: Path) -> None:
+    """A running container would keep the former files mounted; but a Prepare that was killed may have left half of them."""
+    running, started, kept = set[str](), list[str](), set[str]()
+    limits = limited(tmp_path, running)
     await limits.choose()
-    started, kept = list[str](), set[str]()
     (backend,) = limits.backends.values()
 
     async def start(tenant: GpuShare) -> None:
@@ -323,12 +325,34 @@ async def test_what_there_is_of_the_limits_stays_when_a_claim_is_prepared_again(
     ref = node.claim("a", node.share(0, 10, 512))
     await node.prepare(ref)
     (allocation,) = node.world.ledger.allocations
+    await node.prepare(ref)
+    assert started == [allocation] * 2
+    running.add(allocation)
     lose_specs(tmp_path)
     await node.prepare(ref)
     lose_specs(tmp_path)
     await node.claims.restore()
     lose_specs(tmp_path)
-    assert started == [allocation]
-    kept.clear()  # as after a boot
+    assert started == [allocation] * 2
+    await node.world.restart(lost=True)
+    node.start()
+    await node.prepare(ref)
+    assert started == [allocation] * 2
+    running.clear()
     await node.claims.restore()
-    assert started == [allocation, allocation]
+    assert started == [allocation] * 3
+
+
+async def test_a_bug_with_one_claim_does_not_fail_the_others(node: Node) -> None:
+    good, bad = node.claim("good", node.share(0, 10, 256)), node.claim("bad", node.share(0, 10, 256))
+    node.reader.claims[bad.uid] = replace(node.reader.claims[bad.uid], shares=(cast("ClaimShare", None),))
+    results = await asyncio.gather(node.prepare(bad), node.prepare(good), return_exceptions=True)
+    assert isinstance(results[0], AttributeError)
+    assert isinstance(results[1], list)
+
+
+async def test_a_refusal_is_in_the_history_of_the_pod(node: Node) -> None:
+    with pytest.raises(Refusal):
+        await node.prepare(node.claim("a", node.share(0, 0, 256)))
+    refused = node.world.agent_state.history.entries()[-1]
+    assert (refused.what, refused.pod, refused.pod_uid) == ("refused", ("team", "a"), "pod-a")

@@ -174,6 +174,16 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
     assert len(computed) == 2
 
 
+def test_a_gpu_that_two_nodes_report_is_found_on_the_one_that_stays(index: ClusterIndex) -> None:
+    """A GPU was moved, and the old node is removed later."""
+    moved = replace(node_state("old", 2), name="new")
+    index.set_node(moved)
+    index.set_node(node_state("old", 2))
+    index.remove_node("old")
+    wanted = replace(share(60, 30), constraints=Constraints(use_uuids=(moved.gpus[0].uuid,)))
+    assert index.order(wanted, "binpack", ("a", "new")) == ["new"]
+
+
 def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
     texts = {
         index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES)

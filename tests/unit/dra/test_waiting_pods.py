@@ -32,7 +32,7 @@ class Scene:
         self.now, self.prepared = 0.0, set[tuple[str, str]]()
         self.pods, self.server = list(pods), Server(claims)
         self.waiting = WaitingPods(
-            cast("ApiServer", self.server), self, lambda: self.prepared, first_seconds=2.0, clock=lambda: self.now
+            cast("ApiServer", self.server), self, "n", lambda: self.prepared, first_seconds=2.0, clock=lambda: self.now
         )
 
     def all(self) -> list[PodView]:

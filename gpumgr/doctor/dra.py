@@ -1,0 +1,132 @@
+"""A node in mode dra: the driver's sockets, its ResourceSlice, the API server's version and feature gates, claims that it lacks."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gpumgr.allocator.claims import ClaimRef
+from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.doctor.gpus import SharedNvml
+from gpumgr.dra.claim_reader import claim_path
+from gpumgr.dra.registration import socket_patterns
+from gpumgr.dra.slices import DRIVER, SLICES, dropped, probe_slice, slice_name
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import KubeletSettings
+from gpumgr.unix_socket import is_served
+
+IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
+_REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
+_START: Final = "start the agent, and look at its log for registration_failed, slice_not_published or registration_waits"
+_FOLDER: Final = "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders in its --root-dir"
+_STANDALONE: Final = "node.mode dra needs the API server"
+_ENABLE: Final = "set kubernetes.enabled to true, or node.mode to plugin"
+#: More claims are not read one by one.
+_MAX_CLAIMS: Final = 100
+
+
+async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
+    """The kubelet's folders, and the driver's sockets in them."""
+    for folder in (kubelet.plugins_dir, kubelet.plugins_registry_dir):
+        if not await aside(folder.is_dir):
+            return error(f"{folder} is no folder", _FOLDER)
+        if not await aside(lambda folder=folder: os.access(folder, os.W_OK | os.X_OK)):  # type: ignore[misc]
+            return error(f"{folder} is not writable", "run gpumgr as root")
+    of_driver, of_registration = socket_patterns(DRIVER)
+    places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
+    served = [await aside(lambda place=place: _served(*place)) for place in places]  # type: ignore[misc]
+    away = [f"{folder}/{pattern}" for (folder, pattern), found in zip(places, served, strict=True) if not found]
+    if away:
+        return warning(f"the driver {DRIVER} does not listen at {' and '.join(away)}", _START)
+    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served for path in found)}")
+
+
+def _served(folder: Path, pattern: str) -> Sequence[Path]:
+    return [path for path in sorted(folder.glob(pattern)) if path.is_socket() and is_served(path)]
+
+
+async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
+    """What the API server stores of a ResourceSlice (asked by a dry run), and whether the node's has the GPUs that the driver lists."""
+    if not settings.kubernetes.enabled:
+        return error(_STANDALONE, _ENABLE)
+    try:
+        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
+        try:
+            return await _slice(server, settings.node.name, gpus)
+        finally:
+            await server.close()
+    except (GpumgrError, *API_FAILURES, *UNREADABLE) as exception:
+        return error_of(exception, _REACH)
+
+
+async def _slice(server: ApiServer, node: str, gpus: SharedNvml) -> CheckResult:
+    version = str((await server.read("GET", "/version")).get("gitVersion", "of an unknown version"))
+    probe = probe_slice(node)
+    try:
+        loss = dropped(probe, await server.read("POST", SLICES, probe, query={"dryRun": "All"}))
+    except AnswerError as answer:
+        if answer.status != 404:
+            raise
+        return error(f"the API server ({version}) has no resource.k8s.io/v1", "use Kubernetes 1.36 or later, or node.mode plugin")
+    if loss is not None:
+        what, _, remedy = loss.sentence.partition("; ")
+        return (error if loss.sharing else warning)(f"API server {version}: {what}", remedy)
+    stored = await server.find(f"{SLICES}/{slice_name(node)}")
+    if stored is None:
+        return warning(f"API server {version}: the node has no ResourceSlice {slice_name(node)}", _START)
+    published = stored["spec"].get("devices") or []
+    different = differences({gpu.uuid: gpu.memory_blocks for gpu in (await gpus.snapshot()).gpus}, published)
+    if different:
+        return warning(f"ResourceSlice {slice_name(node)} differs from the driver: {', '.join(different)}", _START)
+    tainted = sum(bool(device.get("taints")) for device in published)
+    return ok(f"API server {version}: {len(published)} GPUs in {slice_name(node)}, {tainted} with taints")
+
+
+def differences(blocks: Mapping[str, int], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """`blocks`: UUID -> memory in blocks of 256 MiB, as the driver lists the GPUs. GPUs with taints may be missing there."""
+    found = {device["attributes"]["uuid"]["string"]: device for device in published}
+    missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number > 1 and uuid not in found]
+    gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]
+    sizes = {uuid: parse_quantity(str(each["capacity"]["memory"]["value"])) >> 28 for uuid, each in found.items()}
+    wrong = [
+        f"{uuid} has {sizes[uuid]} blocks of memory in place of {number}"
+        for uuid, number in blocks.items()
+        if sizes.get(uuid, number) != number
+    ]
+    return (*missing, *gone, *wrong)
+
+
+async def look_at_claims(settings: Settings) -> CheckResult:
+    """Claims that hold GPUs in the checkpoint, and that the API server does not have."""
+    if not settings.kubernetes.enabled:
+        return skipped(_STANDALONE)
+    held = await aside(lambda: _claims(settings.checkpoint.dir))
+    try:
+        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
+        try:
+            gone = [claim for claim in held[:_MAX_CLAIMS] if not await _exists(server, claim)]
+        finally:
+            await server.close()
+    except (GpumgrError, *API_FAILURES, *UNREADABLE) as exception:
+        return error_of(exception, _REACH)
+    if gone:
+        return warning(
+            f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
+            "nothing, if the agent runs: it frees them in about a minute, when the kubelet has ended their pods",
+        )
+    return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
+
+
+def _claims(folder: Path) -> Sequence[ClaimRef]:
+    """Raises CheckpointError."""
+    held = [a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None]
+    return sorted({ClaimRef(namespace=each.namespace, name=each.name, uid=each.uid) for each in held}, key=str)
+
+
+async def _exists(server: ApiServer, claim: ClaimRef) -> bool:
+    found = await server.find(claim_path(claim.namespace, claim.name))
+    return found is not None and found["metadata"]["uid"] == claim.uid

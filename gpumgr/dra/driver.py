@@ -1,0 +1,66 @@
+"""The driver as the kubelet sees it: its sockets and services. They may be there before the agent can decide; calls wait until then."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from gpumgr.aio import LatestValue
+from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.registration import DraLink, LinkState
+from gpumgr.dra.service import Claims, DraPlugin
+from gpumgr.dra.slices import DRIVER
+from gpumgr.errors import Refusal
+
+#: The kubelet ends a call after 45 s, without a reason in the pod's events.
+WAIT_SECONDS: Final = 40.0
+
+
+class DraDriver:
+    """`link.run` serves the kubelet. The callbacks are set by the part that decides, before `decide_with`."""
+
+    def __init__(
+        self, plugins_dir: Path, registry_dir: Path, instance: str | None, *, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
+        """Must be called inside a running event loop. `instance`: as for DraLink."""
+        self._wait_seconds = wait_seconds
+        self._claims: Claims | None = None
+        self._decides = asyncio.Event()
+        #: Why nothing is decided yet.
+        self.waits_for = "the agent starts"
+        self.health = LatestValue[tuple[DeviceHealth, ...]](())
+        self.observe: Callable[[str, str, float], None] = lambda *_: None
+        self.on_registered: Callable[[], None] = lambda: None
+        self.on_state: Callable[[LinkState], None] = lambda _state: None
+        self.link = DraLink(
+            plugins_dir,
+            registry_dir,
+            DRIVER,
+            [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(self.health)],
+            instance=instance,
+            on_registered=lambda: self.on_registered(),
+            on_state=lambda state: self.on_state(state),
+        )
+
+    def decide_with(self, claims: Claims) -> None:
+        """Waiting calls continue."""
+        self._claims = claims
+        self._decides.set()
+
+    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
+        return await (await self._decider()).prepare(claim)
+
+    async def unprepare(self, claim: ClaimRef) -> None:
+        await (await self._decider()).unprepare(claim)
+
+    async def _decider(self) -> Claims:
+        """Raises Refusal."""
+        if self._claims is None:
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._decides.wait()
+            except TimeoutError:
+                raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
+        assert self._claims is not None
+        return self._claims
