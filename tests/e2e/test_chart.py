@@ -633,7 +633,7 @@ def test_a_component_makes_the_base_what_the_chart_is_with_its_value(component: 
     made, wanted = kustomized(tmp_path), without_helms_own(objects(render(values)))
     for found in (made, wanted):
         spec = found["DaemonSet", "gpumgr"]["spec"]["template"]["spec"]
-        for each in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
+        for each in (spec["volumes"], spec["containers"][0]["env"], spec["containers"][0]["volumeMounts"]):
             each.sort(key=lambda named: str(named["name"]))  # kustomize puts what it adds first
     assert made == wanted
     assert made != kustomized(BASE)
