@@ -8,7 +8,7 @@ import structlog
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.history import about
-from gpumgr.agent.pods import find_pod, pod_of
+from gpumgr.agent.pods import find_pod, pods_of
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
@@ -54,14 +54,15 @@ class DrainEvictions:
         pods: dict[tuple[PodKey, str], Allocation] = {}
         staying = []
         for holder in self._agent_state.ledger.on(gpu.name):
-            view, name = find_pod(self._pods, holder.pod, holder.uid), pod_of(holder, self._pods)
+            view, names = find_pod(self._pods, holder.pod, holder.uid), pods_of(holder, self._pods)
             if view is not None and view.runtime_uid is not None:
                 staying.append(
                     f"{holder.describe()}: it is a static pod, which ends only when its manifest is removed from the node"
                 )
-            elif name is not None:
+                continue
+            for name in names:
                 pods.setdefault(name, holder)
-            else:
+            if not names:
                 staying.append(f"{holder.describe()}: its pod is not known")
         for (pod, uid), holder in pods.items():
             log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=reason)

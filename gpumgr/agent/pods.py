@@ -1,4 +1,6 @@
-"""The pod that an allocation belongs to."""
+"""The pods that an allocation belongs to: several if they use one ResourceClaim."""
+
+from collections.abc import Sequence
 
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ledger import Allocation
@@ -17,9 +19,20 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
     return view if view is not None and uid in (None, view.uid, view.runtime_uid) else None
 
 
+def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
+    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger; empty if none is known. The UID of
+    a static pod is its mirror pod's."""
+    claim = holder.claim
+    if claim is not None:
+        in_namespace = (pod for pod in pods.all() if pod.namespace == claim.namespace and not pod.ended)
+        found = [pod for pod in in_namespace if any(use.uses(claim.name, claim.request) for use in pod.claims)]
+        found.sort(key=lambda pod: pod.uid != holder.uid)
+    else:
+        view = find_pod(pods, holder.pod, holder.uid)
+        found = [view] if view is not None else []
+    return [(pod.key, pod.uid) for pod in found] or ([(holder.pod, holder.uid)] if holder.pod and holder.uid else [])
+
+
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
-    """Name and UID of the allocation's pod, from the API server, else from the ledger. The UID of a static pod is its mirror pod's."""
-    view = find_pod(pods, holder.pod, holder.uid)
-    if view is not None:
-        return view.key, view.uid
-    return (holder.pod, holder.uid) if holder.pod and holder.uid else None
+    """The first of `pods_of`."""
+    return next(iter(pods_of(holder, pods)), None)

@@ -11,7 +11,8 @@ import pytest
 from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.ledger import ClaimRequest
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.topology.devices import GpuProcess, NodeSnapshot
@@ -336,6 +337,20 @@ async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None
         (("team", name), "GpuDrained", f"the pod is evicted: {why}") for name in ("two", "other")
     ]
     assert {entry.id for entry in events} <= bench.world.ledger.allocations.keys()
+
+
+async def test_all_pods_of_a_claim_are_evicted() -> None:
+    bench = await Bench.made()
+    await bench.run("first")
+    (allocation,) = bench.world.ledger.allocations.values()
+    claim = ClaimRequest(uid="c", namespace="team", name="shared", request="gpu")
+    bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, claim=claim)))
+    use = ClaimUse(container="main", claim="shared")
+    for name in ("first", "second"):
+        bench.world.pods.views["team", name] = PodView(
+            namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,)
+        )
+    assert sorted((await bench.order("drain", evict=True))["evicting"]) == ["team/first", "team/second"]
 
 
 async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> None:

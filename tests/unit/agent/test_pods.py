@@ -1,8 +1,8 @@
 import pytest
 
-from gpumgr.agent.pods import find_pod, pod_of
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.agent.pods import find_pod, pod_of, pods_of
+from gpumgr.allocator.ledger import Allocation, ClaimRequest
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from tests.component.stage.stage import MemoryPods
 
 WEB = ("team", "web-0")
@@ -49,3 +49,25 @@ def test_names_the_pod_of_an_allocation(
     pods: MemoryPods, pod: PodKey | None, uid: str | None, expected: tuple[PodKey, str] | None
 ) -> None:
     assert pod_of(Allocation(id="a", pod=pod, uid=uid), pods) == expected
+
+
+def using(name: str, claim: str, request: str | None = None, *, namespace: str = "team", phase: str = "Running") -> PodView:
+    use = ClaimUse(container="main", claim=claim, request=request)
+    return PodView(namespace=namespace, name=name, uid=f"uid-{name}", phase=phase, claims=(use,))
+
+
+def test_every_living_pod_that_uses_a_claim_is_one_of_its_allocation_and_its_own_is_the_first() -> None:
+    views = [
+        using("by-claim", "shared"),
+        using("by-request", "shared", "gpu"),
+        using("other-request", "shared", "other"),
+        using("other-claim", "own"),
+        using("elsewhere", "shared", namespace="other"),
+        using("ended", "shared", phase="Succeeded"),
+    ]
+    pods = MemoryPods({view.key: view for view in views})
+    claim = ClaimRequest(uid="c", namespace="team", name="shared", request="gpu")
+    own, gone = (Allocation(id="a", pod=("team", name), uid=f"uid-{name}", claim=claim) for name in ("by-request", "ended"))
+    assert pods_of(own, pods) == [(("team", name), f"uid-{name}") for name in ("by-request", "by-claim")]
+    assert pod_of(gone, pods) == (("team", "by-claim"), "uid-by-claim")
+    assert pods_of(gone, MemoryPods()) == [(("team", "ended"), "uid-ended")]
