@@ -49,8 +49,9 @@ class Api:
     def send(
         self, connection: http.client.HTTPSConnection, method: str, path: str, body: Json | None = None
     ) -> http.client.HTTPResponse:
-        """Sends one request and answers the response's head; ApiError where it is not a success."""
-        connection.request(method, path, None if body is None else json.dumps(body).encode(), self._headers)
+        """Sends one request and answers the response's head; ApiError where it is not a success. A PATCH is a merge patch."""
+        kind = {"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {}
+        connection.request(method, path, None if body is None else json.dumps(body).encode(), {**self._headers, **kind})
         response = connection.getresponse()
         if response.status >= 300:
             raise ApiError(response.status, response.read().decode(errors="replace"))

@@ -10,26 +10,24 @@ from .cluster import Cluster
 from .daemonset import Installed
 from .node import cleared
 from .places import CDI_SPECS, KUBELET_ROOT
-from .processes import wait_until
-from .test_dra import DraNode, claiming, request, template
+from .processes import free_ports, wait_until
+from .test_dra import DRIVER, DraNode, claiming, request, template
 from .test_pods import gpu_nodes, shown
 
 RESOURCES = "/apis/resource.k8s.io/v1"
+REGISTRY = KUBELET_ROOT / "plugins_registry"
+SETTINGS = {
+    "node": {"mode": "dra"},
+    "kubelet": {"plugins_dir": str(KUBELET_ROOT / "plugins"), "plugins_registry_dir": str(REGISTRY)},
+    "enforcement": {"cdi_dir": str(CDI_SPECS)},
+}
 
 
 @pytest.fixture(scope="module")
 def node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
-    changes = {
-        "node": {"mode": "dra"},
-        "kubelet": {
-            "plugins_dir": str(KUBELET_ROOT / "plugins"),
-            "plugins_registry_dir": str(KUBELET_ROOT / "plugins_registry"),
-        },
-        "enforcement": {"cdi_dir": str(CDI_SPECS)},
-    }
     with cleared(cluster, running_agent):
         """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
-    with daemonset.installed(cluster, running_agent, changes, wait=False) as agent:
+    with daemonset.installed(cluster, running_agent, SETTINGS, wait=False) as agent:
         made = DraNode(cluster, agent)
         wait_until("the node's ResourceSlice", lambda: bool(made.slices()), 120)
         yield made
@@ -56,5 +54,40 @@ def test_an_update_of_the_daemonset_keeps_the_claims(node: DraNode) -> None:
     wait_until("the node's ResourceSlice", lambda: bool(node.slices()), 120)
     assert node.agent.ledger() == before
     node.run([claiming("later", "share")])
-    node.delete(["share", "later"])
-    wait_until("an empty ledger", lambda: not node.agent.ledger(), every=0.3)
+
+
+def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stays(node: DraNode) -> None:
+    """Without a network for pods, the two agents need two ports of the host: the chart would replace one after another."""
+    agent, before = node.agent, node.agent.ledger()
+    assert isinstance(agent, Installed)
+
+    def sockets() -> list[str]:
+        return sorted(path.name for path in REGISTRY.glob(f"{DRIVER}-*reg.sock"))
+
+    first, (published,) = sockets(), node.slices()
+    assert len(first) == 1
+    (agent.port,) = free_ports(1)
+    agent.configure({**SETTINGS, "http": {**agent.settings()["http"], "port": agent.port}})
+    objects = agent.objects()
+    for each in objects:
+        if each["kind"] == "DaemonSet":
+            each["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    agent.apply(objects)
+    wait_until("two registrations", lambda: len(sockets()) == 2, 120, every=0.01)
+    node.cluster.create([claiming("in-between", "share")])
+    slices = set[str]()
+
+    def rolled() -> bool:
+        slices.update(each["metadata"]["uid"] if each else "none" for each in node.slices() or [{}])
+        pod = agent.only()
+        return pod is not None and len(sockets()) == 1
+
+    wait_until("the second agent alone", rolled, 120)
+    assert sockets() != first
+    node.wait_running(["in-between"])
+    assert slices == {published["metadata"]["uid"]}
+    held = agent.ledger()
+    assert [each for each in held if each in before] == before
+    assert len(held) == len(before) + 1
+    node.delete(["share", "later", "in-between"])
+    wait_until("an empty ledger", lambda: not agent.ledger(), every=0.3)
