@@ -4,11 +4,11 @@ A claim is allocated some time after its pod's gate is removed. Until then it co
 limit is exceeded wherever it is allocated.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from gpumgr.claims.objects import UnboundPod
-from gpumgr.cluster.quota import NONE_HELD, GpuKind, Quotas, added_holdings, uniform_holding
+from gpumgr.cluster.quota import NONE_HELD, GpuKind, Held, Quotas, uniform_holding
 from gpumgr.cluster.request import ContainerRequest
 
 #: Kinds of GPUs with their memory in MiB.
@@ -43,34 +43,47 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand],
     """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what it
     asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims of pods
     without gates, which are not allocated yet."""
-    decision, granted, first = Decision(), list(flights), dict[str, UnboundPod]()
-    kept: list[Demand] = []
+    decision, granted, kept, first = Decision(), _Sums(), _Sums(), dict[str, UnboundPod]()
+    for flight in flights:
+        granted.add(flight)
     unused = Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
-        if text := _refusal(demand, (), unused):
+        if text := _refusal(demand, unused):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
             decision.refused.append((pod, f"{text}; the quota alone does not allow it{remedy}"))
-        elif text := _refusal(demand, granted, quotas):
+        elif text := _refusal(demand, quotas, granted):
             first.setdefault(demand.namespace, pod)
-            kept.append(demand)
+            kept.add(demand)
             decision.refused.append((pod, f"{text}; it is scheduled as soon as the quota allows it"))
-        elif _refusal(demand, [*granted, *kept], quotas):
-            kept.append(demand)
+        elif _refusal(demand, quotas, granted, kept):
+            kept.add(demand)
             decision.refused.append((pod, f"pod {first[demand.namespace].key[1]} waits for the quota, and was created before it"))
         else:
-            granted.append(demand)
+            granted.add(demand)
             decision.allowed.append(pod)
     return decision
 
 
-def _refusal(demand: Demand, others: Sequence[Demand], quotas: Quotas) -> str | None:
+class _Sums:
+    """What demands hold together, for each namespace and kind of GPU."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, GpuKind, int], Held] = {}
+
+    def add(self, demand: Demand) -> None:
+        for kind, memory in demand.kinds:
+            held = uniform_holding(kind, memory, demand.containers).get(kind, NONE_HELD)
+            self._held[demand.namespace, kind, memory] = self.of(demand.namespace, kind, memory).plus(held)
+
+    def of(self, namespace: str, kind: GpuKind, memory: int) -> Held:
+        return self._held.get((namespace, kind, memory), NONE_HELD)
+
+
+def _refusal(demand: Demand, quotas: Quotas, *others: _Sums) -> str | None:
     for kind, memory in sorted(demand.kinds, key=repr):
-        taken = added_holdings(
-            uniform_holding(kind, memory, each.containers)
-            for each in others
-            if each.namespace == demand.namespace and (kind, memory) in each.kinds
-        )
-        used_too = {key: NONE_HELD.plus(held, -1) for key, held in taken.items()}
-        if text := quotas.refusal(demand.namespace, uniform_holding(kind, memory, demand.containers), used_too):
+        used_too = NONE_HELD
+        for each in others:
+            used_too = used_too.plus(each.of(demand.namespace, kind, memory), -1)
+        if text := quotas.refusal(demand.namespace, uniform_holding(kind, memory, demand.containers), {kind: used_too}):
             return text
     return None

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gpumgr.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, TEMPLATE_ANNOTATION
+from gpumgr.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
 from gpumgr.cluster.index import PlacedPod
 from gpumgr.cluster.node import GpuState
 from gpumgr.cluster.request import ContainerRequest, PodRequest
@@ -151,11 +151,11 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """Of several alternatives the largest one."""
+    """Of several alternatives the largest one. kube-scheduler never allocates more than MAX_DEVICES, so more are not counted one by one."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
-            (_container((each.get("capacity") or {}).get("requests") or {}),) * int(each.get("count") or 1)
+            (_container((each.get("capacity") or {}).get("requests") or {}),) * min(int(each.get("count") or 1), MAX_DEVICES + 1)
             for each in alternatives
             if each.get("deviceClassName") == DEVICE_CLASS and not each.get("adminAccess")
         ]

@@ -252,6 +252,15 @@ def test_a_claim_by_hand_that_no_gpu_can_serve_is_refused(claims: Cluster, capac
     claims.api.request("POST", f"{claims_path(FREE)}?dryRun=All", good)
 
 
+def test_a_claim_by_hand_with_too_many_gpus_is_refused(claims: Cluster) -> None:
+    for count in (32, 33, 10**9):
+        item = claim(cores="30", memory="5Gi")
+        item["spec"]["devices"]["requests"][0]["exactly"]["count"] = count
+        refused = pytest.raises(ApiError, match="a claim has at most 32 GPUs") if count > 32 else contextlib.nullcontext()
+        with refused:
+            claims.api.request("POST", f"{claims_path(FREE)}?dryRun=All", item)
+
+
 # -- with the running controller -------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ def capacity(cores: object, memory: str) -> Json:
     ({"exactly": {**OURS, **capacity("30", "1")}}, (share(30, 1),)),
     ({"exactly": {**OURS, "count": 3}}, (WHOLE,) * 3),
     ({"exactly": OURS}, (WHOLE,)),
+    ({"exactly": {**OURS, "count": 10**9}}, (WHOLE,) * 33),
     ({"exactly": {**OURS, **capacity("300", "1Gi")}}, (WHOLE,)),
     ({"exactly": {**OURS, "adminAccess": True}}, ()),
     ({"exactly": {"deviceClassName": "other"}}, ()),
