@@ -3,10 +3,13 @@
 * A prepared claim gets the same answer again, from the ledger alone; its CDI specs and limits are restored.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
-* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time.
+* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. Nor does a
+  later one, if the claim is reserved only for pods that the Unprepare has ended.
 """
 
+import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +43,8 @@ log = structlog.get_logger(__name__)
 
 #: How long a Prepare waits for the watch to deliver the pod, of which it needs the containers' names.
 POD_SECONDS: Final = 2.0
+#: For so many unprepared claims a late Prepare is recognised.
+MAX_UNPREPARED: Final = 1000
 
 
 class ClaimReader(Protocol):
@@ -68,9 +73,12 @@ class NodeClaims:
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
         self._wall_clock = wall_clock
         self._batch = CommitBatch(agent_state)
-        #: The claims that were unprepared while a Prepare of the same claim was in progress.
-        self._overtaken: set[str] = set()
-        self._preparing: dict[str, int] = {}
+        #: Claim -> the calls of Prepare in progress that no Unprepare has overtaken.
+        self._preparing: defaultdict[str, set[object]] = defaultdict(set)
+        #: Unprepared claims, the oldest first -> their pods that had ended or run, which need them no more.
+        self._unprepared: dict[str, Collection[str]] = {}
+        #: Allocations that can't be restored, with the reason that was logged.
+        self._not_restored: dict[AllocationId, str] = {}
         #: The claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
 
@@ -78,9 +86,9 @@ class NodeClaims:
         """Durable before it returns. Raises Refusal."""
         try:
             held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
-            self._starts.make_folders(held)
             for allocation in held:
-                await self._starts.start(allocation)
+                if not await self._start(allocation):
+                    raise _overtaken(claim)
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
@@ -88,8 +96,8 @@ class NodeClaims:
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
-        if claim.uid in self._preparing:
-            self._overtaken.add(claim.uid)
+        self._preparing.pop(claim.uid, None)
+        self._bury(claim)
 
         def free(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], None]:
             return ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None
@@ -115,34 +123,56 @@ class NodeClaims:
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
         """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
         container makes no Prepare call."""
+        failed = dict[AllocationId, str]()
         for allocation in self._prepared():
             if allocation.id in unless:
                 continue
             try:
-                self._starts.make_folders([allocation])
-                await self._starts.start(allocation)
+                await self._start(allocation)
             except Refusal as refusal:
-                log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
+                failed[allocation.id] = reason = str(refusal)
+                if self._not_restored.get(allocation.id) != reason:
+                    log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=reason)
+        self._not_restored = failed
 
     def prepared(self) -> Collection[tuple[str, str]]:
         """Namespace and name of the claims that hold GPUs."""
         return {(a.claim.namespace, a.claim.name) for a in self._prepared() if a.claim is not None}
 
+    async def _start(self, allocation: Allocation) -> bool:
+        """False: it was freed meanwhile. Raises Refusal."""
+        if allocation.id in self._agent_state.ledger.allocations:
+            self._starts.make_folders([allocation])
+            await self._starts.start(allocation)
+        return allocation.id in self._agent_state.ledger.allocations
+
+    def _bury(self, claim: ClaimRef) -> None:
+        """Records the pods that need the claim no more. One that has not run yet may only be about to use it."""
+        pods = [pod for pod in self._pods.all() if pod.namespace == claim.namespace and pod.phase != "Pending"]
+        self._unprepared.pop(claim.uid, None)
+        self._unprepared[claim.uid] = {pod.uid for pod in pods if any(use.claim == claim.name for use in pod.claims)}
+        if len(self._unprepared) > MAX_UNPREPARED:
+            del self._unprepared[next(iter(self._unprepared))]
+
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
     async def _grant(self, claim: ClaimRef) -> Sequence[Allocation]:
-        self._preparing[claim.uid] = self._preparing.get(claim.uid, 0) + 1
+        call = object()
+        self._preparing[claim.uid].add(call)
         try:
             await self._enforcement.settle()
             found = await self._reader.read(claim)
-            pods = [(pod, uid, await self._view(pod, uid)) for pod, uid in found.pods]
-            held, is_new = await self._batch.add(partial(self._granted, found, pods))
+            if {uid for _, uid in found.pods} <= set(self._unprepared.get(claim.uid, ())):
+                raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
+            views = await asyncio.gather(*(self._view(pod, uid) for pod, uid in found.pods))
+            pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
+            held, is_new = await self._batch.add(partial(self._granted, found, pods, call))
         finally:
-            self._preparing[claim.uid] -= 1
-            if not self._preparing[claim.uid]:
-                del self._preparing[claim.uid]
-                self._overtaken.discard(claim.uid)
+            if calls := self._preparing.get(claim.uid):
+                calls.discard(call)
+                if not calls:
+                    del self._preparing[claim.uid]
         if is_new:
             for allocation in held:
                 log.info(
@@ -157,13 +187,13 @@ class NodeClaims:
         return held
 
     def _granted(
-        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], ledger: Ledger
+        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], call: object, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
+        if call not in self._preparing.get(claim.ref.uid, ()):
+            raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
             return ledger, (), (held, False)
-        if claim.ref.uid in self._overtaken:
-            raise Refusal("conflict", f"claim {claim.ref} was unprepared while it was being prepared")
         node = self._agent_state.node()
 
         def terms(user: ClaimUser, share: bool) -> Terms:
@@ -204,6 +234,10 @@ class NodeClaims:
             if pod.namespace == claim.namespace and any(use.claim == claim.name for use in pod.claims):
                 entry = replace(entry, pod=pod.key, pod_uid=pod.uid)
         self._agent_state.history.add_unless_repeated(entry)
+
+
+def _overtaken(claim: ClaimRef) -> Refusal:
+    return Refusal("conflict", f"claim {claim} was unprepared while it was being prepared")
 
 
 def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:

@@ -17,6 +17,7 @@ from gpumgr.errors import Refusal
 from gpumgr.units import Amounts, GpuName
 
 _DEVICE_PREFIX = "gpu-"
+_ANOTHER = "delete the pod, so that kube-scheduler chooses another GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +159,9 @@ def refuse_two_limits(ledger: Ledger, pods: Iterable[PodView]) -> None:
             if len(names) > 1:
                 raise Refusal(
                     "invalid_request",
-                    f"container {container} uses {len(names)} shares of GPUs with limits ({', '.join(names)}), and the limits of a "
-                    "container come from one request: use one request with a count, whole GPUs, or a container for each share",
+                    f"container {container} of pod {pod.name} uses {len(names)} shares of GPUs with limits "
+                    f"({', '.join(names)}), and the limits of a container come from one request: use one request with "
+                    "a count, whole GPUs, or a container for each share",
                 )
 
 
@@ -172,9 +174,9 @@ def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
     if share.admin:
         return gpu
     if gpu in node.unschedulable:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}; {_ANOTHER}")
     if gpu not in node.rows:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it; {_ANOTHER}")
     return gpu
 
 

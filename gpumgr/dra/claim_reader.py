@@ -65,7 +65,7 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show claim {claim}: {error}") from error
                 if error.status == 401:
-                    await self._renew()
+                    why = await self._renew() or why
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
@@ -74,11 +74,13 @@ class ClaimReader:
             "internal", f"claim {claim} can't be read from the API server ({why}); the kubelet tries again in about a minute"
         )
 
-    async def _renew(self) -> None:
+    async def _renew(self) -> str | None:
+        """Why the credentials can't be read again; they may be in the middle of being replaced."""
         try:
             await self._server.renew()
         except GpumgrError as error:
-            raise Refusal("internal", str(error)) from error
+            return str(error)
+        return None
 
 
 def claim_path(namespace: str, name: str) -> str:

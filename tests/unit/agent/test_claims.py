@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.agent.claims import NodeClaims
+from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
@@ -177,7 +181,7 @@ async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
 async def test_a_failed_gpu_is_refused(node: Node) -> None:
     uuid = node.world.node.gpus[0].uuid
     await node.world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
-    with pytest.raises(Refusal, match="XID 79"):
+    with pytest.raises(Refusal, match="XID 79; delete the pod, so that kube-scheduler chooses another GPU"):
         await node.prepare(node.claim("a", node.share(0, 10, 256)))
 
 
@@ -208,6 +212,136 @@ async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing(node: Node) 
     assert not node.world.ledger.allocations
     node.reader.before_answer = None
     await node.prepare(ref)
+
+
+async def test_a_prepare_after_an_unprepare_is_granted_while_an_overtaken_one_still_reads(node: Node) -> None:
+    ref, reading = node.claim("a", node.share(0, 30, 512)), asyncio.Event()
+    node.reader.before_answer = reading.wait
+    overtaken = asyncio.ensure_future(node.prepare(ref))
+    await asyncio.sleep(0)
+    await node.claims.unprepare(ref)
+    node.reader.before_answer = None
+    await node.prepare(ref)
+    reading.set()
+    with pytest.raises(Refusal, match="was unprepared while it was being prepared"):
+        await overtaken
+    assert len(node.world.ledger.allocations) == 1
+
+
+@pytest.mark.parametrize(("phase", "refused"), [("Running", True), ("Succeeded", True), ("Pending", False)])
+async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(node: Node, phase: str, refused: bool) -> None:
+    ref, key = node.claim("a", node.share(0, 30, 512)), ("team", "a")
+    await node.prepare(ref)
+    node.world.pods.views[key] = replace(node.world.pods.views[key], phase=phase)
+    await node.claims.unprepare(ref)
+    with pytest.raises(Refusal, match="the pods that it is reserved for have ended") if refused else nullcontext():
+        await node.prepare(ref)
+    assert len(node.world.ledger.allocations) == (not refused)
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=((key, "pod-a"), (("team", "next"), "pod-next")))
+    await node.prepare(ref)
+
+
+async def test_only_so_many_unprepared_claims_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.agent.claims.MAX_UNPREPARED", 2)
+    refs = [node.claim(name, node.share(0, 10, 256)) for name in ("a", "b", "c")]
+    for key, view in node.world.pods.views.items():
+        node.world.pods.views[key] = replace(view, phase="Running")
+    for ref in refs:
+        await node.prepare(ref)
+        await node.claims.unprepare(ref)
+    await node.prepare(refs[0])
+    for ref in refs[1:]:
+        with pytest.raises(Refusal, match="have ended"):
+            await node.prepare(ref)
+
+
+async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, both = list[PodKey](), asyncio.Event()
+
+    async def wait_for(pod: PodKey, _timeout_seconds: float) -> None:
+        waiting.append(pod)
+        if len(waiting) == 2:
+            both.set()
+        await both.wait()
+
+    ref = node.claim("a", node.share(0, 30, 512))
+    pods = tuple((("team", name), f"uid-{name}") for name in ("x", "y"))
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=pods)
+    monkeypatch.setattr(node.world.pods, "wait_for", wait_for)
+    async with asyncio.timeout(30):
+        await node.prepare(ref)
+    assert waiting == [pod for pod, _ in pods]
+
+
+async def test_a_claim_that_is_freed_while_it_starts_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = node.share(0, 10, 256), node.share(1, 10, 256, request="other", number=2)
+    ref, started = node.claim("a", *shares), list[str]()
+
+    async def start(allocation: Allocation) -> None:
+        started.append(allocation.id)
+        await node.claims.unprepare(ref)
+
+    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
+    with pytest.raises(Refusal, match="was unprepared while it was being prepared"):
+        await node.prepare(ref)
+    assert len(started) == 1
+    monkeypatch.undo()
+    await node.prepare(ref)
+    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
+    await node.claims.restore()
+    assert len(started) == 2, "the second allocation was freed before its turn"
+
+
+async def test_what_can_not_be_restored_is_logged_once_for_each_reason(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await node.prepare(node.claim("a", node.share(0, 30, 512)))
+    reasons = iter(("full", "full", "full", None, "full", "read-only"))
+
+    async def start(_allocation: Allocation) -> None:
+        if reason := next(reasons):
+            raise Refusal("internal", reason)
+
+    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
+    with capture_logs() as logs:
+        for _ in range(6):
+            await node.claims.restore()
+    assert [line["reason"] for line in logs if line["event"] == "claim_not_restored"] == ["full", "full", "read-only"]
+
+
+def holding(name: str, gpu: str, cores: int) -> Decision[str]:
+    allocation = Allocation(id=name, pod=("team", name), uid=name, gpus={gpu: Amounts(cores, 256)}, granted_at=0.0)
+    return lambda ledger: (ledger.occupy(allocation), (), name)
+
+
+async def test_one_impossible_decision_does_not_fail_those_of_its_batch(node: Node) -> None:
+    batch = CommitBatch(node.world.agent_state)
+    adding = [batch.add(holding(name, node.gpu(0), cores)) for name, cores in (("a", 50), ("bad", 80), ("b", 50))]
+    results = await asyncio.gather(*adding, return_exceptions=True)
+    assert (results[0], results[2]) == ("a", "b")
+    assert isinstance(results[1], Refusal)
+    assert sorted(node.world.ledger.allocations) == sorted(node.world.checkpoint.allocations) == ["a", "b"]
+
+
+async def test_the_decisions_of_a_batch_are_saved_if_the_first_caller_is_cancelled(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, saving, go_on = CommitBatch(node.world.agent_state), asyncio.Event(), asyncio.Event()
+    save = node.world.checkpoint.save
+
+    async def slowly(change: Change) -> None:
+        saving.set()
+        await go_on.wait()
+        await save(change)
+
+    monkeypatch.setattr(node.world.checkpoint, "save", slowly)
+    callers = [asyncio.ensure_future(batch.add(holding(name, node.gpu(0), 50))) for name in ("a", "b")]
+    await saving.wait()
+    callers[0].cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await callers[1] == "b"
+    with pytest.raises(asyncio.CancelledError):
+        await callers[0]
+    assert sorted(node.world.checkpoint.allocations) == ["a", "b"]
 
 
 async def test_two_calls_at_the_same_time_grant_once(node: Node) -> None:
@@ -295,7 +429,7 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
     shares = node.share(0, 10, 512, request="c0"), node.share(1, 20, 256, request="c1", number=2)
     ref = node.claim("a", *shares, request=request_of_container)
     if refused:
-        with pytest.raises(Refusal, match=r"container main uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
+        with pytest.raises(Refusal, match=r"container main of pod a uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
             await node.claims.prepare(ref)
         assert not node.world.ledger.allocations
     else:
