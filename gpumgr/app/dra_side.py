@@ -28,7 +28,7 @@ from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.files import names_in
-from gpumgr.kubeapi.client import API_FAILURES, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
+#: Between two tries to adopt claims without an answer of the API server.
+ADOPT_SECONDS: Final = 2.0
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
@@ -141,15 +143,15 @@ class DraSide:
 
     async def _adopt(self) -> None:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
+        self._driver.waits_for = "the ledger was lost, and the claims of this node's pods are read from the API server"
         await self._wait_synced()
-        for pod in [pod for pod in self._pods.all() if pod.claims and not pod.ended]:
-            for name in {use.claim for use in pod.claims}:
-                try:
-                    found = await self._server.find(claim_path(pod.namespace, name))
-                    if found is not None and allocated_here(found, self._settings.node.name):
-                        await self.claims.prepare(ClaimRef(namespace=pod.namespace, name=name, uid=str(found["metadata"]["uid"])))
-                except (Refusal, *API_FAILURES) as error:
-                    log.error("claim_not_adopted", claim=f"{pod.namespace}/{name}", error=str(error))
+        while failure := await adopt(self._server, self._settings.node.name, self._pods, self.claims.prepare):
+            reason = f"{self._driver.waits_for}, which does not answer: {failure}"
+            if reason != self._held_back:
+                log.warning("registration_waits", reason=reason)
+            self._held_back = reason
+            await asyncio.sleep(ADOPT_SECONDS)
+        self._held_back = None
 
     async def _reclaim(self) -> None:
         async def exists(claim: ClaimRef) -> bool:
@@ -174,6 +176,23 @@ class DraSide:
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()
+
+
+async def adopt(server: ApiServer, node: str, pods: Pods, prepare: Callable[[ClaimRef], Awaitable[object]]) -> str | None:
+    """Prepares the claims that are allocated to pods of the node. Returns why the API server did not answer; the claims that are prepared
+    already may be prepared again."""
+    used = {(pod.namespace, use.claim) for pod in pods.all() if not pod.ended for use in pod.claims}
+    for namespace, name in sorted(used):
+        try:
+            found = await server.find(claim_path(namespace, name))
+        except API_FAILURES as error:
+            return f"{type(error).__name__}: {error}".removesuffix(": ")
+        try:
+            if found is not None and allocated_here(found, node):
+                await prepare(ClaimRef(namespace=namespace, name=name, uid=str(found["metadata"]["uid"])))
+        except (Refusal, *UNREADABLE) as error:
+            log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+    return None
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
