@@ -8,10 +8,10 @@ from . import daemonset
 from .agent import Agent
 from .cluster import Cluster
 from .daemonset import Installed
+from .dra import DRIVER, DraNode, claiming, request, template
 from .node import cleared
 from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import free_ports, wait_until
-from .test_dra import DRIVER, DraNode, claiming, request, template
 from .test_pods import gpu_nodes, shown
 
 RESOURCES = "/apis/resource.k8s.io/v1"

@@ -1,0 +1,159 @@
+"""A node in mode dra, claims and their pods, and the policies for vcuda pods."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import yaml
+
+from tools import chart
+
+from .agent import Agent
+from .api import ApiError
+from .cluster import Cluster
+from .manifests import SHOW, Json, container, gpu_pod, pod
+from .node import Node, cleared
+from .places import CDI_SPECS, KUBELET_ROOT, NODE
+from .processes import wait_until
+from .test_claims import apply, start_controller
+
+DRIVER = "gpu.gpumgr.io"
+RESOURCES = "/apis/resource.k8s.io/v1"
+CLASS: Json = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "DeviceClass",
+    "metadata": {"name": DRIVER},
+    "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{DRIVER}"'}}]},
+}
+RIGHTS: Json = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRole",
+    "metadata": {"name": "gpumgr-dra"},
+    "rules": [
+        {
+            "apiGroups": ["resource.k8s.io"],
+            "resources": ["resourceslices"],
+            "verbs": ["get", "list", "watch", "create", "update", "delete"],
+        },
+        {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]},
+    ],
+}
+BINDING: Json = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRoleBinding",
+    "metadata": {"name": "gpumgr-dra"},
+    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "gpumgr-dra"},
+    "subjects": [{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "gpumgr"}],
+}
+OBJECTS = (
+    (f"{RESOURCES}/deviceclasses", CLASS),
+    ("/apis/rbac.authorization.k8s.io/v1/clusterroles", RIGHTS),
+    ("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", BINDING),
+)
+
+
+def template(name: str, *requests: Json) -> Json:
+    spec: Json = {"devices": {"requests": list(requests)}}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": spec},
+    }
+
+
+def request(name: str, cores: int = 0, memory: str = "", count: int = 1) -> Json:
+    """A share, or `count` whole GPUs."""
+    wanted: Json = {"deviceClassName": DRIVER, "count": count}
+    if cores:
+        wanted["capacity"] = {"requests": {"cores": str(cores), "memory": memory}}
+    return {"name": name, "exactly": wanted}
+
+
+def claiming(name: str, shape: str, *containers: Json) -> Json:
+    """A pod with one claim "gpu" of a template; containers without claims of their own use its request "gpu"."""
+    every = list(containers) or [container(command=SHOW)]
+    for each in every:
+        each["resources"].setdefault("claims", [{"name": "gpu", "request": "gpu"}])
+    return pod(name, every, bound=False, resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": shape}])
+
+
+class DraNode(Node):
+    def make(self, *templates: Json) -> None:
+        for each in templates:
+            self.cluster.api.request("POST", f"{RESOURCES}/namespaces/default/resourceclaimtemplates", each)
+
+    def slices(self) -> Sequence[Json]:
+        items: Sequence[Json] = self.cluster.api.request("GET", f"{RESOURCES}/resourceslices")["items"]
+        return [each for each in items if each["spec"]["driver"] == DRIVER]
+
+    def claim_of(self, name: str) -> Json:
+        (status,) = self.cluster.pods.all()[name]["status"]["resourceClaimStatuses"]
+        path = f"{RESOURCES}/namespaces/default/resourceclaims/{status['resourceClaimName']}"
+        return self.cluster.api.request("GET", path)
+
+
+@contextmanager
+def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[DraNode]:
+    """The agent in mode dra, with further settings; an ordinary one again afterwards."""
+    with cleared(cluster, agent):
+        """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
+    for path, body in OBJECTS:
+        cluster.api.request("POST", path, body)
+    cluster.start_controllers()
+    agent.stop()
+    agent.configure(
+        {
+            **changes,
+            "node": {"name": NODE, "mode": "dra", **changes.get("node", {})},
+            "kubelet": {
+                "plugins_dir": str(KUBELET_ROOT / "plugins"),
+                "plugins_registry_dir": str(KUBELET_ROOT / "plugins_registry"),
+            },
+            "enforcement": {"cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1, **changes.get("enforcement", {})},
+        }
+    )
+    node = DraNode(cluster, agent)
+    try:
+        agent.start(wait=False)
+        wait_until("the node's ResourceSlice", lambda: bool(node.slices()))
+        yield node
+    finally:
+        cluster.delete_all()
+        cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
+        agent.stop()
+        cluster.stop_controllers()
+        agent.configure({})
+        for path, body in OBJECTS:
+            cluster.api.request("DELETE", f"{path}/{body['metadata']['name']}")
+
+
+@contextmanager
+def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
+    """The chart's policies and controller make claims of the limits of vcuda pods in the namespace."""
+    text = chart.render({"claims": {"enabled": True}}, "--kube-version=1.37.2")
+    objects = [each for each in yaml.safe_load_all(text) if each and each["metadata"]["name"].startswith("gpumgr-claims")]
+    stream = "---\n".join(json.dumps(each) + "\n" for each in objects if each["kind"] != "Deployment")
+
+    def rewritten() -> bool:
+        """The API server applies new policies one after another: for a moment the pod may be refused."""
+        try:
+            found = cluster.api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", gpu_pod("any", 30, 20, bound=False))
+        except ApiError:
+            return False
+        return "resourceClaims" in found["spec"]
+
+    try:
+        apply(cluster, stream)
+        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
+        start_controller(cluster)
+        wait_until("the policies", rewritten, every=0.2)
+        yield
+    finally:
+        cluster.delete_all()
+        with suppress(KeyError):
+            cluster.processes.stop("claims")
+        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
+        cluster.kubectl("delete", "--ignore-not-found", "--wait=false", "--filename=-", stdin=stream)
