@@ -10,7 +10,7 @@ import yaml
 from tools import chart
 
 from .agent import Agent
-from .api import ApiError
+from .api import PODS, ApiError
 from .cluster import Cluster
 from .manifests import SHOW, Json, container, gpu_pod, pod
 from .node import Node, cleared
@@ -20,6 +20,7 @@ from .test_claims import apply, start_controller
 
 DRIVER = "gpu.gpumgr.io"
 RESOURCES = "/apis/resource.k8s.io/v1"
+CLAIMS = f"{RESOURCES}/namespaces/default/resourceclaims"
 CLASS: Json = {
     "apiVersion": "resource.k8s.io/v1",
     "kind": "DeviceClass",
@@ -80,10 +81,48 @@ def claiming(name: str, shape: str, *containers: Json) -> Json:
     return pod(name, every, bound=False, resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": shape}])
 
 
+def using(body: Json, **claims: str) -> Json:
+    """The pod with these ResourceClaims (name in the pod -> the claim's own) in place of those of a template."""
+    body["spec"]["resourceClaims"] = [{"name": name, "resourceClaimName": claim} for name, claim in claims.items()]
+    return body
+
+
 class DraNode(Node):
     def make(self, *templates: Json) -> None:
         for each in templates:
             self.cluster.api.request("POST", f"{RESOURCES}/namespaces/default/resourceclaimtemplates", each)
+
+    def claim(self, name: str, *requests: Json) -> Json:
+        """A ResourceClaim of its own, which no pod has yet."""
+        body = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": name},
+            "spec": template("any", *requests)["spec"]["spec"],
+        }
+        return self.cluster.api.request("POST", CLAIMS, body)
+
+    def forge(self, name: str, allocation: Json) -> None:
+        """A claim and a pod of this name, allocated and bound by hand, past kube-scheduler."""
+        made = self.claim(name, request("gpu", 10, "1Gi"))
+        body = using(claiming(name, "unused"), gpu=name)
+        body["spec"]["schedulerName"] = "none"
+        pod = self.cluster.api.request("POST", PODS, body)
+        reserved = [{"resource": "pods", "name": name, "uid": pod["metadata"]["uid"]}]
+        made["status"] = {"allocation": allocation, "reservedFor": reserved}
+        self.cluster.api.request("PUT", f"{CLAIMS}/{name}/status", made)
+        target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
+        self.cluster.api.request("POST", f"{PODS}/{name}/binding", {"metadata": {"name": name}, "target": target})
+
+    def refused(self, name: str, text: str) -> None:
+        """Waits until an event of the pod has this text, and removes the pod with its claim of the same name."""
+
+        def there() -> bool:
+            return any(text in each["message"] for each in self.events(name, "FailedPrepareDynamicResources"))
+
+        wait_until(f"{text!r} about {name}", there)
+        self.delete([name])
+        self.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
 
     def slices(self) -> Sequence[Json]:
         items: Sequence[Json] = self.cluster.api.request("GET", f"{RESOURCES}/resourceslices")["items"]

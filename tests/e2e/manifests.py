@@ -40,6 +40,7 @@ CONTROLLERS = (
     "namespace-controller",
     "garbage-collector-controller",
     "resourceclaim-controller",
+    "device-taint-eviction-controller",
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from .agent import Agent
 from .cluster import Cluster
-from .dra import DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, vcuda_by_claims
+from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using, vcuda_by_claims
 from .manifests import SHOW, SLEEP, Json, container, gpu_pod
 from .places import CDI_SPECS, NODE
 from .processes import wait_until
@@ -125,15 +125,10 @@ def test_init_containers_and_sidecars(node: DraNode) -> None:
 
 
 def test_pods_share_one_claim(node: DraNode) -> None:
-    spec = template("any", request("gpu", 30, "5Gi"))["spec"]["spec"]
-    claim: Json = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "ours"}, "spec": spec}
-    path = f"{RESOURCES}/namespaces/default/resourceclaims"
-    node.cluster.api.request("POST", path, claim)
+    node.claim("ours", request("gpu", 30, "5Gi"))
     try:
         for name in ("one", "other"):
-            body = claiming(name, "unused")
-            body["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "ours"}]
-            node.run([body])
+            node.run([using(claiming(name, "unused"), gpu="ours")])
         assert len(node.agent.ledger()) == 1
         assert shown(node, "one")[1] == shown(node, "other")[1]
         node.delete(["one"])
@@ -141,7 +136,7 @@ def test_pods_share_one_claim(node: DraNode) -> None:
         node.delete(["other"])
         node.agent.wait_empty()
     finally:
-        node.cluster.api.request("DELETE", f"{path}/ours")
+        node.cluster.api.request("DELETE", f"{CLAIMS}/ours")
 
 
 def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> None:
@@ -150,34 +145,9 @@ def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> N
     node.run([claiming("resident", "share")])
     before = node.agent.ledger()
     result = dict(node.claim_of("resident")["status"]["allocation"]["devices"]["results"][0], shareID=str(uuid.uuid4()))
-    path = f"{RESOURCES}/namespaces/default/resourceclaims"
-    spec = template("any", request("gpu", 60, "5Gi"))["spec"]["spec"]
-    made = node.cluster.api.request(
-        "POST", path, {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "forged"}, "spec": spec}
-    )
-    body = claiming("greedy", "unused")
-    body["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "forged"}]
-    body["spec"]["schedulerName"] = "none"
-    try:
-        greedy = node.cluster.api.request("POST", "/api/v1/namespaces/default/pods", body)
-        made["status"] = {
-            "allocation": {"devices": {"results": [result]}},
-            "reservedFor": [{"resource": "pods", "name": "greedy", "uid": greedy["metadata"]["uid"]}],
-        }
-        node.cluster.api.request("PUT", f"{path}/forged/status", made)
-        binding: Json = {"metadata": {"name": "greedy"}, "target": {"apiVersion": "v1", "kind": "Node", "name": NODE}}
-        node.cluster.api.request("POST", "/api/v1/namespaces/default/pods/greedy/binding", binding)
-        wait_until(
-            "the refusal",
-            lambda: any(
-                "kube-scheduler counted otherwise" in each["message"]
-                for each in node.events("greedy", "FailedPrepareDynamicResources")
-            ),
-        )
-        assert node.agent.ledger() == before
-        node.delete(["greedy"])
-    finally:
-        node.cluster.api.request("DELETE", f"{path}/forged")
+    node.forge("greedy", {"devices": {"results": [result]}})
+    node.refused("greedy", "kube-scheduler counted otherwise")
+    assert node.agent.ledger() == before
 
 
 def test_a_container_starts_again_after_its_spec_was_lost(node: DraNode) -> None:

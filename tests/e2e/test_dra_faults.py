@@ -1,0 +1,170 @@
+"""Node mode dra: claims that can't be prepared, an API server that does not answer, faults of GPUs, and claims with several users."""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from .agent import Agent
+from .cluster import Cluster
+from .dra import CLAIMS, DRIVER, DraNode, claiming, in_mode_dra, request, template, using
+from .manifests import SHOW, Json, container
+from .places import CDI_SPECS
+from .processes import wait_until
+from .tenants import control
+from .test_pods import gpu_nodes, shown
+
+
+@pytest.fixture(scope="module")
+def faulty(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
+    changes = {"enforcement": {"backend": "none"}, "node": {"unhealthy_taint_effect": "NoExecute"}}
+    with in_mode_dra(cluster, running_agent, changes) as node:
+        node.make(template("share", request("gpu", 30, "5Gi")))
+        yield node
+
+
+@pytest.fixture
+def node(faulty: DraNode) -> DraNode:
+    faulty.cluster.delete_all()
+    faulty.agent.wait_empty()
+    return faulty
+
+
+def config(source: str, **parameters: str) -> Json:
+    return {"source": source, "opaque": {"driver": DRIVER, "parameters": parameters}}
+
+
+SHARE = {"apiVersion": "gpumgr.io/v1", "kind": "ShareConfig", "enforcement": "none"}
+
+#: What is wrong with the allocation, and what the pod's event has of it.
+WRONG: dict[str, tuple[Callable[[Json], object], str]] = {
+    "an unknown device": (lambda it: it["devices"]["results"][0].update(device="gpu-ffffffff"), "which this node never had"),
+    "an odd device": (lambda it: it["devices"]["results"][0].update(device="nic0"), "which this node never had"),
+    "no amounts": (lambda it: it["devices"]["results"][0].pop("consumedCapacity"), "does not say how much cores and memory"),
+    "no cores": (lambda it: it["devices"]["results"][0]["consumedCapacity"].update(cores="0"), "both must be more than 0"),
+    "half a MiB": (
+        lambda it: it["devices"]["results"][0]["consumedCapacity"].update(memory="524288"), "not a whole number of MiB"
+    ),
+    "another node": (lambda it: it["devices"]["results"][0].update(pool="elsewhere"), f"has no device of {DRIVER} on node"),
+    "a configuration of the claim": (
+        lambda it: it["devices"].update(config=[config("FromClaim", **SHARE)]), "which only a DeviceClass may"
+    ),
+    "an unknown configuration": (
+        lambda it: it["devices"].update(config=[config("FromClass", apiVersion="v9", kind="X")]), "has a configuration for"
+    ),
+}  # fmt: skip
+
+
+def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node: DraNode) -> None:
+    node.run([claiming("resident", "share")])
+    before = node.agent.ledger()
+    allocation = node.claim_of("resident")["status"]["allocation"]
+    for number, (change, _) in enumerate(WRONG.values()):
+        (result,) = allocation["devices"]["results"]
+        forged: Json = {
+            "devices": {
+                "results": [{**result, "shareID": str(uuid.uuid4()), "consumedCapacity": dict(result["consumedCapacity"])}]
+            }
+        }
+        change(forged)
+        node.forge(f"wrong-{number}", forged)
+    for number, (_, text) in enumerate(WRONG.values()):
+        node.refused(f"wrong-{number}", text)
+    assert node.agent.ledger() == before
+    assert len(gpu_nodes(shown(node, "resident")[1])) == 1
+
+
+def test_an_api_server_that_does_not_answer_delays_a_pod_and_no_more(node: DraNode) -> None:
+    processes = node.cluster.processes
+    agent, server = processes.pid("gpumgr"), processes.pid("kube-apiserver")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        node.cluster.create([claiming("patient", "share")])
+        node.cluster.pods.wait("a bound pod", lambda pods: "nodeName" in pods.get("patient", {"spec": {}})["spec"], 60)
+        os.kill(server, signal.SIGSTOP)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    try:
+        time.sleep(3)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    node.wait_running(["patient"])
+    assert not node.events("patient", "FailedPrepareDynamicResources")
+
+
+def test_admin_access_sees_every_gpu_and_counts_nothing(node: DraNode) -> None:
+    node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access=true")
+    every = request("gpu")
+    del every["exactly"]["count"]
+    every["exactly"] |= {"adminAccess": True, "allocationMode": "All"}
+    node.make(template("all", every), template("eight", request("gpu", count=8)))
+    try:
+        node.run([claiming("monitor", "all")])
+        node.run([claiming("whole", "eight")])
+        assert len(gpu_nodes(shown(node, "monitor")[1])) == len(gpu_nodes(shown(node, "whole")[1])) == 8
+        node.delete(["whole"])
+        assert [holding.place[1] for holding in node.agent.ledger()] == ["monitor"]
+    finally:
+        node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access-")
+
+
+def test_pods_of_one_claim_at_once_and_a_pod_with_several(node: DraNode) -> None:
+    for name in ("ours", "mine"):
+        node.claim(name, request("gpu", 20, "2Gi"), request("more", 10, "1Gi"))
+    main, other = (container(name, command=SHOW) for name in ("main", "other"))
+    main["resources"]["claims"] = [{"name": "a", "request": "gpu"}]
+    other["resources"]["claims"] = [{"name": "b"}]
+    several = using(claiming("several", "unused", main, other), a="ours", b="mine")
+    try:
+        node.run([*(using(claiming(f"shared-{number}", "unused"), gpu="ours") for number in range(4)), several])
+        assert len(node.agent.ledger()) == 4, "two requests of two claims"
+        assert shown(node, "shared-0")[1] == shown(node, "shared-3")[1] == shown(node, "several", "main")[1]
+        assert shown(node, "several", "other")[0]["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
+        node.delete(["several", *(f"shared-{number}" for number in range(4))])
+        node.agent.wait_empty()
+    finally:
+        for name in ("ours", "mine"):
+            node.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
+
+
+def test_garbage_in_the_cdi_folder_stays_and_harms_nobody(node: DraNode) -> None:
+    CDI_SPECS.mkdir(parents=True, exist_ok=True)
+    garbage = [
+        CDI_SPECS / name for name in ("broken.json", "gpumgr.io-gpu-.json", "gpumgr.io-gpu-0123456789abcdef.json", "x.yaml")
+    ]
+    for path in garbage:
+        path.write_bytes(b"{ \xff not JSON")
+    folder = CDI_SPECS / "gpumgr.io-gpu-fedcba9876543210.json"
+    folder.mkdir()
+    try:
+        node.run([claiming("beside", "share")])
+        assert len(gpu_nodes(shown(node, "beside")[1])) == 1
+        node.agent.check()
+        node.delete(["beside"])
+        node.agent.wait_empty()
+        left = {garbage[0], garbage[3], folder}
+        wait_until("no spec of ended allocations", lambda: left <= set(CDI_SPECS.iterdir()) <= {*garbage, folder})
+    finally:
+        folder.rmdir()
+        for path in garbage:
+            path.unlink(missing_ok=True)
+
+
+def test_an_xid_taints_the_gpu_and_its_pods_are_evicted(node: DraNode) -> None:
+    node.run([claiming("victim", "share"), claiming("lucky", "share", container(command=SHOW))])
+    node.delete(["lucky"])
+    (gpu,) = node.ledger_of("victim")[0].gpus
+
+    def taints() -> list[Json]:
+        (found,) = node.slices()
+        return [taint for each in found["spec"]["devices"] if each["name"] == f"gpu-{gpu}" for taint in each.get("taints", ())]
+
+    control().xid(node.agent.gpu_index(gpu), 79)
+    wait_until("the taint", taints, every=0.02)
+    assert {(taint["key"], taint["effect"]) for taint in taints()} == {(f"{DRIVER}/unhealthy", "NoExecute")}
+    wait_until("the eviction", lambda: "victim" not in node.cluster.pods.all(), 60)
+    node.agent.wait_empty()
+    wait_until("no taint", lambda: not taints(), 120)
