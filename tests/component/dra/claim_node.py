@@ -1,0 +1,102 @@
+"""Claims on real parts without a kubelet: the durable ledger, the CDI specs, and the service on its socket."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpumgr.agent.answers import Answers
+from gpumgr.agent.claims import NodeClaims
+from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, device_name
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.dra.service import DraPlugin
+from gpumgr.enforcement import cdi
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.unlimited import Unlimited
+from gpumgr.metrics.registry import Metrics
+from gpumgr.rpc.unix_server import UnixServer
+from tests.component.stage.stage import MemoryPods
+
+
+class Reader:
+    """Answers at once."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, AllocatedClaim] = {}
+
+    async def read(self, claim: ClaimRef) -> AllocatedClaim:
+        return self.claims[claim.uid]
+
+
+class ClaimNode:
+    """Make it inside the event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        pods, metrics = MemoryPods(), Metrics(node="bench", version="0")
+        self.checkpoint = SqliteCheckpoint.open(folder / "checkpoint")
+        self.state = AgentState(
+            Ledger(),
+            checkpoint=self.checkpoint,
+            device_lists=DeviceListPublisher(lambda _offer: None, clock=time.monotonic),
+            meter=metrics,
+            runs=lambda _process: False,
+            policy="binpack",
+            clock=time.monotonic,
+        )
+        self.limits = Enforcer(
+            [Unlimited(lambda *_: None)],
+            setting="none",
+            overrides=(),
+            cdi_dir=folder / "cdi",
+            inject_by_cdi=True,
+            orphan_grace_seconds=60,
+            clock=time.monotonic,
+        )
+        host = HostPaths(exists=os.path.exists, allocation_dir=str(folder / "vm"))
+        starts = ContainerStarts(
+            agent_state=self.state,
+            pods=pods,
+            enforcement=self.limits,
+            answers=Answers(agent_state=self.state, pods=pods, enforcement=self.limits, host=host),
+            allocation_dir=host.allocation_dir,
+            make_dir=lambda path: os.makedirs(path, exist_ok=True),
+        )
+        self.pods, self.reader = pods, Reader()
+        self.claims = NodeClaims(
+            agent_state=self.state,
+            reader=self.reader,
+            pods=pods,
+            enforcement=self.limits,
+            starts=starts,
+            pool="bench",
+            cdi_name=cdi.device_name,
+        )
+        self._seconds: list[float] = []
+        self.server = UnixServer(folder / "dra.sock", [DraPlugin(self.claims, self._observe)])
+
+    def _observe(self, _rpc: str, outcome: str, seconds: float) -> None:
+        assert outcome == "ok", outcome
+        self._seconds.append(seconds)
+
+    def take(self) -> Sequence[float]:
+        """The durations of the calls since the last take."""
+        taken, self._seconds = self._seconds, []
+        return taken
+
+    def claim(self, number: int) -> ClaimRef:
+        """A tenth of a GPU for a pod; ten are on each GPU."""
+        gpu = self.state.ledger.gpu_registry.gpus[number // 10].name
+        ref = ClaimRef(namespace="bench", name=f"claim-{number}", uid=f"uid-{number}")
+        pod = PodView(
+            namespace="bench", name=f"pod-{number}", uid=f"pod-{number}", claims=(ClaimUse(container="main", claim=ref.name),)
+        )
+        self.pods.views[pod.key] = pod
+        share = ClaimShare(request="gpu", device=device_name(gpu), share_id=f"s{number}", cores=10, memory_mebibytes=1024)
+        self.reader.claims[ref.uid] = AllocatedClaim(ref=ref, pods=((pod.key, pod.uid),), shares=(share,))
+        return ref
