@@ -13,7 +13,6 @@ from gpumgr.dra.driver import DraDriver
 
 #: Step -> the method that it is before or after.
 STEPS: Final[dict[str, tuple[type, str, str]]] = {
-    "prepare-called": (DraDriver, "prepare", "before"),
     "claim-read": (ClaimReader, "read", "after"),
     "grant-decided": (SqliteCheckpoint, "save", "before"),
     "grant-saved": (SqliteCheckpoint, "save", "after"),
