@@ -144,8 +144,8 @@ def _daemonset_patch(plain: str, wanted: str) -> Json:
     added = {key: _added(before[key], after[key]) for key in ("env", "volumeMounts")}
     container = {"name": before["name"], **{key: each for key, each in added.items() if each}}
     pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(wanted)["volumes"])}
-    strategies = [daemonset(each)["spec"]["updateStrategy"] for each in (plain, wanted)]
-    changed = {"updateStrategy": strategies[1]} if strategies[0] != strategies[1] else {}
+    before, after = (daemonset(each)["spec"] for each in (plain, wanted))
+    changed = {key: after[key] for key in ("updateStrategy", "minReadySeconds") if before[key] != after[key]}
     return {"spec": {**changed, "template": {"spec": pod}}}
 
 

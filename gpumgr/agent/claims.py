@@ -81,6 +81,8 @@ class NodeClaims:
         self._not_restored: dict[AllocationId, str] = {}
         #: The claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
+        #: The claims that were prepared since this process runs.
+        self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         """Durable before it returns. Raises Refusal."""
@@ -92,11 +94,13 @@ class NodeClaims:
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
+        self._answered.add(claim.uid)
         return [device for allocation in held for device in self._devices(allocation)]
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
         self._preparing.pop(claim.uid, None)
+        self._answered.discard(claim.uid)
         self._bury(claim)
 
         def free(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], None]:
@@ -136,11 +140,13 @@ class NodeClaims:
         self._not_restored = failed
 
     def prepared(self) -> Collection[tuple[str, str]]:
-        """Namespace and name of the claims that hold GPUs."""
-        return {(a.claim.namespace, a.claim.name) for a in self._prepared() if a.claim is not None}
+        """Namespace and name of the claims that hold GPUs and were prepared since this process runs: the kubelet may have had no answer
+        from a former one."""
+        claims = [a.claim for a in self._prepared() if a.claim is not None]
+        return {(claim.namespace, claim.name) for claim in claims if claim.uid in self._answered}
 
     async def _start(self, allocation: Allocation) -> bool:
-        """False: it was freed meanwhile. Raises Refusal."""
+        """False: it was freed in the meantime. Raises Refusal."""
         if allocation.id in self._agent_state.ledger.allocations:
             self._starts.make_folders([allocation])
             await self._starts.start(allocation)

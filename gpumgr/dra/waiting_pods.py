@@ -24,6 +24,8 @@ RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
 _FIRST_SECONDS: Final = 2.0
 _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
+#: The requests about one pod.
+_TRY_SECONDS: Final = 10.0
 
 
 class Pods(Protocol):
@@ -95,10 +97,11 @@ class WaitingPods:
         for uid, (pod, missing) in waiting.items():
             wait = self._waiting[uid]
             if wait.due_at <= now and wait.ours is not False:
-                await self._retry(pod, missing, wait)
+                async with asyncio.timeout(_TRY_SECONDS):
+                    await self._retry(pod, missing, wait)
 
     async def _retry(self, pod: PodView, missing: Iterable[str], wait: _Wait) -> None:
-        wait.due_at, wait.pause_seconds = self._clock() + wait.pause_seconds, min(2 * wait.pause_seconds, _LONGEST_SECONDS)
+        wait.due_at = self._clock() + self._first_seconds  # if a request fails: the pause grows only between retries
         if wait.ours is None:
             wait.ours = await self._has_ours(pod.namespace, missing)
         if not wait.ours:
@@ -107,6 +110,8 @@ class WaitingPods:
         body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
         if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
             _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
+        wait.due_at += wait.pause_seconds - self._first_seconds
+        wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 
     async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
         for name in claims:

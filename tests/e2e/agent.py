@@ -18,7 +18,7 @@ from .cluster import Cluster
 from .manifests import CORE, MEMORY
 from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
-from .processes import free_ports, wait_until, whole_lines
+from .processes import free_ports, start_time, wait_until, whole_lines
 
 SIM = "hgx-h100-8"
 
@@ -130,13 +130,15 @@ class Agent:
         self.stop()
         self._resources.close()
 
-    def start(self, wait: bool = True, *, slow: bool = False) -> None:
-        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms."""
+    def start(self, wait: bool = True, *, slow: bool = False, dies_at: str | None = None) -> None:
+        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms. `dies_at`: a step of
+        tests.e2e.dying_agent."""
         simulated = ["--sim", SIM, "--sim-dir", str(AGENT_STATE / "sim")]
+        module = ["tests.e2e.dying_agent", dies_at] if dies_at else ["tests.e2e.slow_agent" if slow else "gpumgr"]
         command = [
             sys.executable,
             "-m",
-            "tests.e2e.slow_agent" if slow else "gpumgr",
+            *module,
             "run",
             "--config",
             str(self._config),
@@ -151,6 +153,12 @@ class Agent:
         """SIGKILL."""
         self._cluster.processes.kill("gpumgr")
         self.running = False
+
+    def wait_died(self) -> None:
+        """Waits until it has ended by itself."""
+        pid = self._cluster.processes.pid("gpumgr")
+        wait_until("the agent's end", lambda: start_time(pid) is None)
+        self.kill()
 
     def stop(self) -> int | None:
         """SIGTERM; the exit status."""

@@ -546,19 +546,22 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
 
 
 @pytest.mark.parametrize(
-    ("values", "strategy"),
+    ("values", "strategy", "ready_seconds"),
     [
-        ({}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
+        ({}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}, 0),
         (
             {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "20%"}}},
             {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": "20%"}},
+            0,
         ),
-        ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}),
+        ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}, 5),
     ],
 )
-def test_in_mode_dra_an_update_has_two_agents_on_a_node_unless_they_need_one_port(values: Values, strategy: object) -> None:
+def test_in_mode_dra_an_update_has_two_agents_on_a_node_unless_they_need_one_port(
+    values: Values, strategy: object, ready_seconds: int
+) -> None:
     spec = daemonset(render({"settings": {"node": {"mode": "dra"}}, **values}))["spec"]
-    assert spec["updateStrategy"] == strategy
+    assert (spec["updateStrategy"], spec["minReadySeconds"]) == (strategy, ready_seconds)
     name = {"name": "GPUMGR_PROCESS_INSTANCE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     assert name in spec["template"]["spec"]["containers"][0]["env"]
 

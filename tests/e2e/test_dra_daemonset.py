@@ -72,6 +72,7 @@ def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stay
     for each in objects:
         if each["kind"] == "DaemonSet":
             each["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+            each["spec"]["minReadySeconds"] = 0
     agent.apply(objects)
     wait_until("two registrations", lambda: len(sockets()) == 2, 120, every=0.01)
     node.cluster.create([claiming("in-between", "share")])

@@ -1,21 +1,28 @@
 """Node mode dra: claims that can't be prepared, an API server that does not answer, faults of GPUs, and claims with several users."""
 
 import os
+import shutil
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
+
+from gpumgr.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, Json, container
-from .places import CDI_SPECS
+from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import wait_until
 from .tenants import control
 from .test_pods import gpu_nodes, shown
+
+#: The kubelet's record of claims: written before it calls the driver.
+RECORD = KUBELET_ROOT / "dra_manager_state"
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +84,83 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
     assert len(gpu_nodes(shown(node, "resident")[1])) == 1
 
 
+@contextmanager
+def stopped(node: DraNode, name: str) -> Iterator[None]:
+    """SIGSTOP to a process, and SIGCONT afterwards."""
+    pid = node.cluster.processes.pid(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def api_server_away(node: DraNode, name: str) -> Iterator[None]:
+    """The API server stops between the binding of a new pod and the agent's request for its claim."""
+    with ExitStack() as server:
+        with stopped(node, "gpumgr"):
+            node.cluster.create([claiming(name, "share")])
+            node.cluster.pods.wait("a bound pod", lambda pods: "nodeName" in pods.get(name, {"spec": {}})["spec"], 60)
+            wait_called(str(node.claim_of(name)["metadata"]["uid"]))
+            server.enter_context(stopped(node, "kube-apiserver"))
+        yield
+
+
+def wait_called(*claims: str) -> None:
+    """Waits until the kubelet has read these claims (UIDs) and is about to call the driver."""
+    wait_until("the kubelet's record of the claims", lambda: all(uid in RECORD.read_text() for uid in claims))
+
+
 def test_an_api_server_that_does_not_answer_delays_a_pod_and_no_more(node: DraNode) -> None:
-    processes = node.cluster.processes
-    agent, server = processes.pid("gpumgr"), processes.pid("kube-apiserver")
-    os.kill(agent, signal.SIGSTOP)
-    try:
-        node.cluster.create([claiming("patient", "share")])
-        node.cluster.pods.wait("a bound pod", lambda pods: "nodeName" in pods.get("patient", {"spec": {}})["spec"], 60)
-        os.kill(server, signal.SIGSTOP)
-    finally:
-        os.kill(agent, signal.SIGCONT)
-    try:
+    with api_server_away(node, "patient"):
         time.sleep(3)
-    finally:
-        os.kill(server, signal.SIGCONT)
     node.wait_running(["patient"])
     assert not node.events("patient", "FailedPrepareDynamicResources")
+
+
+def test_an_api_server_that_is_away_for_long_is_named_and_the_pod_retried_when_it_is_back(node: DraNode) -> None:
+    """The kubelet itself would try again after 60 to 90 s."""
+    text = "can't be read from the API server"
+    with api_server_away(node, "late"):
+        wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), every=0.3)
+    node.wait_running(["late"])
+    assert RETRY_ANNOTATION in node.cluster.pods.all()["late"]["metadata"]["annotations"]
+    assert text in node.event("late", "FailedPrepareDynamicResources")
+
+
+def test_claims_that_are_deleted_or_replaced_before_they_are_prepared(node: DraNode) -> None:
+    """Between the kubelet's request for the claim and the agent's."""
+    node.run([claiming("resident", "share")])
+    before = node.agent.ledger()
+    (result,) = node.claim_of("resident")["status"]["allocation"]["devices"]["results"]
+    wanted = {"gone": "does not exist any more", "replaced": "the present one has another UID"}
+    with stopped(node, "gpumgr"):
+        for name in wanted:
+            node.forge(name, {"devices": {"results": [{**result, "shareID": str(uuid.uuid4())}]}})
+        wait_called(*(str(node.cluster.api.request("GET", f"{CLAIMS}/{name}")["metadata"]["uid"]) for name in wanted))
+        for name in wanted:
+            node.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
+        node.claim("replaced", request("gpu", 10, "1Gi"))
+    for name, text in wanted.items():
+        assert text in node.event(name, "FailedPrepareDynamicResources")
+    assert node.agent.ledger() == before
+    node.delete(list(wanted))
+    node.cluster.api.request("DELETE", f"{CLAIMS}/replaced")
+
+
+def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(node: DraNode) -> None:
+    """The kubelet's state is deleted, with the pod, while it is away: it never unprepares the claim."""
+    pods = node.run([claiming("leaked", "share")])
+    node.cluster.processes.stop("kubelet")
+    node.cluster.delete(["leaked"], grace=0)
+    wait_until("the claim gone", lambda: not node.cluster.api.request("GET", CLAIMS)["items"])
+    RECORD.unlink()
+    shutil.rmtree(KUBELET_ROOT / "pods" / pods["leaked"]["metadata"]["uid"])
+    node.cluster.start_kubelet()
+    assert node.agent.ledger()
+    wait_until("the leaked claim freed", lambda: not node.agent.ledger(), 120, every=0.5)
+    assert any(line["event"] == "claim_reclaimed" for line in node.agent.log())
 
 
 def test_admin_access_sees_every_gpu_and_counts_nothing(node: DraNode) -> None:

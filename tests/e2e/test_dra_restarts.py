@@ -14,6 +14,12 @@ from .dra import DraNode, claiming, in_mode_dra, request, template
 from .manifests import SHOW, container
 from .places import AGENT_STATE, CDI_SPECS
 from .processes import wait_until
+from .test_pods import gpu_nodes, shown
+
+#: Steps of tests.e2e.dying_agent, and those after a commit.
+PREPARE = ("claim-read", "grant-decided", "grant-saved", "prepared")
+UNPREPARE = ("unprepare-called", "release-decided", "release-saved", "unprepared")
+SAVED = ("grant-saved", "prepared", "release-saved", "unprepared")
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +36,42 @@ def node(restarted: DraNode) -> DraNode:
     return restarted
 
 
+def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode) -> None:
+    """What a step has saved holds afterwards, and what it has not saved is done anew: the kubelet repeats calls without an answer."""
+    node.run([claiming("resident", "share")])
+    resident, former = node.agent.ledger(), "none"
+    node.agent.kill()
+    for prepare, unprepare in zip(PREPARE, UNPREPARE, strict=True):
+        node.agent.start(wait=False, dies_at=prepare)
+        node.cluster.create([claiming(prepare, "share")])
+        node.agent.wait_died()
+        saved = node.ledger_of(prepare)
+        assert bool(saved) == (prepare in SAVED)
+        node.agent.start(wait=False, dies_at=unprepare)
+        node.wait_running([prepare])
+        held = node.ledger_of(prepare)
+        assert len(held) == 1
+        assert saved in ([], held)
+        environment, devices = shown(node, prepare)
+        assert held[0].gpus[0] in environment["NVIDIA_VISIBLE_DEVICES"]
+        assert len(gpu_nodes(devices)) == 1
+        node.cluster.wait_gone([former])
+        node.cluster.delete([prepare])
+        node.agent.wait_died()
+        assert bool(node.ledger_of(prepare)) == (unprepare not in SAVED)
+        former = prepare
+    node.agent.start(wait=False)
+    node.cluster.wait_gone([former])
+    assert node.agent.ledger() == resident
+
+
 def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> None:
     """Each kill hits another moment of Prepare or Unprepare; what was prepared keeps its allocation."""
     chance = random.Random(14)
     kept = [f"kept-{number}" for number in range(6)]
     node.run([claiming(name, "share") for name in kept])
     before = set(node.agent.ledger())
-    for round_ in range(4):
+    for round_ in range(2):
         names = [f"r{round_}-{number}" for number in range(8)]
         node.cluster.create([claiming(name, "share") for name in names])
         time.sleep(chance.uniform(0.2, 1.5))

@@ -133,6 +133,19 @@ async def test_the_answer_stays_the_same_without_the_api_server_and_over_a_resta
     assert node.reader.reads == 1
 
 
+async def test_a_claim_of_a_former_process_is_prepared_once_the_kubelet_asks_again(node: Node) -> None:
+    """The former one may have been killed before it answered: then the kubelet has to be made to ask."""
+    ref = node.claim("a", node.share(0, 30, 5120))
+    await node.prepare(ref)
+    assert node.claims.prepared() == {("team", "a")}
+    node.start()
+    assert not node.claims.prepared()
+    await node.prepare(ref)
+    assert node.claims.prepared() == {("team", "a")}
+    await node.claims.unprepare(ref)
+    assert not node.claims.prepared()
+
+
 async def test_requests_of_a_claim_are_allocations_of_their_own(node: Node) -> None:
     ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 256, request="c1", number=2))
     assert [device.requests for device in await node.prepare(ref)] == [("c0",), ("c1",)]

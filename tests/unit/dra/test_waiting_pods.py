@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+import pytest
+
 from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.dra.waiting_pods import RETRY_ANNOTATION, WaitingPods
 from gpumgr.kubeapi.client import ApiServer
@@ -16,13 +18,18 @@ class Server:
 
     def __init__(self, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
         self.claims, self.patched, self.reads = claims, list[tuple[str, str]](), 0
+        self.away = False
 
     async def find(self, path: str) -> Mapping[str, Any] | None:
+        if self.away:
+            raise TimeoutError
         self.reads += 1
         return self.claims.get(path.rpartition("/")[2])
 
     async def send(self, _method: str, path: str, body: Mapping[str, Any], *, but: tuple[int, ...]) -> bool:
         assert but == (404, 409)
+        if self.away:
+            raise TimeoutError
         self.patched.append((path.rpartition("/")[2], body["metadata"]["annotations"][RETRY_ANNOTATION]))
         return True
 
@@ -61,6 +68,20 @@ async def test_a_pod_is_retried_with_growing_pauses_until_its_claim_is_prepared(
     scene.prepared.add(("team", "a"))
     assert await scene.at(1000.0) == []
     assert scene.server.reads == 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known as ours", "not read yet"])
+async def test_a_pod_is_retried_soon_after_the_api_server_is_back(known: bool) -> None:
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    await scene.at(0.0)
+    if known:
+        assert await scene.at(2.0) == [("a", "1")]
+    scene.server.away = True
+    for now in range(4, 120, 2):
+        with pytest.raises(TimeoutError):
+            await scene.at(now)
+    scene.server.away = False
+    assert [name for name, _ in await scene.at(120.0)] == ["a"]
 
 
 async def test_a_registration_makes_every_pod_due() -> None:
