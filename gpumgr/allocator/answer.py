@@ -4,19 +4,22 @@ It depends on the allocation alone, not on the pod (design: state is keyed by al
 has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
 """
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
-from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
 
 LIBRARY_PATH = "/usr/local/nvidia"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
+#: GPU=cores,MiB of each GPU, separated by ";".
+AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 
@@ -69,6 +72,25 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
             DEVICE_ANNOTATION: ",".join(f"/dev/{name}" for name in nodes),
         },
     )
+
+
+def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
+    """Response to the call for `nvidia.com/gpu`. As in HAMi the container's LD_LIBRARY_PATH is its own, unless the driver's files are
+    mounted; the amounts are kept for a rebuild of the ledger."""
+    full = core_answer(allocation, gpus, host)
+    driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
+    amounts = (f"{gpu}={each.cores},{each.memory_mebibytes}" for gpu, each in allocation.gpus.items())
+    return replace(
+        full,
+        envs={name: value for name, value in full.envs.items() if name not in driver},
+        annotations={AMOUNTS_ANNOTATION: ";".join(amounts)},
+    )
+
+
+def amounts_in(annotations: Mapping[str, str]) -> Mapping[GpuName, Amounts]:
+    """The amounts in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    found = re.finditer(r"([0-9a-z]+)=([0-9]{1,3}),([0-9]{1,10})(?:;|$)", annotations.get(AMOUNTS_ANNOTATION, ""))
+    return {each[1]: Amounts(int(each[2]), int(each[3])) for each in found}
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:

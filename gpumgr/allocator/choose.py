@@ -13,11 +13,12 @@ from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.node_devices import blocks_without
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
 from gpumgr.evaluators.select import check_request, place
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
+from gpumgr.units import CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +144,14 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
-        core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.without_ids.get(gpu, Amounts())
-        blocks = room.free["memory"].get(gpu, 0).bit_count() - -(-elsewhere.memory_mebibytes // BLOCK_MEBIBYTES)
+        core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.by_amount.get(gpu, Amounts())
+        blocks = room.free["memory"].get(gpu, 0).bit_count() - blocks_without(ledger, gpu)
         result.append(
             GpuCapacity(
                 index=row,
                 cores_free=max(0, core_mask.bit_count() - elsewhere.cores),
                 memory_blocks_free=0 if gpu in taken_whole else max(0, blocks),
-                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.without_ids,
+                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.by_amount,
                 healthy=gpu not in node.unschedulable and gpu in ledger.gpu_registry.by_name,
                 label=node.label(gpu),
                 note=node.unschedulable.get(gpu),

@@ -1,9 +1,11 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.units import Amounts, Resource
+from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, GpuName, Resource
 
 #: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
 PodKey = tuple[str, str]
@@ -15,16 +17,50 @@ TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRequest:
+    """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
+
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory.
+    """
+
+    count: int
+    cores: int = 0
+    memory_mebibytes: int | None = None
+    memory_percent: int = 100
+
+    @property
+    def whole(self) -> bool:
+        return self.cores >= CORES_PER_GPU
+
+    def on(self, gpu_registry: GpuRegistry, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+        """The amounts on each of these GPUs; all memory of a GPU that is granted whole."""
+        return {gpu: self._on(gpu_registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
+
+    def _on(self, gpu_mebibytes: int) -> Amounts:
+        if self.whole:
+            return Amounts(CORES_PER_GPU, gpu_mebibytes)
+        part = gpu_mebibytes * self.memory_percent // 100
+        return Amounts(self.cores, part if self.memory_mebibytes is None else self.memory_mebibytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, or `replicas`."""
 
     name: str
     kind: ContainerKind = "app"
     cores: int = 0
     memory_blocks: int = 0
+    replicas: ReplicaRequest | None = None
 
     def wants(self, resource: Resource) -> int:
+        if resource == "replica":
+            return self.replicas.count if self.replicas else 0
         return self.cores if resource == "core" else self.memory_blocks
+
+    @property
+    def wants_gpu(self) -> bool:
+        return any(self.wants(resource) for resource in ALL_RESOURCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +123,7 @@ class PodView:
 
     @property
     def wants_gpu(self) -> bool:
-        return any(c.cores or c.memory_blocks for c in self.containers)
+        return any(c.wants_gpu for c in self.containers)
 
     def container(self, name: str | None) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)

@@ -20,7 +20,7 @@ from gpumgr.app.recovery import entries_if_readable, ours_of
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
 from gpumgr.deviceplugin.kubelet_checkpoint import CheckpointEntry, pods_with_devices
 from gpumgr.errors import CheckpointError, InputError
-from gpumgr.units import RESOURCE_BY_NAME, blocks_of
+from gpumgr.units import RESOURCES, VCUDA_NAMES, blocks_of
 
 log = structlog.get_logger(__name__)
 
@@ -128,13 +128,11 @@ class TakeOver:
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
         found |= {(a.uid, a.container) for a in self._agent_state.ledger.allocations.values() if a.uid and a.container}
-        return foreign(
-            ((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in RESOURCE_BY_NAME), found
-        )
+        return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
 
     async def _read(self) -> Sequence[AnonymousRecord] | None:
         """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
-        self._entries = found if (found := await entries_if_readable(self._folder)) is not None else self._entries
+        self._entries = found if (found := await entries_if_readable(self._folder, {})) is not None else self._entries
         if self._done and not self._waiting and not self._left(()):
             return ()
         try:
@@ -188,7 +186,7 @@ class TakeOver:
         pods get free ids.
         """
         reconciler = self._reconciler
-        await reconciler.adopt_locked(ours_of(self._entries or ()))
+        await reconciler.adopt_locked([each for each in ours_of(self._entries or ()) if each.resource in RESOURCES])
         rebuilt = await reconciler.migrate(
             lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=self._wall_clock())
         )
@@ -261,7 +259,7 @@ def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
         for pod in listing.pods
         for devices in listing.containers(pod).values()
         for resource, ids in devices.items()
-        if resource in RESOURCE_BY_NAME
+        if resource in VCUDA_NAMES
         for device_id in ids
     }
 

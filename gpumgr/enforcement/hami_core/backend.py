@@ -122,7 +122,11 @@ class HamiCore(Backend):
         library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
-                **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
+                **{
+                    f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.core_percent)
+                    for index, gpu in enumerate(tenant.gpus)
+                    if not gpu.whole
+                },
                 "CUDA_DEVICE_MEMORY_SHARED_CACHE": REGION_IN_CONTAINER,
                 # Otherwise the limit of cores depends on a switch in the region.
                 "GPU_CORE_UTILIZATION_POLICY": "force",

@@ -88,7 +88,7 @@ class InventoryReporter:
                 InventoryGpu(
                     uuid=gpu.uuid,
                     model=(gpu.model or "")[:_MAX_TEXT],
-                    memory=gpu.memory_blocks * BLOCK_MEBIBYTES,
+                    memory=gpu.memory_bytes >> 20,
                     numa=-1 if gpu.numa_node is None else gpu.numa_node,
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
@@ -122,7 +122,7 @@ class InventoryReporter:
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
     """Whether the scheduler's placement of this pod covers all that the allocation holds."""
     placed = dict(pod.placed)
-    if placed.keys() != {c.name for c in pod.containers if c.cores or c.memory_blocks} or a.container is None:
+    if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
     named = {
         view.ledger.gpu_registry.by_uuid[uuid].name: amounts
