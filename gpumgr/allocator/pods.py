@@ -28,6 +28,11 @@ class ReplicaRequest:
     memory_mebibytes: int | None = None
     memory_percent: int = 100
 
+    def __str__(self) -> str:
+        memory = f"{self.memory_percent} % of the memory" if self.memory_mebibytes is None else f"{self.memory_mebibytes} MiB"
+        each = "whole" if self.whole else f"with {memory}" + (f" and {self.cores} cores" if self.cores else "")
+        return f"{self.count} GPU{'s' * (self.count > 1)} {each}"
+
     @property
     def whole(self) -> bool:
         return self.cores >= CORES_PER_GPU

@@ -228,6 +228,7 @@ class Components:
             claims hold GPUs."""
             return (
                 await self.other_plugins.gpu_manager()
+                or ("replica" in self.devices and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
                 or holders_of_other_mode(self.agent_state.ledger, "plugin")
             )
