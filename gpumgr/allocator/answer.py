@@ -18,7 +18,7 @@ ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
-#: GPU=cores,MiB of each GPU, separated by ";".
+#: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
 AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
@@ -79,7 +79,11 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
     mounted; the amounts are kept for a rebuild of the ledger."""
     full = core_answer(allocation, gpus, host)
     driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
-    amounts = (f"{gpu}={each.cores},{each.memory_mebibytes}" for gpu, each in allocation.gpus.items())
+    amounts = (
+        f"{gpu}={each.cores},{each.memory_mebibytes}"
+        + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
+        for gpu, each in allocation.gpus.items()
+    )
     return replace(
         full,
         envs={name: value for name, value in full.envs.items() if name not in driver},
@@ -87,10 +91,16 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
     )
 
 
-def amounts_in(annotations: Mapping[str, str]) -> Mapping[GpuName, Amounts]:
-    """The amounts in the annotations of an earlier response of `replica_answer`; empty if there are none."""
-    found = re.finditer(r"([0-9a-z]+)=([0-9]{1,3}),([0-9]{1,10})(?:;|$)", annotations.get(AMOUNTS_ANNOTATION, ""))
-    return {each[1]: Amounts(int(each[2]), int(each[3])) for each in found}
+def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:
+    """Amounts and limits in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    number = "([0-9]{1,10})"
+    text = annotations.get(AMOUNTS_ANNOTATION, "")
+    found = [*re.finditer(rf"([0-9a-z]+)={number},{number}(?:/{number},{number})?(?:;|$)", text)]
+    limited = [each for each in found if each[4] is not None]
+    return (
+        {each[1]: Amounts(int(each[2]), int(each[3])) for each in found},
+        {each[1]: Amounts(int(each[4]), int(each[5])) for each in limited},
+    )
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:

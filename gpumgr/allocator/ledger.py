@@ -54,6 +54,7 @@ class Allocation:
     are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
     `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
     container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
+    `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
     """
 
     id: AllocationId
@@ -70,6 +71,7 @@ class Allocation:
     exemption: str | None = None
     cdi: bool = False
     claim: ClaimRequest | None = None
+    limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
 
     @property
     def by_ids(self) -> bool:
@@ -106,6 +108,10 @@ class Allocation:
         if granted.whole or not self.by_ids:
             return granted
         return Amounts(self.held("core").get(gpu, 0).bit_count(), self.held("memory").get(gpu, 0).bit_count() * BLOCK_MEBIBYTES)
+
+    def limits_on(self, gpu: GpuName) -> Amounts:
+        """What the container may use on this GPU."""
+        return self.limits.get(gpu) or self.gpus.get(gpu, Amounts())
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)

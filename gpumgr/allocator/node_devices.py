@@ -56,7 +56,7 @@ def node_devices(
             present = registered.all_ids("memory") & (1 << memory_blocks.get(gpu, registered.memory_blocks)) - 1
             healthy = (registered.all_ids("core"), present | blocks.get(gpu, 0))
         if claimed != Amounts():
-            claimed_blocks = blocks_without(ledger, gpu)
+            claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
             healthy = (_less(healthy[0], cores.get(gpu, 0), claimed.cores), _less(healthy[1], blocks.get(gpu, 0), claimed_blocks))
         held = ledger.held("replica").get(gpu, 0)
         left = ledger.available(gpu)
@@ -66,11 +66,10 @@ def node_devices(
     return tuple(result)
 
 
-def blocks_without(ledger: Ledger, gpu: GpuName) -> int:
-    """The blocks of this GPU that can't be granted because of amounts without ids. Less than a block of its memory may be in none."""
-    registered = ledger.gpu_registry.by_name[gpu]
-    left = registered.memory_mebibytes - ledger.by_amount.get(gpu, Amounts()).memory_mebibytes
-    return registered.memory_blocks - max(0, left) // BLOCK_MEBIBYTES
+def blocks_with_ids(ledger: Ledger, gpu: GpuName) -> int:
+    """The most blocks of this GPU that may have ids beside the allocations without. Less than a block of its memory is in none."""
+    left = ledger.gpu_registry.by_name[gpu].memory_mebibytes - ledger.by_amount.get(gpu, Amounts()).memory_mebibytes
+    return max(0, left) // BLOCK_MEBIBYTES
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:

@@ -26,7 +26,7 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
     """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits), `cdi` (it names a
-    CDI device) and `gpus` (the amounts of a container with replicas) are read from its stored response."""
+    CDI device) and `amounts` (amounts and limits of a container with replicas) are read from its stored response."""
 
     uid: str
     container: str
@@ -35,7 +35,7 @@ class KubeletEntry:
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
     cdi: bool = False
-    gpus: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def adopt(
         if claim.by_ids:
             base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
         else:
-            base = replace(claim, gpus=claim.gpus or _requested(ledger, claim, find_uid(claim.uid) if claim.uid else None))
+            base = _with_amounts(ledger, claim, find_uid(claim.uid) if claim.uid else None)
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
         broken = ledger.occupy(candidate).violations()
         if broken:
@@ -118,7 +118,8 @@ def _claims(
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
-            gpus=old.gpus or {gpu: entry.gpus[gpu] for gpu in masks if gpu in entry.gpus},
+            gpus=old.gpus or {gpu: each for gpu, each in entry.amounts[0].items() if gpu in masks},
+            limits=old.limits or entry.amounts[1],
         )
     visible = shown(gpu_registry, listing) if listing else {}
     for (pod, container), held in visible.items():
@@ -145,10 +146,13 @@ def _claims(
     return claims
 
 
-def _requested(ledger: Ledger, claim: Allocation, view: PodView | None) -> Mapping[GpuName, Amounts]:
-    """The amounts of a container with replicas, from its pod; empty if the pod is not known."""
+def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
+    """A container with replicas, with amounts from its pod unless its response has them. None if the pod is not known, either."""
     spec = view.container(claim.container) if view else None
-    return spec.replicas.on(ledger.gpu_registry, claim.held("replica")) if spec and spec.replicas else {}
+    if claim.gpus or spec is None or spec.replicas is None:
+        return claim
+    gpus, registry = [*claim.held("replica")], ledger.gpu_registry
+    return replace(claim, gpus=spec.replicas.on(registry, gpus), limits=spec.replicas.limits(registry, gpus))
 
 
 def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:

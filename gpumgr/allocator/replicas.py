@@ -55,7 +55,12 @@ def grant_replicas(
         )
     gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
     allocation = replace(
-        _probe(ledger, caller, [wanted], gpus), id=new_id, device_ids={"replica": masks}, granted_at=now, why=why
+        _probe(ledger, caller, [wanted], gpus),
+        id=new_id,
+        device_ids={"replica": masks},
+        limits=wanted.limits(ledger.gpu_registry, gpus),
+        granted_at=now,
+        why=why,
     )
     for gpu in gpus:
         if problem := _obstacle(ledger, ledger.occupy(allocation), allocation, gpu):

@@ -39,4 +39,7 @@ def replica_resources(settings: Settings) -> ReplicaResources | None:
         default_memory=hami.default_memory,
         default_cores=hami.default_cores,
         memory_factor=hami.memory_factor,
+        memory_scaling=hami.device_memory_scaling,
+        core_scaling=hami.device_core_scaling,
+        limit_cores=not hami.disable_core_limit,
     )

@@ -57,7 +57,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
             mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
             cdi=bool(e.response.cdi_devices) if e.response else False,
-            gpus=amounts_in(e.response.annotations) if e.response else {},
+            amounts=amounts_in(e.response.annotations) if e.response else ({}, {}),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None

@@ -12,7 +12,8 @@ from gpumgr.units import CORES_PER_GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaResources:
-    """HAMi's resource names and defaults, as set. `default_memory` 0: all memory; `memory_factor`: MiB of one unit."""
+    """HAMi's resource names and defaults, as set. `default_memory` 0: all memory; `memory_factor`: MiB of one unit.
+    `limit_cores` False: cores are neither counted nor limited."""
 
     count: str
     memory: str
@@ -21,6 +22,9 @@ class ReplicaResources:
     default_memory: int = 0
     default_cores: int = 0
     memory_factor: int = 1
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+    limit_cores: bool = True
 
 
 def replica_request(
@@ -37,9 +41,12 @@ def replica_request(
         return None
     # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
     whole = resources.cores not in wanted and not memory and percent in (0, 100) and not resources.default_cores
+    cores = min(amount(resources.cores) or resources.default_cores, CORES_PER_GPU)
     return ReplicaRequest(
         count=count,
-        cores=CORES_PER_GPU if whole else min(amount(resources.cores) or resources.default_cores, CORES_PER_GPU),
+        cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or resources.limit_cores else 0,
         memory_mebibytes=memory or None,
         memory_percent=percent or 100,
+        memory_scaling=resources.memory_scaling,
+        core_scaling=resources.core_scaling,
     )

@@ -83,6 +83,12 @@ class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource and default_memory.
     memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
+    #: it requests, but together they may need more than the GPU has.
+    device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    #: Neither count nor limit the cores of shares.
+    disable_core_limit: bool = False
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):

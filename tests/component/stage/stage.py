@@ -153,6 +153,7 @@ class Stage:
     clock: Clock
     drift: Drift
     devices: dict[Resource, LatestValue[bytes]]
+    hami: ReplicaResources
     _uids: Iterable[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -174,7 +175,7 @@ class Stage:
                 kind=c.kind,
                 cores=c.cores,
                 memory_blocks=c.memory_blocks,
-                replicas=replica_request(c.limits, HAMI, parse_quantity),
+                replicas=replica_request(c.limits, self.hami, parse_quantity),
             )
             for c in pod.admission_order
         )
@@ -220,6 +221,7 @@ async def stage(
     share_mode: bool = True,
     runs: Any = lambda _process: True,
     kinds: Sequence[Resource] = RESOURCES,
+    hami: ReplicaResources = HAMI,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
@@ -266,7 +268,7 @@ async def stage(
         try:
             for kind in kinds:
                 await kubelet.until_allocatable(RESOURCE_NAMES[kind])
-            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices)
+            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices, hami)
         finally:
             await link.stop(1.0)
             await asyncio.gather(task, return_exceptions=True)

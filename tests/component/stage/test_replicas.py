@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -13,7 +14,7 @@ from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.units import ALL_RESOURCES, CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
-from .stage import Stage, app, snapshot, stage
+from .stage import HAMI, Stage, app, snapshot, stage
 
 #: Memory of each simulated GPU.
 MEBIBYTES = 16 * 256
@@ -176,3 +177,18 @@ async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
             a.id: (a.pod, a.gpus, a.device_ids) for a in before.allocations.values()
         }
         assert state.ledger.used("00000000") == before.used("00000000")
+
+
+async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
+    """vcuda pods beside it never get memory that the GPU does not have."""
+    scaled = replace(HAMI, memory_scaling=2.0, core_scaling=1.5)
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=scaled) as node:
+        await node.run_all(node.pod("a", hami(gpumem=3001, gpucores=50)), node.pod("b", hami(gpumem_percentage=50)))
+        a, b = (node.ledger.of(("team", name))[0] for name in ("a", "b"))
+        assert (a.gpus, a.limits) == ({"00000000": Amounts(34, 1501)}, {"00000000": Amounts(50, 3001)})
+        assert (b.gpus, b.limits) == ({"00000000": Amounts(0, MEBIBYTES // 2)}, {"00000000": Amounts(0, MEBIBYTES)})
+        assert (await node.run(node.pod("c", app(10, 3)))).phase == "Failed"
+        await node.run_all(node.pod("d", app(10, 2)))
+        entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
+        rebuilt = {each.container: each.amounts for each in ours_of(entries or ()) if each.uid == a.uid}
+        assert rebuilt == {"main": (a.gpus, a.limits)}
