@@ -1,7 +1,7 @@
 """Parses a pod's JSON into what the allocator needs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
@@ -10,7 +10,7 @@ from typing import Any, Final
 from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
-from gpumgr.kubeapi.replica_requests import ReplicaResources, replica_request
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
@@ -56,12 +56,22 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None)
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
-        **_placement(annotations.get(PLACEMENT_ANNOTATION), str(spec.get("nodeName") or "")),
+        **_placed(annotations, str(spec.get("nodeName") or ""), containers),
     )
 
 
+def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
+    """`placed` and `placement_ignored`. Users may write these annotations, so a wrong one does not make a pod unreadable."""
+    text = annotations.get(PLACEMENT_ANNOTATION)
+    try:
+        if text is None and annotations.get(HAMI_NODE) == node and any(each.replicas for each in containers):
+            return {"placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+    except ValueError as error:
+        return {"placement_ignored": f"the annotation {HAMI_ALLOCATED} is ignored: {str(error)[:_MAX_WORD]}"}
+    return _placement(text, node)
+
+
 def _placement(text: object, node: str) -> dict[str, Any]:
-    """`placed` and `placement_ignored`. Users may write this annotation, so a wrong one does not make a pod unreadable."""
     if text is None:
         return {}
     try:

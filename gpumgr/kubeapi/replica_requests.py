@@ -1,13 +1,21 @@
-"""What a container requests by HAMi's resources. Pure.
+"""What a container requests by HAMi's resources, and which GPUs HAMi's scheduler chose for it. Pure.
 
-Source: HAMi 2.10, pkg/device/nvidia/device.go: GenerateResourceRequests, and the rule of MutateAdmission for whole GPUs.
+Source: HAMi 2.10, pkg/device/nvidia/device.go: GenerateResourceRequests, and the rule of MutateAdmission for whole GPUs;
+pkg/device/devices.go: EncodePodSingleDevice.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from gpumgr.allocator.pods import ReplicaRequest
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.allocator.pods import ContainerSpec, NamedGpu, ReplicaRequest
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: The node and the devices of a pod, as HAMi's scheduler writes them.
+HAMI_NODE: Final = "hami.io/vgpu-node"
+HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
+_DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +58,18 @@ def replica_request(
         memory_scaling=resources.memory_scaling,
         core_scaling=resources.core_scaling,
     )
+
+
+def placed_by_hami(text: str, containers: Sequence[ContainerSpec]) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
+    """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
+
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order.
+    """
+    if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
+        raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
+    entries = [_DEVICE.findall(entry) for entry in text.split(";")]
+    devices = [[(uuid, Amounts(int(cores), int(memory))) for uuid, memory, cores in entry] for entry in entries if entry]
+    wanted = [spec.name for spec in containers if spec.replicas]
+    if len(devices) != len(wanted):
+        raise ValueError(f"it has the devices of {len(devices)} containers, and {len(wanted)} request GPUs")
+    return tuple((name, tuple(entry)) for name, entry in zip(wanted, devices, strict=True))

@@ -192,3 +192,15 @@ async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) ->
         entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
         rebuilt = {each.container: each.amounts for each in ours_of(entries or ()) if each.uid == a.uid}
         assert rebuilt == {"main": (a.gpus, a.limits)}
+
+
+async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(folder: Path) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        gpus = [gpu.uuid for gpu in node.ledger.gpu_registry.gpus]
+        pods = [node.pod(name, hami(gpumem=100)) for name in ("a", "b")]
+        for pod, uuid in zip(pods, (gpus[3], "GPU-unknown"), strict=True):
+            view = node.pods.views["team", pod.name]
+            node.pods.views[view.key] = replace(view, placed=(("main", ((uuid, Amounts(0, 100)),)),))
+        assert (await node.kubelet.run(pods[0])).phase == "Running"
+        assert [*granted(node, "a")[0]] == ["00000003"]
+        assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")

@@ -31,3 +31,7 @@ def test_several_gpus_in_an_unknown_order_are_no_limits() -> None:
         limits([*TWO_GPUS, shared_gpu()])
     with pytest.raises(ValueError, match="17 GPUs: at most 16"):
         limits([TWO_GPUS[0]] * 17)
+
+
+def test_memory_without_cores_has_no_core_limit() -> None:
+    assert limits([shared_gpu(cores=0)]).core_percent == (100,) * 16
