@@ -212,8 +212,15 @@ class Ledger:
 
     def on(self, gpu: GpuName) -> list[Allocation]:
         """Allocations on this GPU, oldest first."""
-        found = [a for a in self.allocations.values() if gpu in a.places]
-        return sorted(found, key=lambda a: (a.granted_at, a.id))
+        return self._on.get(gpu, [])
+
+    @cached_property
+    def _on(self) -> Mapping[GpuName, list[Allocation]]:
+        found: dict[GpuName, list[Allocation]] = {}
+        for a in sorted(self.allocations.values(), key=lambda a: (a.granted_at, a.id)):
+            for gpu in a.places:
+                found.setdefault(gpu, []).append(a)
+        return found
 
     @cached_property
     def occupied(self) -> frozenset[GpuName]:

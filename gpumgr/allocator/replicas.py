@@ -62,8 +62,9 @@ def grant_replicas(
         granted_at=now,
         why=why,
     )
+    after = ledger.occupy(allocation)
     for gpu in gpus:
-        if problem := _obstacle(ledger, ledger.occupy(allocation), allocation, gpu):
+        if problem := _obstacle(ledger, after, allocation, gpu):
             raise Refusal(
                 "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
             )
