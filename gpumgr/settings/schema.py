@@ -210,6 +210,8 @@ class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     library_path: Path | None = None
     #: Its SHA-256; another file is refused.
     library_sha256: Sha256 | None = None
+    #: What the library writes to standard error: 0 errors, 1 warnings too, 3 messages, 4 everything.
+    log_level: Annotated[int, Meta(ge=0, le=4)] = 1
 
 
 class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
