@@ -116,17 +116,21 @@ async def test_a_whole_gpu_has_no_free_replicas(folder: Path) -> None:
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
 
 
+@pytest.mark.hami_bug("B15: sidecars count as init containers that end")
 async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
     async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
         pod = node.pod(
             "stages",
             hami(name="fetch", kind="init", gpumem=1000, gpucores=50),
+            hami(name="proxy", kind="sidecar", gpumem=300, gpucores=5),
+            hami(name="prepare", kind="init", gpumem=700, gpucores=50),
             hami(name="main", gpumem=2000, gpucores=20),
             hami(name="side", gpumem=500, gpucores=10),
         )
         await node.run_all(pod)
         node.check_agreement(pod)
-        assert node.ledger.used("00000000") == Amounts(50, 2500)
+        # The second init container beside the sidecar, and the sidecar beside the apps.
+        assert node.ledger.used("00000000") == Amounts(55, 2800)
 
 
 async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> None:
@@ -136,6 +140,7 @@ async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> N
         assert {gpu for gpus in granted(node, "stages") for gpu in gpus} == {"00000001"}
 
 
+@pytest.mark.hami_bug("B14: a request of 16Gi vanishes, and the pod gets what another one requested")
 @pytest.mark.parametrize(
     ("containers", "reason"),
     [
@@ -157,6 +162,7 @@ async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
         assert reason in (status.message or "")
 
 
+@pytest.mark.hami_bug("B9: it takes the first pending pod, and marks it as failed")
 async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
     async with stage(folder, kinds=ALL_RESOURCES) as node:
         status = await node.run(node.pod("a", hami(gpumem=100), known=False))
@@ -204,3 +210,55 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
         assert (await node.kubelet.run(pods[0])).phase == "Running"
         assert [*granted(node, "a")[0]] == ["00000003"]
         assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
+
+
+@pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")
+async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+        pods = [
+            node.pod(name, hami(name="fetch", kind="init", gpumem=mebibytes), SimContainer(name="main"))
+            for name, mebibytes in (("a", 1000), ("b", 2000))
+        ]
+        statuses = await asyncio.gather(*(node.kubelet.admit(pod) for pod in pods))
+        assert [status.phase for status in statuses] == ["Pending", "Pending"]
+        assert [[*gpus.values()] for name in ("a", "b") for gpus in granted(node, name)] == [
+            [Amounts(0, 1000)],
+            [Amounts(0, 2000)],
+        ]
+
+
+@pytest.mark.hami_bug("B3, B24: one failed GPU ends the plugin of the whole node, and none recovers")
+async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        uuid = node.ledger.gpu_registry.gpus[0].uuid
+        await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
+        await node.run_all(node.pod("a", hami(gpumem=100)))
+        assert [*granted(node, "a")[0]] == ["00000001"]
+        assert "XID 79" in ((await node.run(node.pod("b", hami(2, gpumem=100)))).message or "")
+        await node.agent.agent_state.set_health(failed={}, cordoned={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 20)
+
+
+@pytest.mark.hami_bug("B27: with scaled cores a container of 100 shares its GPU")
+async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=replace(HAMI, core_scaling=1.5)) as node:
+        await node.run_all(node.pod("a", hami(gpumem=100, gpucores=10)))
+        status = await node.run(node.pod("b", hami(gpumem=100, gpucores=100)))
+        assert "is not entirely free: team/a (main) has a part of it" in (status.message or "")
+
+
+@pytest.mark.hami_bug("B11, I#1741: the kubelet's ids lie on other GPUs than the container has")
+async def test_ids_that_the_kubelet_chose_itself_decide_or_are_refused(folder: Path) -> None:
+    """Two replicas of one GPU are no two GPUs."""
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        pod = node.pod("pair", hami(2, gpumem=100))
+        uuid = node.ledger.gpu_registry.gpus[1].uuid
+        node.agent.prefer = lambda *_: _chosen([f"{uuid}-0", f"{uuid}-1"])  # type: ignore[method-assign]
+        status = await node.kubelet.run(pod)
+        assert "the kubelet chose 2 replicas of GPU1 (00000001), and a container gets one of each GPU" in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+async def _chosen(ids: list[str]) -> list[str]:
+    return ids
