@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.units import CORE_RESOURCE, Amounts
 from tests.component.doctor.conftest import listening
 
-from .stage import app, running, stage
+from .stage import RUNNER, app, introduce, running, stage
 
 VGPU = "acme.com/vgpu"
 BOTH = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_COUNT_RESOURCE": VGPU, "GPUMGR_HAMI_DEVICE_MEMORY_SCALING": "2"}
@@ -56,3 +58,22 @@ async def test_nothing_is_registered_while_another_plugin_has_the_gpus(folder: P
             assert CORE_RESOURCE not in node.kubelet.node_status()
         await node.until_offered()
         await node.kubelet.until_allocatable(VGPU)
+
+
+@pytest.mark.parametrize("step", ["before_commit:1", "after_commit_before_answer:1"])
+async def test_a_kill_at_the_commit_leaves_nothing_behind(folder: Path, step: str) -> None:
+    async with running(folder, environ=BOTH | {"DIE_AT": step}, command=RUNNER) as node:
+        victim = node.pod("victim", vgpu(gpumem=7000))
+        await introduce(node, victim)
+        assert (await node.kubelet.admit(victim)).phase == "Failed"
+        committed = node.ledger().of(None, victim.uid)
+        assert bool(committed) == step.startswith("after")
+        began = len(node.agent_log.lines)
+        await node.start_agent(BOTH)
+        await node.kubelet.until_allocatable(VGPU)
+        node.show(victim, node.kubelet.statuses[victim.uid])
+        if committed:
+            await node.agent_log.until("allocation_freed", since=began)
+        again = [node.pod(f"again-{number}", vgpu(gpumem=7000)) for number in range(4)]
+        for pod in again:
+            assert (await node.run(pod)).phase == "Running"

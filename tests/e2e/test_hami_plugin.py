@@ -101,10 +101,10 @@ def test_a_lost_ledger_is_rebuilt_from_the_kubelet(both: Node) -> None:
 
 
 def test_hami_pods_that_start_together_get_what_they_request(both: Node) -> None:
-    pods = [hami_pod(f"many-{number}", gpumem=1000 + number, gpucores=number % 3 * 10) for number in range(20)]
+    pods = [hami_pod(f"many-{number}", gpumem=1000 + number, gpucores=number % 3 * 10) for number in range(50)]
     both.run(pods)
-    assert len(set().union(*replicas(both).values())) == 20
-    assert len(both.agent.ledger()) == 20
+    assert len(set().union(*replicas(both).values())) == 50
+    assert len(both.agent.ledger()) == 50
 
 
 def test_a_pod_that_fits_nowhere_says_why(both: Node) -> None:
