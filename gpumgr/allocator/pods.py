@@ -104,6 +104,7 @@ class PodView:
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
+    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices.
     """
 
     namespace: str
@@ -123,6 +124,7 @@ class PodView:
     placed: tuple[tuple[str, tuple[NamedGpu, ...]], ...] = ()
     placement_ignored: str | None = None
     claims: tuple[ClaimUse, ...] = ()
+    bound_by_hami: bool = False
 
     @property
     def key(self) -> PodKey:

@@ -30,6 +30,8 @@ SUBMITTER_VARIABLE: Final = "SUBMITTER"
 #: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
+#: A placement without a GPU for any container. The agent refuses them: it does not choose other GPUs than HAMi's scheduler counts.
+_NO_GPUS: Final = (("", ()),)
 
 
 def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None) -> PodView:
@@ -63,12 +65,13 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None)
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
     """`placed` and `placement_ignored`. Users may write these annotations, so a wrong one does not make a pod unreadable."""
     text = annotations.get(PLACEMENT_ANNOTATION)
+    if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
+        return _placement(text, node)
     try:
-        if text is None and annotations.get(HAMI_NODE) == node and any(each.replicas for each in containers):
-            return {"placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
     except ValueError as error:
-        return {"placement_ignored": f"the annotation {HAMI_ALLOCATED} is ignored: {str(error)[:_MAX_WORD]}"}
-    return _placement(text, node)
+        why = f"the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MAX_WORD]}"
+        return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
 
 
 def _placement(text: object, node: str) -> dict[str, Any]:

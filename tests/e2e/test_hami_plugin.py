@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 from .agent import Agent
+from .api import ApiError
 from .cluster import Cluster
 from .manifests import MEMORY, SLEEP, Json
 from .node import Node
-from .places import AGENT_STATE, PROJECT
+from .places import AGENT_STATE, NODE, PROJECT
 from .processes import wait_until
 from .tenants import library, limited, lines, tenant, wait_line
 
 REPLICA = "nvidia.com/gpu"
 REGION = "/programs/region_client"
+LOCK = "hami.io/mutex.lock"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,13 @@ def replicas(node: Node) -> dict[str, set[str]]:
     return {held.place[1]: set(held.ids) for held in node.resources.held(REPLICA)}
 
 
+def program(*arguments: str) -> Json:
+    """What gpumgr's command prints."""
+    command = [sys.executable, "-m", "gpumgr", *arguments, "--config", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"]
+    printed: Json = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT).stdout)
+    return printed
+
+
 def test_a_hami_pod_and_a_vcuda_pod_on_one_gpu_outlive_the_agent(both: Node) -> None:
     show = f"env | sort; cat /etc/ld.so.preload; {REGION} show; {SLEEP}"
     both.run([tenant("vcuda", SLEEP, cores=30, memory=16)])
@@ -71,14 +80,7 @@ def test_a_hami_pod_and_a_vcuda_pod_on_one_gpu_outlive_the_agent(both: Node) -> 
     both.run([hami_pod("later", gpumem=2000)])
     assert both.ledger_of("later")[0].gpus == hami.gpus
     assert len(replicas(both)["later"] | replicas(both)["hami"]) == 2
-    shown = subprocess.run(
-        [sys.executable, "-m", "gpumgr", "usage", "--config", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=PROJECT,
-    )
-    rows = {row["pod"]: row for row in json.loads(shown.stdout)["containers"]}
+    rows = {row["pod"]: row for row in program("usage")["containers"]}
     assert (rows["hami"]["cores"], rows["hami"]["memory_bytes"]) == (20, 1001 << 20)
     granted = "gpumgr_container_memory_limit_bytes"
     found = {dict(labels)["pod"]: value for (name, labels), value in both.agent.metrics().items() if name == granted}
@@ -110,3 +112,45 @@ def test_hami_pods_that_start_together_get_what_they_request(both: Node) -> None
 def test_a_pod_that_fits_nowhere_says_why(both: Node) -> None:
     both.cluster.create([hami_pod("big", gpumem=16 << 30)])
     assert "so that 16 GiB are 16384 and not 16Gi" in str(both.wait_phase("big", "Failed")["status"])
+
+
+def lock_node(node: Node, value: str) -> None:
+    """As HAMi's scheduler does before it binds a pod."""
+    path = f"/api/v1/nodes/{NODE}"
+
+    def locked() -> bool:
+        found = node.cluster.api.request("GET", path)
+        found["metadata"]["annotations"][LOCK] = value
+        try:
+            node.cluster.api.request("PUT", path, found)
+        except ApiError:  # the kubelet or the agent has written in between
+            return False
+        return True
+
+    wait_until("the lock", locked)
+
+
+def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_removed(both: Node) -> None:
+    """The state that HAMi's scheduler leaves when it binds a pod; the second pod's is wrong."""
+    api, path = both.cluster.api, f"/api/v1/nodes/{NODE}"
+    uuid = program("checkpoint", "show")["gpus"][5]["uuid"]
+    for name, devices in (("good", f"{uuid},NVIDIA,1000,0:;"), ("wrong", "x")):
+        lock_node(both, f"2026-01-01T00:00:00Z,default,{name}")
+        body = hami_pod(name, gpumem=1000)
+        body["metadata"]["annotations"] = {
+            "hami.io/vgpu-node": NODE,
+            "hami.io/vgpu-devices-allocated": devices,
+            "hami.io/bind-phase": "allocating",
+        }
+        both.cluster.create([body])
+        phase, result = ("Running", "success") if name == "good" else ("Failed", "failed")
+        both.wait_phase(name, phase)
+        wait_until("the lock is gone", lambda: LOCK not in api.request("GET", path)["metadata"]["annotations"])
+
+        def written(name: str = name, result: str = result) -> bool:
+            return bool(both.cluster.pods.all()[name]["metadata"]["annotations"]["hami.io/bind-phase"] == result)
+
+        wait_until("the bind phase", written)
+    (device_id,) = replicas(both)["good"]
+    assert device_id.rpartition("-")[0] == uuid
+    assert "it names 0 GPUs, but the container requests 1" in str(both.cluster.pods.all()["wrong"]["status"])

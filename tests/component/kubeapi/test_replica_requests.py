@@ -88,7 +88,9 @@ def test_the_choice_of_hamis_scheduler_counts_on_its_node_only() -> None:
     mine = {"hami.io/vgpu-node": "node-1", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,100,0:;"}
     assert view(mine).placed == (("main", (("GPU-a", Amounts(0, 100)),)),)
     assert view({**mine, "hami.io/vgpu-node": "node-2"}).placed == ()
-    assert view({**mine, "hami.io/vgpu-devices-allocated": "x"}).placement_ignored == (
-        "the annotation hami.io/vgpu-devices-allocated is ignored: 'x' is no list of devices as HAMi writes it"
+    wrong = view({**mine, "hami.io/vgpu-devices-allocated": "x"})
+    assert (wrong.bound_by_hami, wrong.placed) == (True, (("", ()),))
+    assert wrong.placement_ignored == (
+        "the annotation hami.io/vgpu-devices-allocated can't be read: 'x' is no list of devices as HAMi writes it"
     )
     assert not view(mine, None).wants_gpu
