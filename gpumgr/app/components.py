@@ -220,6 +220,7 @@ class Components:
             done=done,
             remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
             wait_synced=wait_synced,
+            names=profile.inner_names(self.settings),
         )
 
     def _make_link(self) -> KubeletLink:
