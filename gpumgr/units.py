@@ -14,11 +14,17 @@ CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 
-#: Which of the two resources a device id, a request or a server is about.
-Resource = Literal["core", "memory"]
+#: HAMi's resource, as the agent calls it inside: a device id is one replica of a GPU. Adapters translate another name of the settings.
+REPLICA_RESOURCE: Final = "nvidia.com/gpu"
+
+#: Which resource a device id, a request or a server is about. Ids of cores and of memory stand for amounts, those of replicas do not.
+Resource = Literal["core", "memory", "replica"]
+#: Of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
-RESOURCE_NAMES: Final[dict[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
-RESOURCE_BY_NAME: Final[dict[str, Resource]] = {CORE_RESOURCE: "core", MEMORY_RESOURCE: "memory"}
+ALL_RESOURCES: Final[tuple[Resource, ...]] = (*RESOURCES, "replica")
+RESOURCE_NAMES: Final[dict[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE, "replica": REPLICA_RESOURCE}
+RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, name in RESOURCE_NAMES.items()}
+VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
 #: Beginning of a GPU's UUID (8 hex digits or more); what a device id calls its GPU.
 GpuName = str
@@ -37,6 +43,9 @@ class Amounts:
     def __sub__(self, other: "Amounts") -> "Amounts":
         return Amounts(self.cores - other.cores, self.memory_mebibytes - other.memory_mebibytes)
 
+    def most(self, other: "Amounts") -> "Amounts":
+        return Amounts(max(self.cores, other.cores), max(self.memory_mebibytes, other.memory_mebibytes))
+
     def __str__(self) -> str:
         return f"{self.cores} cores and {self.memory_mebibytes} MiB"
 
@@ -47,7 +56,8 @@ class Amounts:
 
 
 def other_resource(resource: Resource) -> Resource:
-    return "memory" if resource == "core" else "core"
+    """The resource of the container's other call; replicas have none beside them."""
+    return {"core": "memory", "memory": "core"}.get(resource, resource)  # type: ignore[return-value]
 
 
 def blocks_of(memory_bytes: int) -> int:

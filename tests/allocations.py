@@ -5,7 +5,7 @@ from typing import Any
 
 from gpumgr.allocator.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, count
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.units import GpuName
+from gpumgr.units import BLOCK_MEBIBYTES, GpuName
 
 
 def allocated(
@@ -18,7 +18,7 @@ def allocated(
 ) -> Allocation:
     """An allocation with these core and memory ids, on these GPUs (by default those of its ids), which have `memory_blocks` each."""
     names = tuple(dict.fromkeys((*cores, *blocks)) if gpus is None else gpus)
-    registry = GpuRegistry(tuple(RegisteredGpu(name, name, memory_blocks) for name in names))
+    registry = GpuRegistry(tuple(RegisteredGpu(name, name, memory_blocks * BLOCK_MEBIBYTES) for name in names))
     return Allocation(**fields).with_ids(registry, {"core": cores, "memory": blocks}, names)
 
 

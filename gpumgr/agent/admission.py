@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 #: Rate and burst of the `List` calls that only confirm what the order of calls gives.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
+#: The least time that a call for replicas waits for its pod, without which it must be refused.
+REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
 
@@ -138,12 +140,19 @@ class Admission:
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
             ledger = self._corrected(ledger, listing, resource, masks)
         caller = self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
-        if self._placed_rival(ledger, caller, resource, size) and (listing := await self.list_pods()) is not None:
+        unsure = (resource == "replica" and caller.guessed) or self._placed_rival(ledger, caller, resource, size)
+        if unsure and (listing := await self.list_pods()) is not None:
             caller = await self._find(ledger, listing, resource, size)
         return ledger, caller
 
     def refuse_guess(self, ledger: Ledger, caller: Caller, resource: Resource, size: int) -> None:
         """Raises Refusal if the call may be for a pod that the scheduler placed, and only the order of calls could decide that."""
+        if resource == "replica" and caller.guessed:
+            raise Refusal(
+                "conflict",
+                "which pod this call is for follows only from the order of pods, and the amounts are only in the pod: the agent does not "
+                "guess; the pod must be created again (if this continues, look for pod_resources_unavailable in the log)",
+            )
         placed = self._placed_rival(ledger, caller, resource, size)
         if placed is not None:
             raise Refusal(
@@ -220,7 +229,8 @@ class Admission:
         pod = self._likely(ledger, listing)
         if pod is None:
             return UNKNOWN_CALLER
-        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
+        wait_seconds = max(self._pod_wait_seconds, REPLICA_POD_SECONDS if resource == "replica" else 0.0)
+        if self._pods.get(pod) is None and await self._pods.wait_for(pod, wait_seconds):
             found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
             if found is not None:
                 return found

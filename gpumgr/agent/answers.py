@@ -4,7 +4,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
+from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer, replica_answer
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse
@@ -23,7 +23,8 @@ class Answers:
         """Devices, folder and annotations, which do not depend on the enforcement."""
         if resource == "memory":
             return memory_answer(allocation)
-        return core_answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
+        answer = core_answer if resource == "core" else replica_answer
+        return answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
 
     def tenant(self, allocation: Allocation) -> GpuShare | None:
         """None: the allocation has no limits to enforce."""

@@ -157,12 +157,13 @@ class PodRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container of a pod requests; `kind` is init, sidecar or app."""
+    """What one container of a pod requests; `kind` is init, sidecar or app. `replicas`: by nvidia.com/gpu, as a text."""
 
     container: str
     kind: str = "app"
     cores: int = 0
     memory_blocks: int = 0
+    replicas: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class PodDetails(msgspec.Struct, frozen=True, kw_only=True):

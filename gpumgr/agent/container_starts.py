@@ -11,7 +11,7 @@ from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import merged
 from gpumgr.errors import Refusal
-from gpumgr.units import RESOURCES
+from gpumgr.units import ALL_RESOURCES, RESOURCES
 
 #: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)
@@ -49,7 +49,8 @@ class ContainerStarts:
             await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
         self._check_exemption(allocation)
         allocation = self._with_known_terms(allocation)
-        base = merged(*(self._answers.base(allocation, each) for each in RESOURCES if allocation.held(each) or allocation.claim))
+        held = [each for each in ALL_RESOURCES if allocation.held(each)] or RESOURCES
+        base = merged(*(self._answers.base(allocation, each) for each in held))
         await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
 
     def _with_known_terms(self, allocation: Allocation) -> Allocation:

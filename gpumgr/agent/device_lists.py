@@ -70,10 +70,13 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """A GPU is new or has more memory, or its number of Healthy cores has changed."""
+        """A GPU is new or has more memory, or its Healthy cores or replicas have changed."""
         if len(new) != len(self._sent):
             return True
-        return any(n.gpu != s.gpu or n.healthy_cores != s.healthy_cores for n, s in zip(new, self._sent, strict=True))
+        return any(
+            (n.gpu, n.healthy_cores, n.healthy_replicas) != (s.gpu, s.healthy_cores, s.healthy_replicas)
+            for n, s in zip(new, self._sent, strict=True)
+        )
 
     def _send(self) -> None:
         self.close()

@@ -21,17 +21,19 @@ class Inventory:
     """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
+    `replicas`: how many of each GPU are offered.
     """
 
     snapshot: NodeSnapshot = EMPTY
     failed: Mapping[str, str] = field(default_factory=dict)
     cordoned: Mapping[str, str] = field(default_factory=dict)
     quarantine: Quarantine = field(default_factory=Quarantine)
+    replicas: int = 0
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
         """The registry with all GPUs of the snapshot."""
         for gpu in self.snapshot.gpus:
-            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_blocks)
+            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_bytes >> 20, self.replicas)
         return gpu_registry
 
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
@@ -91,6 +93,7 @@ class Inventory:
             cordoned=self.unschedulable_reasons(gpu_registry).keys(),
             numa_nodes={name: gpu.numa_node for name, gpu in gpus.items() if gpu.numa_node is not None},
             memory_blocks={name: gpu.memory_blocks for name, gpu in gpus.items()},
+            replicas=self.replicas,
             open_ids=open_ids,
         )
 

@@ -14,6 +14,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.pods import ContainerSpec
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.evaluators.select import check_request
 from gpumgr.units import Resource
@@ -50,18 +51,22 @@ class PreStart:
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         spec = view.container(allocation.container) if view and allocation.container else None
         record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
-        if spec is not None:
-            check_request(spec.cores, spec.memory_blocks)
-        else:
-            check_request(count(allocation.held("core")), count(allocation.held("memory")))
+        if resource != "replica":
+            self._check(allocation, spec)
         if agent_state.is_open(allocation.id):
             async with agent_state.lock:
                 agent_state.close_open()
                 agent_state.publish()
         self._starts.make_folders(holders)
-        if resource == "core":  # every share has cores, so one of the container's two calls is enough
+        if resource != "memory":  # every vcuda share has cores, so one of the container's two calls is enough
             for holder in holders:
                 await self._starts.start(holder)
+
+    def _check(self, allocation: Allocation, spec: ContainerSpec | None) -> None:
+        if spec is not None:
+            check_request(spec.cores, spec.memory_blocks)
+        else:
+            check_request(count(allocation.held("core")), count(allocation.held("memory")))
 
     def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """A container that gpu-manager admitted starts again: its ids name no GPU, but its record does."""

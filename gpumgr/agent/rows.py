@@ -24,7 +24,7 @@ def container_row(
     """What the allocation holds on this GPU, and what it uses. `pod` is a better name than the allocation's own."""
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
-    amounts = holder.amounts_on(gpu)
+    amounts = holder.limits.get(gpu) or holder.amounts_on(gpu)
     measured = use is not None and (use.memory_bytes is not None or bool(use.processes))
     return ContainerRow(
         allocation=holder.id,

@@ -38,6 +38,7 @@ class AgentState:
 
     `ledger` may be ahead of the disk by frees only; the next grant is committed with them. `before_offer` is awaited under `lock`
     whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that the ledger has no longer.
+    `replicas` of each GPU are offered.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class AgentState:
         history: History | None = None,
         on_freed: Callable[[AllocationId], None] = lambda _: None,
         before_offer: Callable[[], Awaitable[None]] | None = None,
+        replicas: int = 0,
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
         self.ledger = ledger
-        self.inventory = Inventory()
+        self.inventory = Inventory(replicas=replicas)
         self.meter = meter
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock

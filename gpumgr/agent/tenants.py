@@ -24,15 +24,16 @@ def tenant_of(
     if not is_share(allocation):
         return None
     parts = []
-    for name, amounts in allocation.gpus.items():
+    for name in allocation.gpus:
+        limits = allocation.limits_on(name)
         shown = gpus.get(name)
         part = SharedGpu(
             name=name,
             uuid=gpu_registry.by_name[name].uuid,
             bus_id=shown.bus_id if shown else None,
             total_bytes=shown.memory_bytes if shown else None,
-            cores=amounts.cores,
-            memory_bytes=amounts.memory_mebibytes << 20,
+            cores=limits.cores,
+            memory_bytes=limits.memory_mebibytes << 20,
         )
         parts.append(part)
     return GpuShare(

@@ -28,6 +28,7 @@ from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call, HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.replicas import choose_replicas, grant_replicas
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.units import CORES_PER_GPU, Resource, other_resource
@@ -138,7 +139,7 @@ class Agent:
             self._put(ledger)
             self._identified(record, caller)
             self.admission.refuse_guess(ledger, caller, resource, size)
-            self._refuse_share(resource, size)
+            self._refuse_share(caller, resource, size)
             choice = await self._choose(caller, request)
             self.admission.pending = Pending(record=record, choice=choice)
             self.reconciler.preferred()
@@ -167,15 +168,18 @@ class Agent:
     async def _choose(self, caller: Caller, request: Request) -> Choice:
         """The best choice; if there is none, the best one with blocks that were just freed."""
         agent_state = self.agent_state
+        select = choose_replicas if request.resource == "replica" else choose
         try:
-            return choose(agent_state.node(), agent_state.ledger, caller, request)
+            return select(agent_state.node(), agent_state.ledger, caller, request)
         except Refusal as refusal:
             if refusal.code != "no_fit" or (node := await agent_state.node_with_pending_blocks()) is None:
                 raise
-        return choose(node, agent_state.ledger, caller, request)
+        return select(node, agent_state.ledger, caller, request)
 
-    def _refuse_share(self, resource: Resource, size: int) -> None:
-        if resource == "core" and size < CORES_PER_GPU and not self._share_mode:
+    def _refuse_share(self, caller: Caller, resource: Resource, size: int) -> None:
+        replicas = caller.spec.replicas if caller.spec and resource == "replica" else None
+        share = size < CORES_PER_GPU if resource == "core" else replicas is not None and not replicas.whole
+        if share and not self._share_mode:
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )
@@ -200,10 +204,12 @@ class Agent:
                 self._identified(record, caller)
                 self.admission.refuse_guess(ledger, caller, resource, len(device_ids))
             caller = record.caller
-            self._refuse_share(resource, len(device_ids))
-            allocation = grant(
-                agent_state.node(), agent_state.ledger, caller, resource, masks, new_id=record.id, now=self._wall_clock(), why=why
-            )
+            self._refuse_share(caller, resource, len(device_ids))
+            node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
+            if resource == "replica":
+                allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
+            else:
+                allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
             allocation = self._with_terms(allocation, caller)
             answer = self._answers.whole(allocation, resource)
             try:

@@ -21,6 +21,8 @@ ASSIGNED: Final = "tencent.com/gpu-assigned"
 PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
 PREDICATE_NODE: Final = "tencent.com/predicate-node"
 PREDICATE_TIME: Final = "tencent.com/predicate-time"
+#: For HAMi's scheduler: how the admission of a pod went that it bound.
+HAMI_PHASE: Final = "hami.io/bind-phase"
 
 #: Kubernetes accepts 256 KiB for all annotations of an object together, also those of other programs.
 MAX_ALLOCATIONS_BYTES: Final = 64 << 10
@@ -28,7 +30,7 @@ MAX_ALLOCATIONS_BYTES: Final = 64 << 10
 
 def is_ours(key: str) -> bool:
     """Whether `pod_annotations` makes this key."""
-    return key in (ALLOCATIONS, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME) or key.startswith(PREDICATE_INDEX)
+    return key in (ALLOCATIONS, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME, HAMI_PHASE) or key.startswith(PREDICATE_INDEX)
 
 
 def pod_annotations(
@@ -54,6 +56,7 @@ def pod_annotations(
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
         **dict(_indices(view, mine, gpus)),
+        **({HAMI_PHASE: "success"} if view.bound_by_hami else {}),
     }
 
 

@@ -4,19 +4,22 @@ It depends on the allocation alone, not on the pod (design: state is keyed by al
 has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
 """
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
-from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
 
 LIBRARY_PATH = "/usr/local/nvidia"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
+#: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
+AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 
@@ -68,6 +71,35 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
             CORE_RESOURCE: str(count(allocation.held("core"))),
             DEVICE_ANNOTATION: ",".join(f"/dev/{name}" for name in nodes),
         },
+    )
+
+
+def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
+    """Response to the call for `nvidia.com/gpu`. As in HAMi the container's LD_LIBRARY_PATH is its own, unless the driver's files are
+    mounted; the amounts are kept for a rebuild of the ledger."""
+    full = core_answer(allocation, gpus, host)
+    driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
+    amounts = (
+        f"{gpu}={each.cores},{each.memory_mebibytes}"
+        + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
+        for gpu, each in allocation.gpus.items()
+    )
+    return replace(
+        full,
+        envs={name: value for name, value in full.envs.items() if name not in driver},
+        annotations={AMOUNTS_ANNOTATION: ";".join(amounts)},
+    )
+
+
+def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:
+    """Amounts and limits in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    number = "([0-9]{1,10})"
+    text = annotations.get(AMOUNTS_ANNOTATION, "")
+    found = [*re.finditer(rf"([0-9a-z]+)={number},{number}(?:/{number},{number})?(?:;|$)", text)]
+    limited = [each for each in found if each[4] is not None]
+    return (
+        {each[1]: Amounts(int(each[2]), int(each[3])) for each in found},
+        {each[1]: Amounts(int(each[4]), int(each[5])) for each in limited},
     )
 
 

@@ -13,11 +13,12 @@ from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.node_devices import blocks_with_ids
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
 from gpumgr.evaluators.select import check_request, place
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
+from gpumgr.units import CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +141,21 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
 
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
+    held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
     taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
-        core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.without_ids.get(gpu, Amounts())
-        blocks = room.free["memory"].get(gpu, 0).bit_count() - -(-elsewhere.memory_mebibytes // BLOCK_MEBIBYTES)
+        core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
+        # The kubelet may offer more ids than amounts of other allocations leave, or already as few as these leave.
+        cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
+        left = blocks_with_ids(ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
+        blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
         result.append(
             GpuCapacity(
                 index=row,
-                cores_free=max(0, core_mask.bit_count() - elsewhere.cores),
-                memory_blocks_free=0 if gpu in taken_whole else max(0, blocks),
-                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.without_ids,
+                cores_free=max(0, min(core_mask.bit_count(), cores)),
+                memory_blocks_free=0 if gpu in taken_whole else max(0, min(block_mask.bit_count(), blocks)),
+                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.by_amount,
                 healthy=gpu not in node.unschedulable and gpu in ledger.gpu_registry.by_name,
                 label=node.label(gpu),
                 note=node.unschedulable.get(gpu),

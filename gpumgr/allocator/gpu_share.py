@@ -33,6 +33,11 @@ class SharedGpu:
     memory_bytes: int = 0
 
     @property
+    def core_percent(self) -> int:
+        """The limit of cores; 100 is none. A container of `nvidia.com/gpu` may have memory without cores."""
+        return self.cores or CORES_PER_GPU
+
+    @property
     def whole(self) -> bool:
         """The container has the whole GPU, so nothing is limited there."""
         return self.cores >= CORES_PER_GPU

@@ -49,10 +49,10 @@ def grant(
     uid = caller.uid or (own.uid if own else None)
     reused = common(masks, ledger.reusable(resource, caller.pod, uid)) if caller.pod or uid else {}
     fresh = minus(masks, reused)
-    _refuse_held(ledger, resource, fresh)
+    refuse_held(ledger, resource, fresh)
     named = named_gpus(caller, ledger.gpu_registry)
-    _refuse_elsewhere(node, caller, named, fresh)
-    _refuse_unfit(node, fresh)
+    refuse_elsewhere(node, caller, named, fresh)
+    refuse_unfit(node, fresh)
     _refuse_shape(node, ledger, caller, resource, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
     device_ids = {**base.device_ids, resource: masks}
@@ -70,7 +70,7 @@ def grant(
     return allocation
 
 
-def _refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
+def refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
     for holder in ledger.holders(resource, fresh):
         ids = ledger.gpu_registry.format(resource, common(fresh, holder.held(resource)))
         raise Refusal(
@@ -83,13 +83,13 @@ def _refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
 def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> None:
     """The kubelet does not know the amounts of allocations without ids."""
     for gpu in gpus:
-        if gpu in after.without_ids and after.exceeded(gpu):
+        if gpu in after.by_amount and after.exceeded(gpu):
             raise Refusal(
-                "conflict", f"{node.label(gpu)} does not have so much left: {after.without_ids[gpu]} are granted by claims"
+                "conflict", f"{node.label(gpu)} does not have so much left: {after.by_amount[gpu]} are granted by other means"
             )
 
 
-def _refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName], fresh: Masks) -> None:
+def refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName], fresh: Masks) -> None:
     outside = [node.label(gpu) for gpu in fresh if named and gpu not in named]
     if outside:
         wanted = ", ".join(map(node.label, named))
@@ -97,7 +97,7 @@ def _refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName]
         raise unfollowed(caller, Refusal("conflict", reason))
 
 
-def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
+def refuse_unfit(node: NodeView, fresh: Masks) -> None:
     for gpu in fresh:
         if gpu in node.unschedulable:
             raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")

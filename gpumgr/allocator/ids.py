@@ -1,7 +1,9 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core or block n.
+their GPU). A replica is `<UUID>-<number>`, as in HAMi.
+
+A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core or block n.
 """
 
 from collections import Counter
@@ -65,18 +67,22 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
 
 @dataclass(frozen=True)
 class RegisteredGpu:
-    """A GPU that was offered once. Its name and UUID never change, and its blocks never decrease (ids turn Unhealthy, never vanish)."""
+    """A GPU that was offered once. Its name and UUID never change, and its memory and the number of its replicas never decrease (ids
+    turn Unhealthy, never vanish)."""
 
     name: GpuName
     uuid: str
-    memory_blocks: int
+    memory_mebibytes: int
+    replicas: int = 0
 
     @property
-    def memory_mebibytes(self) -> int:
-        return self.memory_blocks * BLOCK_MEBIBYTES
+    def memory_blocks(self) -> int:
+        return self.memory_mebibytes // BLOCK_MEBIBYTES
 
     def all_ids(self, resource: Resource) -> int:
-        return ALL_CORES if resource == "core" else (1 << self.memory_blocks) - 1
+        if resource == "core":
+            return ALL_CORES
+        return (1 << (self.memory_blocks if resource == "memory" else self.replicas)) - 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class GpuRegistry:
         return {
             "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
+            "replica": {c.name: tuple(f"{c.uuid}-{n}" for n in range(c.replicas)) for c in self.gpus},
         }
 
     @cached_property
@@ -157,12 +164,12 @@ class GpuRegistry:
         texts = self.ids[resource]
         return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in indices(masks[gpu.name])]
 
-    def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":
-        """The registry with this GPU: a new one gets a name and is last; the blocks of a known one never decrease."""
+    def register(self, uuid: str, memory_mebibytes: int, replicas: int = 0) -> "GpuRegistry":
+        """The registry with this GPU: a new one gets a name and is last; memory and replicas of a known one never decrease."""
         known = self.by_uuid.get(uuid)
         if known is None:
-            return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_blocks)))
-        if memory_blocks <= known.memory_blocks:
+            return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas)))
+        if memory_mebibytes <= known.memory_mebibytes and replicas <= known.replicas:
             return self
-        grown = RegisteredGpu(known.name, uuid, memory_blocks)
+        grown = RegisteredGpu(known.name, uuid, max(memory_mebibytes, known.memory_mebibytes), max(replicas, known.replicas))
         return GpuRegistry(tuple(grown if gpu is known else gpu for gpu in self.gpus))

@@ -1,7 +1,8 @@
 """The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
 
-The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out;
-an allocation of a ResourceClaim (DRA) has none and is booked by its amounts alone.
+The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out and
+which stand for amounts. Those of `nvidia.com/gpu` hold replicas, and an allocation of a ResourceClaim (DRA) has no ids: both are booked
+by their amounts.
 
 Invariants (checked by `Ledger.violations`):
 
@@ -20,7 +21,7 @@ from functools import cached_property
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, common, count, minus, union
 from gpumgr.allocator.pods import PodKey
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCES, Amounts, GpuName, Resource
+from gpumgr.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
 
 #: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
 AllocationId = str
@@ -53,6 +54,7 @@ class Allocation:
     are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
     `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
     container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
+    `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
     """
 
     id: AllocationId
@@ -69,6 +71,12 @@ class Allocation:
     exemption: str | None = None
     cdi: bool = False
     claim: ClaimRequest | None = None
+    limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
+
+    @property
+    def by_ids(self) -> bool:
+        """Its amounts are the ids of cores and memory that it holds."""
+        return "core" in self.device_ids or "memory" in self.device_ids
 
     @property
     def admin(self) -> bool:
@@ -92,14 +100,18 @@ class Allocation:
     @property
     def places(self) -> Sequence[GpuName]:
         """The GPUs that it was granted, then others on which it holds ids."""
-        return tuple(dict.fromkeys((*self.gpus, *self.held("core"), *self.held("memory"))))
+        return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What is booked for it on this GPU: the ids that it holds there, or the amounts that it was granted without ids."""
+        """What is booked for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids."""
         granted = self.gpus.get(gpu, Amounts())
-        if granted.whole or not self.device_ids:
+        if granted.whole or not self.by_ids:
             return granted
         return Amounts(self.held("core").get(gpu, 0).bit_count(), self.held("memory").get(gpu, 0).bit_count() * BLOCK_MEBIBYTES)
+
+    def limits_on(self, gpu: GpuName) -> Amounts:
+        """What the container may use on this GPU."""
+        return self.limits.get(gpu) or self.gpus.get(gpu, Amounts())
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)
@@ -157,26 +169,34 @@ class Ledger:
 
     @cached_property
     def _held(self) -> Mapping[Resource, Masks]:
-        return {resource: union(*(a.held(resource) for a in self.allocations.values())) for resource in RESOURCES}
+        return {resource: union(*(a.held(resource) for a in self.allocations.values())) for resource in ALL_RESOURCES}
 
     def held(self, resource: Resource) -> Masks:
         """Ids of one resource that are held."""
         return self._held[resource]
 
     @cached_property
-    def without_ids(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> amounts of the allocations that hold no ids."""
-        sums: dict[GpuName, Amounts] = {}
+    def by_amount(self) -> Mapping[GpuName, Amounts]:
+        """GPU -> amounts of the allocations without ids of cores and memory. Init containers and the others of a pod do not run at the
+        same time: their most at one time counts, in the order of their grants."""
+        running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
-            for gpu, amounts in a.gpus.items() if not a.device_ids else ():
-                sums[gpu] = sums.get(gpu, Amounts()) + amounts
+            for gpu, amounts in a.gpus.items() if not a.by_ids else ():
+                key = gpu, a.uid or a.pod or a.id
+                now = running.get(key, Amounts()) + amounts
+                most[key] = now.most(most.get(key, Amounts()))
+                if not a.init or a.claim is not None:
+                    running[key] = now
+        sums: dict[GpuName, Amounts] = {}
+        for (gpu, _), amounts in most.items():
+            sums[gpu] = sums.get(gpu, Amounts()) + amounts
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """What is in use on this GPU: the ids that are held, and the amounts of allocations without ids."""
+        """What is in use on this GPU: the ids that are held, and the amounts of the other allocations."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
-        return held + self.without_ids.get(gpu, Amounts())
+        return held + self.by_amount.get(gpu, Amounts())
 
     def exceeded(self, gpu: GpuName) -> bool:
         """More is in use than the GPU has."""
@@ -192,8 +212,15 @@ class Ledger:
 
     def on(self, gpu: GpuName) -> list[Allocation]:
         """Allocations on this GPU, oldest first."""
-        found = [a for a in self.allocations.values() if gpu in a.places]
-        return sorted(found, key=lambda a: (a.granted_at, a.id))
+        return self._on.get(gpu, [])
+
+    @cached_property
+    def _on(self) -> Mapping[GpuName, list[Allocation]]:
+        found: dict[GpuName, list[Allocation]] = {}
+        for a in sorted(self.allocations.values(), key=lambda a: (a.granted_at, a.id)):
+            for gpu in a.places:
+                found.setdefault(gpu, []).append(a)
+        return found
 
     @cached_property
     def occupied(self) -> frozenset[GpuName]:
@@ -253,7 +280,7 @@ class Ledger:
             a
             for k, a in before.allocations.items()
             if k not in self.allocations
-            and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in RESOURCES)
+            and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in ALL_RESOURCES)
         ]
 
     # -- invariants --------------------------------------------------------------------------------------------------------------
@@ -263,7 +290,7 @@ class Ledger:
         every = list(self.allocations.values())
         suspects = every if changed is None else list(changed)
         violated: list[str] = []
-        for resource in RESOURCES:
+        for resource in ALL_RESOURCES:
             violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
         violated += [
             f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)

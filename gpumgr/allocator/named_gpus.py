@@ -18,6 +18,11 @@ def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]
     unknown = [uuid for uuid, _ in shares if uuid not in gpu_registry.by_uuid]
     if unknown:
         raise unfollowed(caller, Refusal("unknown_device", f"this node has no GPU {unknown[0]}"))
+    if spec.replicas is not None:
+        if len(shares) != spec.replicas.count:
+            found = f"it names {len(shares)} GPUs, but the container requests {spec.replicas.count}"
+            raise unfollowed(caller, Refusal("invalid_request", found))
+        return tuple(gpu_registry.by_uuid[uuid].name for uuid, _ in shares)
     cores = sum(amounts.cores for _, amounts in shares)
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     wanted = spec.memory_blocks * BLOCK_MEBIBYTES

@@ -2,6 +2,7 @@
 
 * It always has every id of every GPU ever offered (an id that vanishes while the kubelet allocates it crashes the kubelet).
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
+* A free replica needs some cores and memory beside it: without these on its GPU it is Unhealthy.
 * Free memory blocks of a GPU that a container holds whole can't be granted: they are Unhealthy, so that the scheduler does not count
   them, once that container's own memory call has come or can't come any more (`open_ids`).
 """
@@ -21,6 +22,7 @@ class GpuDevices:
     gpu: RegisteredGpu
     healthy_cores: int
     healthy_blocks: int
+    healthy_replicas: int = 0
     numa_node: int | None = None
 
 
@@ -34,14 +36,15 @@ def node_devices(
     cordoned: Collection[GpuName],
     numa_nodes: Mapping[GpuName, int],
     memory_blocks: Mapping[GpuName, int],
+    replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
     """`failed` GPUs do not work; `cordoned` ones accept no new containers. `memory_blocks` is what a GPU has now, which may be less than
-    when it was registered (ECC was turned on)."""
+    when it was registered (ECC was turned on), and `replicas` how many each GPU may have now."""
     cores, blocks = ledger.held("core"), ledger.held("memory")
     result = []
     for registered in ledger.gpu_registry.gpus:
-        gpu, claimed = registered.name, ledger.without_ids.get(registered.name, Amounts())
+        gpu, claimed = registered.name, ledger.by_amount.get(registered.name, Amounts())
         owner = ledger.exclusive.get(gpu)
         if gpu in failed:
             healthy = (0, 0)
@@ -53,10 +56,20 @@ def node_devices(
             present = registered.all_ids("memory") & (1 << memory_blocks.get(gpu, registered.memory_blocks)) - 1
             healthy = (registered.all_ids("core"), present | blocks.get(gpu, 0))
         if claimed != Amounts():
-            claimed_blocks = -(-claimed.memory_mebibytes // BLOCK_MEBIBYTES)
+            claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
             healthy = (_less(healthy[0], cores.get(gpu, 0), claimed.cores), _less(healthy[1], blocks.get(gpu, 0), claimed_blocks))
-        result.append(GpuDevices(registered, *healthy, numa_nodes.get(gpu)))
+        held = ledger.held("replica").get(gpu, 0)
+        left = ledger.available(gpu)
+        spare = gpu not in cordoned and min(left.cores, left.memory_mebibytes) > 0
+        healthy_replicas = 0 if gpu in failed else held | ((1 << min(replicas, registered.replicas)) - 1 if spare else 0)
+        result.append(GpuDevices(registered, *healthy, healthy_replicas, numa_nodes.get(gpu)))
     return tuple(result)
+
+
+def blocks_with_ids(ledger: Ledger, gpu: GpuName) -> int:
+    """The most blocks of this GPU that may have ids beside the allocations without. Less than a block of its memory is in none."""
+    left = ledger.gpu_registry.by_name[gpu].memory_mebibytes - ledger.by_amount.get(gpu, Amounts()).memory_mebibytes
+    return max(0, left) // BLOCK_MEBIBYTES
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:

@@ -6,7 +6,7 @@ containers, and the responses (with the allocation's id in a mount path).
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest
@@ -14,7 +14,7 @@ from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.sweep import shown
-from gpumgr.units import CORES_PER_GPU, RESOURCES, GpuName, Resource
+from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, GpuName, Resource
 
 #: The form of gpumgr's ids (gpumgr.allocator.ids), also of those of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
@@ -25,8 +25,8 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
-    """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits) and `cdi` (it names a
-    CDI device) are read from its stored response."""
+    """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits), `cdi` (it names a
+    CDI device) and `amounts` (amounts and limits of a container with replicas) are read from its stored response."""
 
     uid: str
     container: str
@@ -35,6 +35,7 @@ class KubeletEntry:
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
     cdi: bool = False
+    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +71,16 @@ def adopt(
     claims = _claims(ledger.gpu_registry, entries, listing, find_uid)
     added, problems = list[Allocation](), list[str]()
     for claim in claims.values():
-        masks = {resource: claim.held(resource) for resource in RESOURCES}
-        if all(_known(ledger, resource, masks[resource], claim) for resource in RESOURCES):
+        masks = {resource: claim.held(resource) for resource in ALL_RESOURCES}
+        if all(_known(ledger, resource, masks[resource], claim) for resource in ALL_RESOURCES):
             continue
         order = [gpu.name for gpu in ledger.gpu_registry.gpus]
         gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
         whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
-        base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
+        if claim.by_ids:
+            base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
+        else:
+            base = _with_amounts(ledger, claim, find_uid(claim.uid) if claim.uid else None)
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
         broken = ledger.occupy(candidate).violations()
         if broken:
@@ -114,6 +118,8 @@ def _claims(
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
+            gpus=old.gpus or {gpu: each for gpu, each in entry.amounts[0].items() if gpu in masks},
+            limits=old.limits or entry.amounts[1],
         )
     visible = shown(gpu_registry, listing) if listing else {}
     for (pod, container), held in visible.items():
@@ -124,7 +130,7 @@ def _claims(
             (
                 k
                 for k, c in claims.items()
-                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in RESOURCES)
+                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in ALL_RESOURCES)
             ),
             None,
         )
@@ -140,6 +146,15 @@ def _claims(
     return claims
 
 
+def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
+    """A container with replicas, with amounts from its pod unless its response has them. None if the pod is not known, either."""
+    spec = view.container(claim.container) if view else None
+    if claim.gpus or spec is None or spec.replicas is None:
+        return claim
+    gpus, registry = [*claim.held("replica")], ledger.gpu_registry
+    return replace(claim, gpus=spec.replicas.on(registry, gpus), limits=spec.replicas.limits(registry, gpus))
+
+
 def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:
     return not masks or any(a.held(resource) == masks and _may_be(a, claim) for a in ledger.allocations.values())
 
@@ -147,7 +162,7 @@ def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) 
 def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
     """The ledger's allocation of this container that lacks one of the two resources."""
     for a in ledger.allocations.values():
-        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in RESOURCES):
+        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in ALL_RESOURCES):
             return a
     return None
 

@@ -18,7 +18,7 @@ from gpumgr.allocator.ids import GpuRegistry, Masks, common, within
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.units import RESOURCE_BY_NAME, RESOURCES, Resource
+from gpumgr.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Resource
 
 #: (pod, container) -> the ids of gpumgr that `List` shows for it.
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
@@ -129,7 +129,7 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
     def goes_with(a: Allocation, g: Allocation) -> bool:
         if g.uid is not None and _refuted(g, visible):
-            return any(common(a.held(resource), g.held(resource)) for resource in RESOURCES)
+            return any(common(a.held(resource), g.held(resource)) for resource in ALL_RESOURCES)
         return order[a.id] < order[g.id]
 
     return [
@@ -180,7 +180,7 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
     """The ledger with this name. The kubelet shares ids only within one pod, so another allocation with some of these ids belongs to an
     init container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
     before = ledger.allocations[named.id]
-    for b in {b.id: b for resource in RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
+    for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
             follows = (b.init and b.same_pod(before)) or (b.uid is None and unlisted(b))
             moved = replace(b, pod=named.pod, uid=named.uid, init=True)
@@ -233,14 +233,22 @@ def _refuted(a: Allocation, visible: Shown) -> bool:
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
-    return any(a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in RESOURCES)
+    return any(
+        a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in ALL_RESOURCES
+    )
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:
-        if a.container is None and not a.init and not a.whole and not all(a.held(resource) for resource in RESOURCES):
+        if (
+            a.container is None
+            and not a.init
+            and not a.whole
+            and a.by_ids
+            and not all(a.held(resource) for resource in RESOURCES)
+        ):
             return False  # a share without its other resource: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
@@ -261,7 +269,7 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
         return None
     if a.pod is not None and a.container is not None:
         there = visible.get((a.pod, a.container))
-        if there is not None and any(common(a.held(resource), there.get(resource, {})) for resource in RESOURCES):
+        if there is not None and any(common(a.held(resource), there.get(resource, {})) for resource in ALL_RESOURCES):
             return a.pod, a.container
     return _place(a, visible)
 
@@ -269,8 +277,8 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
     """Pod and container with which `List` shows all of this allocation's ids."""
     for owner, masks in visible.items():
-        if any(a.held(resource) for resource in RESOURCES) and all(
-            within(a.held(resource), masks.get(resource, {})) for resource in RESOURCES
+        if any(a.held(resource) for resource in ALL_RESOURCES) and all(
+            within(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES
         ):
             return owner
     return None

@@ -12,6 +12,7 @@ from gpumgr.agent.node_report import OutboxState
 from gpumgr.aio import persistently
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
+from gpumgr.app.profile import replica_resources
 from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -51,7 +52,8 @@ class ApiSide:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         publisher = Publisher(server, settings.node.name)
         try:
-            yield cls(PodCache(server, settings.node.name), publisher, settings.kubernetes.delete_failed_pods, server)
+            pods = PodCache(server, settings.node.name, resources=replica_resources(settings))
+            yield cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
             await publisher.flush(FLUSH_SECONDS)
         finally:
             await server.close()

@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.node_devices import NodeDevices
+from gpumgr.app import profile
 from gpumgr.app.dra_side import DraSide, holders_of_other_mode
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.app.node_enforcement import NodeEnforcement
@@ -49,7 +50,7 @@ from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import RESOURCES, Resource
+from gpumgr.units import ALL_RESOURCES, RESOURCES, Resource
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
@@ -89,14 +90,14 @@ class Components:
         self.settings = settings
         self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
         self._processes = HostProcesses(hardware.proc_root)
-        self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in RESOURCES}
+        self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
         self.metrics = self._make_metrics()
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
         self.nvml = self._make_nvml()
         self.enforcement = self._make_enforcement()
         self.memory_watcher = self._make_memory_watcher()
-        self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
+        self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
         self.admission = Admission(pods, self.pod_resources, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic)
         self.reconciler = Reconciler(agent_state=self.agent_state, admission=self.admission, pods=pods, new_id=_new_id)
         self.agent = self._make_agent()
@@ -104,7 +105,7 @@ class Components:
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, wait_synced, lost=loaded.lost) if driver is not None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
-        self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
+        self._registrations: dict[Resource, int] = dict.fromkeys(ALL_RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
         self.monitor = self._make_monitor()
 
@@ -140,6 +141,7 @@ class Components:
             node=settings.node.name,
             version=__version__,
             driver=DRIVER if settings.node.mode == "dra" else None,
+            resources={kind: profile.resource_names(settings)[kind] for kind in self.devices},
             pods=self._pods.all,
             gpu_manager_names=settings.metrics.gpu_manager_names,
             hami_names=settings.metrics.hami_names,
@@ -156,6 +158,7 @@ class Components:
             clock=time.monotonic,
             on_freed=self._freed,
             before_offer=lambda: self._take_over.before_offer(),
+            replicas=profile.replicas(self.settings),
         )
 
     def _make_nvml(self) -> Nvml:
@@ -217,6 +220,7 @@ class Components:
             done=done,
             remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
             wait_synced=wait_synced,
+            names=profile.inner_names(self.settings),
         )
 
     def _make_link(self) -> KubeletLink:
@@ -225,6 +229,7 @@ class Components:
             claims hold GPUs."""
             return (
                 await self.other_plugins.gpu_manager()
+                or ("replica" in self.devices and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
                 or holders_of_other_mode(self.agent_state.ledger, "plugin")
             )
@@ -236,6 +241,7 @@ class Components:
             on_state=self._link_changed,
             observe=self.metrics.called,
             held_back_by=held_back_by,
+            names=profile.resource_names(self.settings),
         )
 
     def _make_dra(
@@ -286,7 +292,7 @@ class Components:
         if self.dra is not None:
             self.dra.update()
             return
-        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices).items():
+        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():
             self.devices[kind].set(message)
             self.metrics.listed(kind)
 
@@ -314,16 +320,18 @@ class Components:
         self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
 
 
-def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices) -> dict[Resource, bytes]:
+def encode_node_devices(
+    gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource] = RESOURCES
+) -> dict[Resource, bytes]:
     """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
-    return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in RESOURCES}
+    return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in kinds}
 
 
 def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
     return [
         (text, bool(healthy >> number & 1), each.numa_node)
         for each in node_devices
-        for healthy in [each.healthy_cores if kind == "core" else each.healthy_blocks]
+        for healthy in [{"core": each.healthy_cores, "memory": each.healthy_blocks, "replica": each.healthy_replicas}[kind]]
         for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
     ]
 

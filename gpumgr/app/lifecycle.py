@@ -23,6 +23,7 @@ from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
 from gpumgr.app.node_hold import make_driver, node_held
+from gpumgr.app.profile import inner_names, replicas
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
@@ -50,6 +51,13 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
+    if replicas(settings) and max(settings.hami.device_memory_scaling, settings.hami.device_core_scaling) > 1:
+        log.warning(
+            "gpus_oversubscribed",
+            memory_scaling=settings.hami.device_memory_scaling,
+            core_scaling=settings.hami.device_core_scaling,
+            consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
+        )
     driver = make_driver(settings)
     async with node_held(settings, driver, stop) as held:
         if held:
@@ -98,12 +106,12 @@ def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSou
 
 async def _reconcile(parts: Parts) -> None:
     """Waits for the driver and reads what the kubelet has, before anything is offered."""
-    components, api_side, loaded = parts.components, parts.api_side, parts.loaded
+    components, api_side, loaded, settings = parts.components, parts.api_side, parts.loaded, parts.components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
-    entries = await entries_if_readable(components.settings.kubelet.device_plugin_dir) or ()
+    entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings)) or ()
     await reconcile(components.reconciler, entries, wait_synced=api_side.wait_synced, lost=loaded.lost)
     await components.enforcement.recover()
     components.remove_orphans()

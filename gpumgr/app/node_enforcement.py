@@ -107,6 +107,7 @@ class NodeEnforcement:
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
             volumes=RegionVolumes(),
+            log_level=settings.hami_core.log_level,
         )
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable

@@ -19,9 +19,9 @@ from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.components import Components
+from gpumgr.app.profile import resource_names
 from gpumgr.display.messages import usage_message
 from gpumgr.metrics.exposition import Exposition
-from gpumgr.units import RESOURCE_NAMES
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from gpumgr.web.state import node_state
 
@@ -73,7 +73,7 @@ class ReadModel:
             if health.effective_reason is not None
         }
         connections, refused, disconnects = self._connections()
-        names: dict[str, str] = {str(kind): name for kind, name in RESOURCE_NAMES.items()}
+        names: Mapping[str, str] = {str(kind): name for kind, name in resource_names(components.settings).items()}
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
@@ -90,9 +90,7 @@ class ReadModel:
             sampled_at=hardware.sampled_at,
             nvml_up=hardware.driver_up,
             nvml_errors=components.nvml.call_errors,
-            streams={
-                RESOURCE_NAMES[kind]: devices.readers for kind, devices in components.devices.items() if components.dra is None
-            },
+            streams={names[kind]: devices.readers for kind, devices in components.devices.items() if components.dra is None},
             reasons=reasons,
             use=components.memory_watcher.use,
             over=components.memory_watcher.over,

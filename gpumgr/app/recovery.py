@@ -1,12 +1,13 @@
 """At start: adopts the allocations that are in the kubelet's checkpoint and not in the ledger."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from gpumgr.agent.reconciler import Reconciler
-from gpumgr.allocator.answer import allocation_id_in, mechanisms_in
+from gpumgr.allocator.answer import allocation_id_in, amounts_in, mechanisms_in
 from gpumgr.allocator.rebuild import KubeletEntry
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
 from gpumgr.errors import KubeletError
@@ -18,10 +19,11 @@ log = structlog.get_logger(__name__)
 SPECS_SECONDS = 5.0
 
 
-async def entries_if_readable(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
-    """The entries of the kubelet's checkpoint; None, and a log event, if it can't be read."""
+async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str]) -> Sequence[CheckpointEntry] | None:
+    """The entries of the kubelet's checkpoint; a resource in `names` is called as there. None, and a log event, if it can't be read."""
     try:
-        return await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
+        found = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
+        return [replace(each, resource=names.get(each.resource, each.resource)) for each in found]
     except KubeletError as error:
         log.warning("kubelet_checkpoint_unreadable", error=str(error))
         return None
@@ -55,6 +57,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
             mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
             cdi=bool(e.response.cdi_devices) if e.response else False,
+            amounts=amounts_in(e.response.annotations) if e.response else ({}, {}),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import structlog
@@ -20,7 +21,7 @@ from gpumgr.app.recovery import entries_if_readable, ours_of
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
 from gpumgr.deviceplugin.kubelet_checkpoint import CheckpointEntry, pods_with_devices
 from gpumgr.errors import CheckpointError, InputError
-from gpumgr.units import RESOURCE_BY_NAME, blocks_of
+from gpumgr.units import VCUDA_NAMES, blocks_of
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +44,7 @@ class TakeOver:
     be granted again. This ends when these containers have ended, or after a restart with a readable file.
 
     `done`: an earlier process finished the migration, so there is work only if gpu-manager has run again since. `remember` saves that
-    it is finished, and raises CheckpointError. `clock` is monotonic, in seconds.
+    it is finished, and raises CheckpointError. `names`: see `inner_names`. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class TakeOver:
         done: bool,
         remember: Callable[[], Awaitable[None]],
         wait_synced: Callable[[], Awaitable[None]],
+        names: Mapping[str, str] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._path, self._folder = path, device_plugin_dir
+        self._path, self._folder, self._names = path, device_plugin_dir, names
         self._agent_state, self._reconciler, self._admission, self._pods = agent_state, reconciler, admission, pods
         self._done, self._remember, self._wait_synced = done, remember, wait_synced
         self._clock, self._wall_clock = clock, wall_clock
@@ -128,13 +130,11 @@ class TakeOver:
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
         found |= {(a.uid, a.container) for a in self._agent_state.ledger.allocations.values() if a.uid and a.container}
-        return foreign(
-            ((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in RESOURCE_BY_NAME), found
-        )
+        return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
 
     async def _read(self) -> Sequence[AnonymousRecord] | None:
         """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
-        self._entries = found if (found := await entries_if_readable(self._folder)) is not None else self._entries
+        self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
         if self._done and not self._waiting and not self._left(()):
             return ()
         try:
@@ -261,7 +261,7 @@ def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
         for pod in listing.pods
         for devices in listing.containers(pod).values()
         for resource, ids in devices.items()
-        if resource in RESOURCE_BY_NAME
+        if resource in VCUDA_NAMES
         for device_id in ids
     }
 

@@ -14,7 +14,7 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry, Masks
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.checkpoint.files import CorruptError
-from gpumgr.units import BLOCK_MEBIBYTES, RESOURCES, Resource
+from gpumgr.units import ALL_RESOURCES, BLOCK_MEBIBYTES, Resource
 
 
 class CorruptRowError(CorruptError):
@@ -51,7 +51,9 @@ def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, re
         if unknown := row.keys() - _FIELDS:
             raise ValueError(f"it has the field {min(unknown)!r}")
         device_ids: dict[Resource, Masks] = {
-            resource: {gpu: int(mask, 16) for gpu, mask in ids[resource].items()} for resource in RESOURCES if ids.get(resource)
+            resource: {gpu: int(mask, 16) for gpu, mask in ids[resource].items()}
+            for resource in ALL_RESOURCES
+            if ids.get(resource)
         }
         if not isinstance(gpus, Mapping):
             return msgspec.convert({"id": allocation_id, **row}, Allocation).with_ids(gpu_registry, device_ids, gpus)

@@ -12,17 +12,22 @@ from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
+from gpumgr.units import BLOCK_MEBIBYTES
 
 #: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU; 4: allocations
-#: of ResourceClaims. The history was added within schema 2: a version without it leaves that table unchanged.
-SCHEMA_VERSION: Final = 4
+#: of ResourceClaims; 5: the memory of GPUs in MiB, replicas.
+#: The history was added within schema 2: a version without it leaves that table unchanged.
+SCHEMA_VERSION: Final = 5
 
 #: `grant_of`: the allocation, if the entry records its grant.
 _HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
+_CARDS: Final = (
+    "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_mebibytes INTEGER NOT NULL, "
+    "replicas INTEGER NOT NULL, sum INTEGER NOT NULL)"
+)
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
-    "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_blocks INTEGER NOT NULL, "
-    "sum INTEGER NOT NULL)",
+    _CARDS,
     "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
     _HISTORY,
@@ -85,8 +90,13 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Sets the schema version to this one, which reads older rows unchanged. A history table with another definition is created again.
-    To be called inside a transaction."""
+    """Sets the schema version to this one, which reads older rows of allocations unchanged. The GPUs' rows of an older schema are
+    converted; a history table with another definition is created again. To be called inside a transaction."""
+    if _counts_blocks(connection):
+        gpus = _gpus(connection)
+        connection.execute("DROP TABLE cards")
+        connection.execute(_CARDS)
+        _write_gpus(connection, gpus)
     if _history_made(connection) != _HISTORY:
         connection.execute("DROP TABLE IF EXISTS history")
         connection.execute(_HISTORY)
@@ -97,8 +107,7 @@ def read(connection: sqlite3.Connection) -> Loaded:
     """Reads all tables at one instant. Raises CorruptError, which names the unreadable row."""
     connection.execute("BEGIN")
     try:
-        gpus = connection.execute("SELECT name, uuid, memory_blocks, sum FROM cards ORDER BY place")
-        gpu_registry = GpuRegistry(tuple(map(_registered_gpu, gpus)))
+        gpu_registry = _gpus(connection)
         rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
         allocations = {row[0]: decode_allocation(gpu_registry, *row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
@@ -120,10 +129,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
     """To be called inside a transaction."""
     if change.gpu_registry is not None:
         connection.execute("DELETE FROM cards")
-        connection.executemany(
-            "INSERT INTO cards VALUES (?, ?, ?, ?, ?)",
-            [(n, c.name, c.uuid, c.memory_blocks, _card_sum(c)) for n, c in enumerate(change.gpu_registry.gpus)],
-        )
+        _write_gpus(connection, change.gpu_registry)
     connection.executemany("DELETE FROM allocations WHERE id = ?", [(allocation_id,) for allocation_id in change.drop])
     connection.executemany(
         "INSERT INTO allocations VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record, sum = excluded.sum",
@@ -173,16 +179,28 @@ def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
         return None
 
 
-def _registered_gpu(row: tuple[str, str, int, int]) -> RegisteredGpu:
-    name, uuid, memory_blocks, sum_ = row
-    card = RegisteredGpu(name, uuid, memory_blocks)
-    if sum_ != _card_sum(card):
-        raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
-    return card
+def _counts_blocks(connection: sqlite3.Connection) -> bool:
+    """Whether the GPUs' rows are those of schema 4 and older, with blocks of 256 MiB."""
+    return any(column[1] == "memory_blocks" for column in connection.execute("PRAGMA table_info(cards)"))
 
 
-def _card_sum(card: RegisteredGpu) -> int:
-    return checksum(card.name, card.uuid, str(card.memory_blocks))
+def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
+    blocks = _counts_blocks(connection)
+    columns = "memory_blocks, 0" if blocks else "memory_mebibytes, replicas"
+    gpus = []
+    for name, uuid, memory, replicas, sum_ in connection.execute(f"SELECT name, uuid, {columns}, sum FROM cards ORDER BY place"):
+        if sum_ != checksum(name, uuid, str(memory), *(() if blocks else (str(replicas),))):
+            raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
+        gpus.append(RegisteredGpu(name, uuid, memory * BLOCK_MEBIBYTES if blocks else memory, replicas))
+    return GpuRegistry(tuple(gpus))
+
+
+def _write_gpus(connection: sqlite3.Connection, gpu_registry: GpuRegistry) -> None:
+    rows = [(gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas) for gpu in gpu_registry.gpus]
+    connection.executemany(
+        "INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?)",
+        [(place, *row, checksum(*map(str, row))) for place, row in enumerate(rows)],
+    )
 
 
 def _note(row: tuple[str, str, int]) -> tuple[str, str]:

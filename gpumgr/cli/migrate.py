@@ -34,7 +34,7 @@ from gpumgr.migrate.objects import Object, Pod, of_type, parse_object, read_obje
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
-from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES
+from gpumgr.units import VCUDA_NAMES
 
 _Decorated = Callable[..., Any]
 
@@ -182,8 +182,8 @@ async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, 
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
     except (KubeletError, OSError):
         return None, {}, {}
-    holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in RESOURCE_BY_NAME), ())
-    return pods_with_devices(entries), holders, {name: counts[name] for name in RESOURCE_NAMES.values() if name in counts}
+    holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in VCUDA_NAMES), ())
+    return pods_with_devices(entries), holders, {name: counts[name] for name in VCUDA_NAMES if name in counts}
 
 
 def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:

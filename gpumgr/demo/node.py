@@ -23,7 +23,7 @@ from gpumgr.sim.load import SimLoad
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.units import RESOURCE_NAMES, RESOURCES, GpuName
+from gpumgr.units import RESOURCE_NAMES, RESOURCES, VCUDA_NAMES, GpuName
 
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
@@ -223,7 +223,7 @@ class SimulatedNode:
         self._load.remove([pid])
 
     def _gpus_of(self, pod: SimPod, container: str) -> frozenset[GpuName]:
-        ids = [each for resource in RESOURCE_NAMES.values() for each in self.kubelet.held(pod.uid, container, resource)]
+        ids = [each for resource in VCUDA_NAMES for each in self.kubelet.held(pod.uid, container, resource)]
         return frozenset(device_id.rpartition("-")[0] for device_id in ids)
 
     # -- kubelet and ledger ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.demo.agent_log import Line
 from gpumgr.demo.node import Facts, SimulatedNode
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
-from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_NAMES, GpuName
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, VCUDA_NAMES, GpuName
 
 _XID: Final = 79
 #: The reason of a pod that the kubelet fails because a device plugin refused it.
@@ -114,7 +114,7 @@ class Script:
         fetch = SimContainer(name="fetch", kind="init", cores=10, memory_blocks=8)
         await self._granted_to("init", fetch, _app(20, 20))
         pod, kubelet = self._pods["init"], self._node.kubelet
-        for resource in RESOURCE_NAMES.values():
+        for resource in VCUDA_NAMES:
             first, second = kubelet.held(pod.uid, "fetch", resource), kubelet.held(pod.uid, "main", resource)
             _expect(bool(first) and first < second, f"{resource}: main did not take over the ids of fetch")
         _expect(len(self._node.gpus_of(pod)) == 1, "the pod lies on two GPUs")

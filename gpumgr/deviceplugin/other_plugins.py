@@ -40,6 +40,11 @@ class OtherDevicePlugins:
         """Why nothing may be registered yet, with a remedy; None if gpu-manager does not run. It registers the same resource names."""
         return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
+    async def of_nvidia(self) -> str | None:
+        """The same of NVIDIA's plugin and HAMi's, for an agent that offers nvidia.com/gpu itself."""
+        found = await asyncio.to_thread(answering, self._folder)
+        return "; ".join(problem_and_remedy(found)) if found else None
+
     async def run(self) -> NoReturn:
         """Runs until it is cancelled."""
         while True:

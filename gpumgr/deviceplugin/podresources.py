@@ -5,8 +5,10 @@ The answer has every id of the node, so only the names of pods are decoded at on
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Final
 
 from grpclib.const import Status
@@ -23,8 +25,9 @@ _RATE_LIMITED: Final = "rejected by rate limit"
 _NO_SERVICE: Final = "unknown service"
 
 
-def parse_listing(data: bytes) -> Listing:
-    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read.
+def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) -> Listing:
+    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read. A resource
+    in `names` is called as there.
 
     Kubelets before 1.34 may list a terminated pod beside its namesake: both count as one pod that holds the ids of both.
     """
@@ -38,7 +41,7 @@ def parse_listing(data: bytes) -> Listing:
         for start, end in places[pod]:
             for number, container_start, container_end in wire.spans(data, start, end):
                 if number == 3:
-                    _read_container(data, container_start, container_end, held)
+                    _read_container(data, container_start, container_end, held, names)
         return held
 
     return Listing(tuple(places), read)
@@ -54,7 +57,9 @@ def _pod_key(data: bytes, start: int, end: int) -> PodKey:
     return namespace, name
 
 
-def _read_container(data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]]) -> None:
+def _read_container(
+    data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]], names: Mapping[str, str]
+) -> None:
     """Adds one ContainerResources to `held`. Each id has one entry for each of its NUMA nodes; in kubelet 1.20 all ids of a NUMA node
     share one entry."""
     name = ""
@@ -73,15 +78,24 @@ def _read_container(data: bytes, start: int, end: int, held: dict[str, dict[str,
             devices.setdefault(resource, []).extend(ids)
     container = held.setdefault(name, {})
     for resource, ids in devices.items():
-        container[resource] = tuple(dict.fromkeys((*container.get(resource, ()), *ids)))
+        name = names.get(resource, resource)
+        container[name] = tuple(dict.fromkeys((*container.get(name, ()), *ids)))
 
 
 class PodResourcesClient:
     """A client that stays connected, and reconnects after a kubelet restart. Create it inside the event loop; `close` it."""
 
     def __init__(
-        self, socket: Path, *, timeout_seconds: float = 1.0, rate_limit_budget_seconds: float = 0.3, random: Random | None = None
+        self,
+        socket: Path,
+        *,
+        timeout_seconds: float = 1.0,
+        rate_limit_budget_seconds: float = 0.3,
+        random: Random | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`names`: resource of the kubelet -> its name in the Listing, if it differs."""
+        self._names = names
         self._socket = socket
         self._timeout_seconds = timeout_seconds
         self._rate_limit_budget_seconds = rate_limit_budget_seconds
@@ -97,7 +111,7 @@ class PodResourcesClient:
         while True:
             try:
                 answer = await self._channel.unary(_LIST, b"", bytes, timeout_seconds=self._timeout_seconds)
-                return parse_listing(answer)
+                return parse_listing(answer, self._names)
             except wire.WireError as error:
                 raise KubeletError(f"can't read the pod resources from {self._socket}: {error}") from error
             except CALL_FAILURES as error:

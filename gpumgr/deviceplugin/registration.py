@@ -33,7 +33,11 @@ from gpumgr.units import RESOURCE_NAMES, Resource
 _log = structlog.get_logger(__name__)
 
 #: Short, since the whole path must fit a unix socket; the kubelet joins it to its own folder.
-SOCKET_NAMES: Final[dict[Resource, str]] = {"core": "gpumgr-core.sock", "memory": "gpumgr-memory.sock"}
+SOCKET_NAMES: Final[dict[Resource, str]] = {
+    "core": "gpumgr-core.sock",
+    "memory": "gpumgr-memory.sock",
+    "replica": "gpumgr-gpu.sock",
+}
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
 _REMEDY: Final = (
     "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock, which a pod must have mounted"
@@ -81,8 +85,10 @@ class KubeletLink:
         observe: Observer = lambda *_: None,
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         random: Random | None = None,
+        names: Mapping[Resource, str] = RESOURCE_NAMES,
     ) -> None:
-        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer.
+        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer, under its name in
+        `names`.
 
         `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
         """
@@ -93,6 +99,7 @@ class KubeletLink:
             kind: _ResourceLink(
                 folder,
                 kind,
+                names[kind],
                 partial(DevicePlugin, kind, allocator, watched, observe),
                 self._timing,
                 on_state,
@@ -146,6 +153,7 @@ class _ResourceLink:
         self,
         folder: Path,
         kind: Resource,
+        name: str,
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
         on_state: Callable[[Resource, LinkState], None],
@@ -154,6 +162,7 @@ class _ResourceLink:
     ) -> None:
         """`free`: nothing is registered before it is set."""
         self._kind: Resource = kind
+        self._name = name
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._own_socket = folder / SOCKET_NAMES[kind]
         self._make_plugin = make_plugin
@@ -161,7 +170,7 @@ class _ResourceLink:
         self._on_state = on_state
         self._random, self._free = random, free
         self._server: PluginServer | None = None
-        self._log = _log.bind(resource=RESOURCE_NAMES[kind])
+        self._log = _log.bind(resource=name)
         self.state = LinkState()
 
     async def keep(self) -> None:
@@ -209,7 +218,7 @@ class _ResourceLink:
         request = RegisterRequest(
             version="v1beta1",
             endpoint=self._own_socket.name,
-            resource_name=RESOURCE_NAMES[self._kind],
+            resource_name=self._name,
             options=DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True),
         )
         async with UnixChannel(self._kubelet_socket) as channel:
@@ -218,7 +227,7 @@ class _ResourceLink:
                     "/v1beta1.Registration/Register", request, bytes, timeout_seconds=self._timing.register_timeout_seconds
                 )
             except CALL_FAILURES as error:
-                raise kubelet_error(f"register {RESOURCE_NAMES[self._kind]}", self._kubelet_socket, error) from error
+                raise kubelet_error(f"register {self._name}", self._kubelet_socket, error) from error
         self._become(LinkState(registered=True, registrations=self.state.registrations + 1))
         self._log.info("registered", registrations=self.state.registrations)
 

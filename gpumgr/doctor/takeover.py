@@ -18,7 +18,7 @@ from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, r
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, warning
 from gpumgr.errors import CheckpointError, CriError, InputError, KubeletError
 from gpumgr.settings import Settings
-from gpumgr.units import RESOURCE_BY_NAME
+from gpumgr.units import VCUDA_NAMES
 from gpumgr.usage.containers import Container
 
 IF_HUNG: Final = "look whether the disks under kubelet.device_plugin_dir and checkpoint.gpu_manager_checkpoint answer (`df`)"
@@ -81,7 +81,7 @@ def judge_take_over(records: TakeoverRecords, containers: Sequence[Container] | 
 
 
 def _read_records(path: Path, checkpoint_dir: Path, entries: Iterable[CheckpointEntry]) -> TakeoverRecords:
-    held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in RESOURCE_BY_NAME]
+    held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in VCUDA_NAMES]
     named: set[tuple[str, str]] = set()
     with suppress(CheckpointError):  # the check of the agent's checkpoint reports this
         allocations = read_checkpoint(checkpoint_dir).ledger.allocations.values()

@@ -114,12 +114,12 @@ class Enforcer:
     def answer(
         self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None
     ) -> ContainerResponse:
-        full = self._full(base, allocation, tenant, [kind])
+        full = self._full(base, allocation, tenant, RESOURCES if kind == "replica" else [kind])
         if not allocation.cdi:
             return full
         # The folder stays a mount of the answer: a rebuild of the ledger reads from it which allocation the answer belongs to.
         kept = tuple(mount for mount in base.mounts if mount.container_path == ALLOCATION_PATH)
-        names = (cdi.device_name(allocation.id),) if kind == "core" else ()
+        names = () if kind == "memory" else (cdi.device_name(allocation.id),)
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:

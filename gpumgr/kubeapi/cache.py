@@ -10,6 +10,7 @@ from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 
 #: Takes the pod before and after a change; None means that it does not exist.
 OnChange = Callable[[PodView | None, PodView | None], None]
@@ -18,8 +19,16 @@ OnChange = Callable[[PodView | None, PodView | None], None]
 class PodCache:
     """Pods with `spec.nodeName` = this node. `run` keeps it up to date; all other methods only read."""
 
-    def __init__(self, server: ApiServer, node_name: str, *, watch_times: WatchTimes | None = None) -> None:
-        self._server = server
+    def __init__(
+        self,
+        server: ApiServer,
+        node_name: str,
+        *,
+        watch_times: WatchTimes | None = None,
+        resources: ReplicaResources | None = None,
+    ) -> None:
+        """`resources`: HAMi's, where they count."""
+        self._server, self._resources = server, resources
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
@@ -88,7 +97,7 @@ class PodCache:
 
     def _parse(self, item: Mapping[str, Any]) -> PodView:
         """Raises what `parse_pod` raises."""
-        view = parse_pod(item)
+        view = parse_pod(item, self._resources)
         ours = {key: str(value) for key, value in (item["metadata"].get("annotations") or {}).items() if is_ours(key)}
         if ours:
             self._annotations[view.uid] = ours

@@ -1,7 +1,7 @@
 """Parses a pod's JSON into what the allocator needs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
@@ -10,6 +10,7 @@ from typing import Any, Final
 from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
@@ -29,16 +30,18 @@ SUBMITTER_VARIABLE: Final = "SUBMITTER"
 #: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
+#: A placement without a GPU for any container. The agent refuses them: it does not choose other GPUs than HAMi's scheduler counts.
+_NO_GPUS: Final = (("", ()),)
 
 
-def parse_pod(pod: Mapping[str, Any]) -> PodView:
-    """The pod's view. To save memory, it has no containers if the pod requests no GPU.
+def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None) -> PodView:
+    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's, where they count.
 
     Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
-    containers = tuple(_containers(spec))
+    containers = tuple(_containers(spec, resources))
     return PodView(
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
@@ -48,19 +51,30 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         message=_word(status.get("message"), _MAX_SENTENCE),
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
-        containers=containers if any(c.cores or c.memory_blocks for c in containers) else (),
+        containers=containers if any(c.wants_gpu for c in containers) else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
-        **_placement(annotations.get(PLACEMENT_ANNOTATION), str(spec.get("nodeName") or "")),
+        **_placed(annotations, str(spec.get("nodeName") or ""), containers),
     )
 
 
+def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
+    """`placed` and `placement_ignored`. Users may write these annotations, so a wrong one does not make a pod unreadable."""
+    text = annotations.get(PLACEMENT_ANNOTATION)
+    if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
+        return _placement(text, node)
+    try:
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+    except ValueError as error:
+        why = f"the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MAX_WORD]}"
+        return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
+
+
 def _placement(text: object, node: str) -> dict[str, Any]:
-    """`placed` and `placement_ignored`. Users may write this annotation, so a wrong one does not make a pod unreadable."""
     if text is None:
         return {}
     try:
@@ -102,15 +116,15 @@ def _decimal(text: str) -> Decimal:
     return value
 
 
-def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:
+def _containers(spec: Mapping[str, Any], resources: ReplicaResources | None) -> Iterator[ContainerSpec]:
     """The pod's containers in the order in which the kubelet allocates."""
     for container in spec.get("initContainers") or ():
-        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init")
+        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init", resources)
     for container in spec.get("containers") or ():
-        yield _container(container, "app")
+        yield _container(container, "app", resources)
 
 
-def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSpec:
+def _container(container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaResources | None) -> ContainerSpec:
     resources = container.get("resources") or {}
     # For extended resources requests and limits are equal where both are given; the API server does not fill in a missing one.
     wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
@@ -119,6 +133,7 @@ def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSp
         kind=kind,
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
+        replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
     )
 
 

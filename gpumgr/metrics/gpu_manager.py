@@ -90,15 +90,15 @@ def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple
         for spec in pod.containers:
             if spec.kind != "init":
                 holder = (pod.key, spec.name)
-                of_cards = granted[holder][1] if spec.cores and holder in granted else 0
-                asked[holder] = (spec.cores, _mebibytes(spec.memory_blocks) or of_cards)
+                cores, of_cards = granted.get(holder, (0, 0)) if spec.wants_gpu else (0, 0)
+                asked[holder] = (cores if spec.replicas else spec.cores, _mebibytes(spec.memory_blocks) or of_cards)
     return asked
 
 
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
     """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
     ledger = report.view.ledger
-    size_of = {card.name: _mebibytes(card.memory_blocks) for card in ledger.gpu_registry.gpus}
+    size_of = {card.name: card.memory_mebibytes for card in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_bytes >> 20 for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
     granted: dict[Holder, tuple[int, int]] = {}
     for allocation in yielding_gil(ledger.allocations.values()):

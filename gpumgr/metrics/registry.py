@@ -19,7 +19,7 @@ from gpumgr.metrics.containers import CONTAINER_LABELS, render_containers
 from gpumgr.metrics.gpu_manager import HOLDER_LABELS, render_gpu_manager
 from gpumgr.metrics.hami import render_hami
 from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render_metric
-from gpumgr.units import RESOURCE_NAMES, Resource
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
@@ -33,6 +33,8 @@ _LAST_XID: Final = 999
 BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: RPC of the device plugin API -> name in its metrics.
+#: The resources of a node with the profile tencent.
+VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
 #: The same for DRA.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
@@ -45,7 +47,7 @@ class Metrics:
 
     `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `gpu_manager_names` and `hami_names` add the gauges
     of these agents, `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node
-    in mode dra; it then takes the place of the resources.
+    in mode dra; it then takes the place of `resources`, the offered ones with their names.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Metrics:
         node: str,
         version: str,
         driver: str | None = None,
+        resources: Mapping[Resource, str] = VCUDA,
         pods: Callable[[], Iterable[PodView]] = tuple,
         gpu_manager_names: bool = True,
         hami_names: bool = False,
@@ -63,9 +66,7 @@ class Metrics:
     ) -> None:
         self._node, self._pods, self._clock, self._wall_clock = node, pods, clock, wall_clock
         self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
-        self._resources: Mapping[str, str] = (
-            {driver: driver} if driver else {str(kind): name for kind, name in RESOURCE_NAMES.items()}
-        )
+        self._resources: Mapping[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
         # The start time of each counter would double the series; process_start_time_seconds has it once.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
@@ -170,7 +171,7 @@ class Metrics:
 
     def listed(self, kind: Resource) -> None:
         """The kubelet is offered another device list."""
-        self._updates.labels(RESOURCE_NAMES[kind]).inc()
+        self._updates.labels(self._resources[kind]).inc()
 
     def xid(self, uuid: str | None, number: int) -> None:
         """The driver reported an XID; `uuid` is None if it names no GPU."""

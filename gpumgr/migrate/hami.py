@@ -10,6 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from gpumgr.errors import SettingsError
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
 from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
@@ -52,7 +53,7 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     return Plan(
         settings=differing(config.settings),
         pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *_notes(found, annotations)),
+        notes=(_kept(config), *config.notes, *_notes(found, annotations)),
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
         start=(
@@ -67,6 +68,15 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
         rollback=tuple(_rollback(config, found.node)),
         clean_up=tuple(_clean_up(found, annotations)),
     )
+
+
+def _kept(config: Config) -> str:
+    try:
+        kept = differing(config.replica_settings)
+    except SettingsError as error:
+        return f"pods can't keep HAMi's resources with these values: {error}"
+    values = [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in kept.items()]
+    return f"pods may keep HAMi's resources, too: set {', '.join(['node.profile: both', *values])}"
 
 
 def _pods_on(found: HamiState) -> Iterator[Pod]:

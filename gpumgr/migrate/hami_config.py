@@ -20,6 +20,21 @@ from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
+#: Keys of both files, in lower case, and the settings of the same meaning for pods that keep HAMi's resources.
+_REPLICA_SETTINGS: Final = {
+    "resourcecountname": "hami.count_resource",
+    "resourcememoryname": "hami.memory_resource",
+    "resourcememorypercentagename": "hami.memory_percentage_resource",
+    "resourcecorename": "hami.core_resource",
+    "devicesplitcount": "hami.device_split_count",
+    "defaultmemory": "hami.default_memory",
+    "defaultcores": "hami.default_cores",
+    "memoryfactor": "hami.memory_factor",
+    "devicememoryscaling": "hami.device_memory_scaling",
+    "devicecorescaling": "hami.device_core_scaling",
+    "disablecorelimit": "hami.disable_core_limit",
+    "libcudaloglevel": "hami_core.log_level",
+}
 #: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
@@ -44,10 +59,11 @@ _Shape = TypeVar("_Shape", _DeviceConfig, _NodeConfigs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """`settings` by dotted keys. `selector`: labels that a node needs for HAMi's plugin, empty if they are not known.
-    `library_dir`: folder of its library on the host."""
+    """`settings` by dotted keys; `replica_settings`: those for pods that keep HAMi's resources. `selector`: labels that a node needs for
+    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host."""
 
     settings: Mapping[str, object]
+    replica_settings: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     memory_scaling: float = 1.0
@@ -72,8 +88,12 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         if policy != "spread":
             notes.append(f"{_POLICY}={policy} has no counterpart: whole GPUs are always placed by topology, shares are spread")
     notes += _health(plugin, settings)
+    both = {**nvidia, **override}
     return Config(
         settings=settings,
+        replica_settings={
+            key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
+        },
         notes=tuple(notes),
         names=_names(nvidia),
         memory_scaling=_number({**nvidia, **override}, "devicememoryscaling"),
@@ -85,11 +105,11 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
 def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """`config` has lower-case keys, because HAMi reads both files without regard to case."""
     count = _shown(config.get("devicesplitcount", 10))
-    yield f"deviceSplitCount ({count}) has no counterpart: a GPU takes shares until its cores or its memory are used up"
+    yield f"deviceSplitCount ({count}) has no counterpart for vcuda requests: a GPU takes shares until its cores or its memory are used up"
     if (factor := _number(config, "devicememoryscaling")) != 1:
-        yield f"deviceMemoryScaling {factor:g} has no counterpart: gpumgr never promises more memory than a GPU has"
+        yield f"deviceMemoryScaling {factor:g} has no counterpart for vcuda requests: they never get more memory than a GPU has"
     if (factor := _number(config, "devicecorescaling")) != 1:
-        yield f"deviceCoreScaling {factor:g} has no counterpart: a GPU has 100 cores"
+        yield f"deviceCoreScaling {factor:g} has no counterpart for vcuda requests: a GPU has 100 cores"
     if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
         yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
     if config.get("operatingmode") == "mig":

@@ -21,6 +21,7 @@ from gpumgr import tls_files
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import Settings, allowed, build, sections
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
+from gpumgr.units import VCUDA_NAMES
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
@@ -273,8 +274,27 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
     for section, files in (("http", settings.http), ("scheduler", settings.scheduler)):
         if (found := tls_files.missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:
             yield found
+    if settings.node.profile != "tencent":
+        yield from _hami(settings)
     yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
     yield from _twice("enforcement.overrides", settings.enforcement.overrides)
+
+
+def _hami(settings: Settings) -> Iterator[tuple[str, str]]:
+    if settings.node.mode == "dra":
+        yield "node.profile", f"{settings.node.profile} needs node.mode plugin: with mode dra no device plugin runs"
+    if not settings.kubernetes.enabled:
+        yield (
+            "node.profile",
+            f"{settings.node.profile} needs the API server: the requested memory is only in the pod; allowed: tencent",
+        )
+    hami = settings.hami
+    names = (hami.count_resource, hami.memory_resource, hami.memory_percentage_resource, hami.core_resource)
+    if len({*names, *VCUDA_NAMES}) < len(names) + len(VCUDA_NAMES):
+        yield (
+            "hami.count_resource",
+            f"the names {', '.join(names)} must differ from one another and from {' and '.join(VCUDA_NAMES)}",
+        )
 
 
 def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -42,6 +42,14 @@ NodeLabel = Annotated[
     ),
 ]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", extra={"allowed": "64 hexadecimal digits, as sha256sum prints them"})]
+ResourceName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+        max_length=317,
+        extra={"allowed": "the name of an extended resource, such as nvidia.com/gpu"},
+    ),
+]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
 
@@ -55,8 +63,32 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: NodeName = msgspec.field(default_factory=_this_host)
     #: How the node offers its GPUs: by the device plugin API, or by Dynamic Resource Allocation (Kubernetes 1.36 or later).
     mode: Literal["plugin", "dra"] = "plugin"
+    #: With mode plugin: the resources that are offered. tencent: tencent.com/vcuda-core and vcuda-memory. hami: nvidia.com/gpu.
+    profile: Literal["tencent", "hami", "both"] = "tencent"
     #: With mode dra: the effect of the taint of a GPU that does not work. NoExecute: its pods are deleted, too.
     unhealthy_taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
+
+
+class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: The resource that counts GPUs, ...
+    count_resource: ResourceName = "nvidia.com/gpu"
+    #: ... and what a container gets of each of them: memory in MiB, or in percent, and cores in percent.
+    memory_resource: ResourceName = "nvidia.com/gpumem"
+    memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
+    core_resource: ResourceName = "nvidia.com/gpucores"
+    #: How many containers may share a GPU.
+    device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
+    #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
+    default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
+    #: MiB of one unit of memory_resource and default_memory.
+    memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
+    #: it requests, but together they may need more than the GPU has.
+    device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    #: Neither count nor limit the cores of shares.
+    disable_core_limit: bool = False
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +210,8 @@ class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     library_path: Path | None = None
     #: Its SHA-256; another file is refused.
     library_sha256: Sha256 | None = None
+    #: What the library writes to standard error: 0 errors, 1 warnings too, 3 messages, 4 everything.
+    log_level: Annotated[int, Meta(ge=0, le=4)] = 1
 
 
 class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,6 +341,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings, checked. Paths are absolute; names end in their unit."""
 
     node: NodeSettings = msgspec.field(default_factory=NodeSettings)
+    hami: HamiSettings = HamiSettings()
     kubelet: KubeletSettings = KubeletSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()

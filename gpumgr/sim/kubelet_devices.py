@@ -128,7 +128,7 @@ class DeviceManager:
 
     async def pre_start(self, pod: SimPod, container: SimContainer) -> None:
         """Calls PreStartContainer for `container`, one resource after the other. Raises SimKubeletError."""
-        for resource in self._order(container.limits):
+        for resource in self._order({name: count for name, count in container.limits.items() if self._is_known(name)}):
             client = self.clients.get(resource)
             if client is None:
                 raise SimKubeletError(f"endpoint not found in cache for a registered resource: {resource}")

@@ -11,17 +11,19 @@ Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimContainer:
-    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running."""
+    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running. `others`: further
+    resources, also such as no plugin has."""
 
     name: str
     cores: int = 0
     memory_blocks: int = 0
     kind: Literal["app", "init", "sidecar"] = "app"
+    others: tuple[tuple[str, int], ...] = ()
 
     @property
     def limits(self) -> Mapping[str, int]:
         """Requested devices by resource name, without zeros."""
-        wanted = {CORE_RESOURCE: self.cores, MEMORY_RESOURCE: self.memory_blocks}
+        wanted = {CORE_RESOURCE: self.cores, MEMORY_RESOURCE: self.memory_blocks, **dict(self.others)}
         return {resource: count for resource, count in wanted.items() if count}
 
 

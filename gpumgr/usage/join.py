@@ -72,7 +72,8 @@ def _uses(
     uses: dict[AllocationOnGpu, ContainerUse] = {}
     for allocation in ledger.allocations.values():
         for gpu, amounts in allocation.gpus.items():
-            limit_bytes = None if amounts.whole else amounts.memory_mebibytes << 20
+            limits = allocation.limits_on(gpu)
+            limit_bytes = None if amounts.whole else limits.memory_mebibytes << 20
             uuid = ledger.gpu_registry.by_name[gpu].uuid
             seen = sample.gpus.get(uuid)
             listed = seen is not None and seen.processes is not None
@@ -85,7 +86,7 @@ def _uses(
                 container=allocation.container,
                 gpu=gpu,
                 uuid=uuid,
-                cores=amounts.cores,
+                cores=limits.cores,
                 memory_limit_bytes=limit_bytes,
                 memory_bytes=_memory_bytes(processes) if listed else None,
                 utilization_ratio=_utilization_ratio(processes, alone) if listed else None,

@@ -7,6 +7,8 @@ entry has the UID of its own pod. A static pod has its mirror pod's UID; the kub
 from collections.abc import Iterable, Sequence
 from math import inf
 
+import msgspec
+
 from gpumgr.agent.api import ContainerRequest, PodDetails
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.history import HistoryEntry
@@ -57,9 +59,15 @@ def pod_details(
         reason=view.reason if view else None,
         message=view.message if view else None,
         request=tuple(
-            ContainerRequest(container=spec.name, kind=spec.kind, cores=spec.cores, memory_blocks=spec.memory_blocks)
+            ContainerRequest(
+                container=spec.name,
+                kind=spec.kind,
+                cores=spec.cores,
+                memory_blocks=spec.memory_blocks,
+                replicas=str(spec.replicas) if spec.replicas else msgspec.UNSET,
+            )
             for spec in (view.containers if view else ())
-            if spec.cores or spec.memory_blocks
+            if spec.wants_gpu
         ),
         allocations=tuple(container_rows(report, allocations)),
         gpus=tuple(row for row in gpu_rows(report) if row.name in held),

@@ -10,7 +10,7 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
-from gpumgr.units import RESOURCE_NAMES
+from gpumgr.units import RESOURCE_NAMES, RESOURCES
 
 from .stage import BLOCKS, PATIENT, app, init, running
 
@@ -114,7 +114,8 @@ async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: Kubele
         await lose_ledger(node)
         await node.start_agent()
         ledger = node.ledger()
-        for kind, resource in RESOURCE_NAMES.items():
+        for kind in RESOURCES:
+            resource = RESOURCE_NAMES[kind]
             theirs = {each for pod in pods for one in pod.containers for each in node.kubelet.held(pod.uid, one.name, resource)}
             assert theirs == set(ledger.gpu_registry.format(kind, ledger.held(kind)))
         for pod in pods:

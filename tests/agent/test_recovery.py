@@ -15,7 +15,7 @@ from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
-from gpumgr.units import RESOURCE_NAMES
+from gpumgr.units import RESOURCES, VCUDA_NAMES
 from tests.component.doctor.conftest import listening
 from tests.component.sim_kubelet.plugin import GooglePlugin
 
@@ -97,7 +97,7 @@ async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
 async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -> None:
     async with stage(folder) as node:
         old = node.pod("old", app(100, BLOCKS))
-        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in RESOURCE_NAMES.items()}
+        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in zip(RESOURCES, VCUDA_NAMES, strict=True)}
         async with GooglePlugin(node.kubelet, dict(anonymous["core"]), dict(anonymous["memory"])):
             assert (await node.run(old)).phase == "Running"
         record = {"Devices": ["/dev/nvidia0"], "Cores": 100, "Memory": BLOCKS << 28}
@@ -130,7 +130,7 @@ async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -
 
 async def of_gpu_manager(node: SimulatedNode, *pods: SimPod) -> None:
     """These pods run, with ids as gpu-manager gives them; it is gone then."""
-    cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in RESOURCE_NAMES.values())
+    cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in VCUDA_NAMES)
     async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
         for pod in pods:
             assert (await node.run(pod)).phase == "Running"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
-from gpumgr.units import RESOURCE_NAMES
+from gpumgr.units import VCUDA_NAMES
 
 from .build import alone_in
 from .places import CGROUPS, PROJECT, cache
@@ -186,7 +186,7 @@ class Kubelet:
     def run(self, name: str, cores: int = 30, memory_blocks: int = 16) -> None:
         """Admits demo/`name` and starts its container. The agent is READY when Register has returned; the kubelet has its devices with the
         first message of ListAndWatch, which comes later."""
-        for resource in RESOURCE_NAMES.values():
+        for resource in VCUDA_NAMES:
             self._do(self.sim.until_allocatable(resource))
         container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
         status = self._do(self.sim.run(SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))))

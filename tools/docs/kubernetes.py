@@ -7,7 +7,7 @@ from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
-from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
+from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
@@ -55,6 +55,12 @@ ANNOTATIONS: Final = (
         ENFORCEMENT_ANNOTATION,
         "answered",
         "It names the mechanisms that enforce the container's limits, joined by `+`.",
+    ),
+    (
+        "container",
+        AMOUNTS_ANNOTATION,
+        "answered",
+        "It has the amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`.",
     ),
     (
         "pod",

@@ -135,6 +135,8 @@ MEANINGS: Final = {
     "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container.",
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
+    "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is more than 1: containers of `nvidia.com/gpu` may "
+    "together need more than a GPU has, and no backend can prevent that.",
     "hami_core_regions_not_bounded": "Regions of HAMi-core lie in plain folders: a container can take "
     "room of run_dir for a second. The reason is in the line.",
     "region_repaired": "A container changed the limits in its region. The agent has corrected them.",

@@ -90,7 +90,9 @@ def _pod(entry: HistoryEntry) -> str:
 def _size(entry: HistoryEntry) -> str:
     if not entry.kind or not entry.size:
         return "-"
-    return cores(entry.size) if entry.kind == "core" else f"{entry.size} block{'' if entry.size == 1 else 's'}"
+    if entry.kind == "core":
+        return cores(entry.size)
+    return f"{entry.size} {'block' if entry.kind == 'memory' else 'GPU'}{'' if entry.size == 1 else 's'}"
 
 
 def _reason(entry: HistoryEntry) -> str:

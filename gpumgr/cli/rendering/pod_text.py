@@ -118,7 +118,7 @@ def _request(pod: PodDetails, *, live: bool) -> Iterator[str]:
     yield "It requests:"
     for request in pod.request:
         amount = _amount({"core": request.cores, "memory": request.memory_blocks})
-        yield f"  {request.container}{_KINDS.get(request.kind, '')}: {amount or 'no GPU'}"
+        yield f"  {request.container}{_KINDS.get(request.kind, '')}: {request.replicas or amount or 'no GPU'}"
 
 
 def _amount(sizes: Mapping[Resource, int]) -> str:

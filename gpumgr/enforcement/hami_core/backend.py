@@ -54,7 +54,7 @@ _UNSET: Final = (
 class HamiCore(Backend):
     """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
     `run_dir` is on a tmpfs; without `volumes` a region may fill it.
-    `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
+    `log_level` is the library's. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
     name: BackendName = "hami-core"
@@ -69,8 +69,10 @@ class HamiCore(Backend):
         run_dir: Path,
         nspid_of: NspidOf,
         volumes: RegionVolumes | None = None,
+        log_level: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._log_level = log_level
         self._library, self._library_dir = (library_path, library_sha256), library_dir
         self._folder = run_dir / FOLDER
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
@@ -122,12 +124,16 @@ class HamiCore(Backend):
         library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
-                **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
+                **{
+                    f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.core_percent)
+                    for index, gpu in enumerate(tenant.gpus)
+                    if not gpu.whole
+                },
                 "CUDA_DEVICE_MEMORY_SHARED_CACHE": REGION_IN_CONTAINER,
                 # Otherwise the limit of cores depends on a switch in the region.
                 "GPU_CORE_UTILIZATION_POLICY": "force",
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                "LIBCUDA_LOG_LEVEL": "1",
+                "LIBCUDA_LOG_LEVEL": str(self._log_level),
             },
             mounts=(
                 Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),

@@ -47,13 +47,13 @@ def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
     others = layout.DEVICES - len(gpus)
     return RegionLimits(
         memory_bytes=(*(_NO_MEMORY_LIMIT if gpu.whole else gpu.memory_bytes for gpu in gpus), *[_NO_MEMORY_LIMIT] * others),
-        core_percent=(*(gpu.cores for gpu in gpus), *[_NO_CORE_LIMIT] * others),
+        core_percent=(*(gpu.core_percent for gpu in gpus), *[_NO_CORE_LIMIT] * others),
     )
 
 
 def _check(gpu: SharedGpu) -> None:
-    if not 1 <= gpu.cores < CORES_PER_GPU:
-        raise ValueError(f"{gpu.cores} cores are not a share of a GPU: 1 to 99 are valid")
+    if not 0 <= gpu.cores < CORES_PER_GPU:
+        raise ValueError(f"{gpu.cores} cores are not a share of a GPU: 1 to 99 are valid, and 0 for no limit")
     if gpu.memory_bytes < MEBIBYTE or gpu.memory_bytes % MEBIBYTE or gpu.memory_bytes >= 1 << 63:
         raise ValueError(f"{gpu.memory_bytes} bytes are not a memory limit: whole MiB from 1 are valid")
 

@@ -344,4 +344,4 @@ class Mps(Backend):
 
 
 def _share(gpu: SharedGpu) -> Share:
-    return Share(cores=gpu.cores, memory_bytes=gpu.memory_bytes)
+    return Share(cores=gpu.core_percent, memory_bytes=gpu.memory_bytes)

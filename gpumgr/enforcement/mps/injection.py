@@ -40,7 +40,7 @@ def answer(
     pipe = folder.pipe if protocol == 2 else folder.namespace(tenant.allocation)
     envs = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
     if protocol == 2 and "core" in limits:
-        envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(gpu.cores)
+        envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(gpu.core_percent)
     mounts = (
         Mount(container_path=str(pipe), host_path=str(pipe), read_only=True),
         Mount(container_path="/dev/shm", host_path=str(folder.shm)),

@@ -44,7 +44,7 @@ def pack_config(tenant: GpuShare) -> bytes:
         _text("the container's name", tenant.container or tenant.allocation, CONTAINER_NAME_BYTES),
         _text("the GPU's PCI id", gpu.bus_id or "", BUS_ID_BYTES),
         gpu.memory_bytes,
-        gpu.cores,
+        gpu.core_percent,
         1 if tenant.core_limit is None else 0,
         0,  # the driver's version: the library queries the driver itself
         0,

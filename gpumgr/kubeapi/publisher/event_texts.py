@@ -89,7 +89,7 @@ def _parts(a: Allocation, label: Label) -> Iterator[str]:
     if a.whole:
         number = a.cores // CORES_PER_GPU
         yield "whole" if number == 1 else f"{number} whole GPUs"
-    else:
+    elif a.cores:
         yield f"{a.cores} core{'s' if a.cores > 1 else ''}"
     if memory := a.memory_mebibytes:
         yield f"{memory} MiB"

@@ -17,8 +17,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import until_tick
-from gpumgr.allocator.ids import union
-from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
@@ -29,7 +28,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     encode,
     levels_of,
 )
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.units import CORES_PER_GPU, GpuName
 
 REPORT_SECONDS: Final = 1.0
 #: An unchanged inventory is written again this often: the Node may have been deleted and registered again.
@@ -88,7 +87,7 @@ class InventoryReporter:
                 InventoryGpu(
                     uuid=gpu.uuid,
                     model=(gpu.model or "")[:_MAX_TEXT],
-                    memory=gpu.memory_blocks * BLOCK_MEBIBYTES,
+                    memory=gpu.memory_bytes >> 20,
                     numa=-1 if gpu.numa_node is None else gpu.numa_node,
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
@@ -122,7 +121,7 @@ class InventoryReporter:
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
     """Whether the scheduler's placement of this pod covers all that the allocation holds."""
     placed = dict(pod.placed)
-    if placed.keys() != {c.name for c in pod.containers if c.cores or c.memory_blocks} or a.container is None:
+    if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
     named = {
         view.ledger.gpu_registry.by_uuid[uuid].name: amounts
@@ -140,11 +139,11 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> tuple[OtherShare, ...]:
     """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
-    cores, blocks = union(*(a.held("core") for a in allocations)), union(*(a.held("memory") for a in allocations))
+    held = Ledger(allocations={a.id: a for a in allocations})
     shares: list[OtherShare] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
-        granted = [a.gpus[gpu] for a in allocations if gpu in a.gpus and (a.gpus[gpu].whole or not a.device_ids)]
-        most_cores = max([cores.get(gpu, 0).bit_count(), *(amounts.cores for amounts in granted)])
-        most_memory = max([blocks.get(gpu, 0).bit_count() * BLOCK_MEBIBYTES, *(amounts.memory_mebibytes for amounts in granted)])
-        shares.append((positions[gpu], min(most_cores, CORES_PER_GPU), most_memory))
+        most = held.used(gpu)
+        for a in allocations:
+            most = most.most(a.gpus[gpu]) if gpu in a.gpus and a.gpus[gpu].whole else most
+        shares.append((positions[gpu], min(most.cores, CORES_PER_GPU), most.memory_mebibytes))
     return tuple(shares)

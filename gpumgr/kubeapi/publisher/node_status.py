@@ -43,6 +43,7 @@ class NodeStatus:
         self._server, self._path, self._put = server, f"/api/v1/nodes/{node}", put
         self._resync_seconds, self._clock, self._wall = resync_seconds, clock, wall
         self._annotations: dict[str, str | None] = {}
+        self._removed: set[str] = set()
         self._labels: Mapping[str, str] | None = None
         self._labels_at = _NEVER
         self._condition: Condition | None = None
@@ -55,6 +56,11 @@ class NodeStatus:
     def annotate(self, key: str, value: str | None) -> None:
         """None removes the annotation."""
         self._annotations[key] = value
+        self._put(Job("annotations"), self._clock())
+
+    def remove_once(self, key: str) -> None:
+        """Removes an annotation that another program sets again and again."""
+        self._removed.add(key)
         self._put(Job("annotations"), self._clock())
 
     def label(self, labels: Mapping[str, str]) -> None:
@@ -76,7 +82,14 @@ class NodeStatus:
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     async def write_annotations(self, _: object) -> None:
-        await self._server.send("PATCH", self._path, {"metadata": {"annotations": dict(self._annotations)}})
+        removed, self._removed = self._removed, set()
+        try:
+            await self._server.send(
+                "PATCH", self._path, {"metadata": {"annotations": {**dict.fromkeys(removed), **self._annotations}}}
+            )
+        except BaseException:
+            self._removed |= removed
+            raise
 
     async def write_labels(self, _: object) -> None:
         """Other components write labels, too: the present ones are read each time."""

@@ -11,10 +11,11 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.units import BLOCK_MEBIBYTES
 from tests.allocations import allocated
 
 GPU = "11111111"
-REGISTRY = GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)
+REGISTRY = GpuRegistry().register("GPU-11111111-aaaa", 320 * BLOCK_MEBIBYTES).register("GPU-22222222-bbbb", 90 * BLOCK_MEBIBYTES)
 
 
 def allocation(name: str, cores: int = 0b11, **more: Any) -> Allocation:

@@ -24,7 +24,7 @@ from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import SCHEMA_VERSION
 from gpumgr.errors import CheckpointError
-from gpumgr.units import Resource
+from gpumgr.units import BLOCK_MEBIBYTES, Resource
 
 from .conftest import LEDGER, REGISTRY, Open, allocation, save_ledger
 
@@ -63,7 +63,7 @@ async def test_changes_add_up(open_checkpoint: Open) -> None:
         LEDGER.free(["id-a"])
         .occupy(allocation("b", 0b11100))
         .occupy(allocation("c"))
-        .with_gpu_registry(REGISTRY.register("GPU-33333333-cccc", 4))
+        .with_gpu_registry(REGISTRY.register("GPU-33333333-cccc", 4 * BLOCK_MEBIBYTES))
     )
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
@@ -115,7 +115,7 @@ def half(n, side):
 
 async def main():
     checkpoint = SqliteCheckpoint.open(Path(sys.argv[1]))
-    await checkpoint.save(Change(gpu_registry=GpuRegistry().register("GPU-11111111-aaaa", 1_000_000)))
+    await checkpoint.save(Change(gpu_registry=GpuRegistry().register("GPU-11111111-aaaa", 256_000_000)))
     start = len(checkpoint.load().ledger.allocations)
     for n in range(start, start + 100_000):
         await checkpoint.save(Change(put=(half(n, 0), half(n, 1))))
@@ -167,8 +167,8 @@ DAMAGES = {
     "another id": "UPDATE allocations SET id = 'id-z' WHERE id = 'id-a'",
     "a record of bytes": "UPDATE allocations SET record = x'ff00'",
     "a record that is no UTF-8": "UPDATE allocations SET record = CAST(x'ff00' AS TEXT)",
-    "a card's size": "UPDATE cards SET memory_blocks = 321",
-    "a card's size in words": "UPDATE cards SET memory_blocks = 'many'",
+    "a card's size": "UPDATE cards SET memory_mebibytes = 321",
+    "a card's size in words": "UPDATE cards SET memory_mebibytes = 'many'",
     "a note": "UPDATE notes SET value = 'w'",
     "a note of bytes": "UPDATE notes SET value = x'00'",
     "a table that is gone": "DROP TABLE notes",
@@ -286,7 +286,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 4\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 5\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -452,6 +452,11 @@ async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: O
         for each in LEDGER.allocations.values():
             record = json.dumps(of_schema_2(each))
             file.execute("UPDATE allocations SET record = ?, sum = ? WHERE id = ?", (record, checksum(each.id, record), each.id))
+        file.execute("DROP TABLE cards")
+        file.execute("CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT, uuid TEXT, memory_blocks INTEGER, sum INTEGER)")
+        for place, gpu in enumerate(REGISTRY.gpus):
+            row = (gpu.name, gpu.uuid, gpu.memory_blocks)
+            file.execute("INSERT INTO cards VALUES (?, ?, ?, ?, ?)", (place, *row, checksum(*map(str, row))))
         file.execute("UPDATE schema SET version = 2")
     assert read_checkpoint(tmp_path).ledger == LEDGER
     checkpoint = open_checkpoint()

@@ -9,11 +9,12 @@ from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.units import BLOCK_MEBIBYTES
 from tests.allocations import allocated
 
 AT = 1_700_000_000.0
 GPU = "11111111"
-LEDGER = Ledger(GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)).occupy(
+LEDGER = Ledger(GpuRegistry().register("GPU-11111111-aaaa", 320 * BLOCK_MEBIBYTES).register("GPU-22222222-bbbb", 90 << 8)).occupy(
     allocated(
         id="a1",
         pod=("team", "resnet-0"),

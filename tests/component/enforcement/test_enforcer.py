@@ -156,6 +156,15 @@ async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
     assert made.limits.answer(BASE, "core", granted(), None) == BASE
 
 
+async def test_a_container_of_replicas_has_everything_in_one_response(folder: Path) -> None:
+    made = make(folder, with_cdi=True)
+    limited = made.limits.answer(BASE, "replica", granted("mps"), tenant())
+    assert limited.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30", "MEMORY": str(1 << 30)}
+    by_name = made.limits.answer(BASE, "replica", granted("mps", cdi=True), tenant())
+    assert by_name.cdi_devices == (cdi.device_name(ID),)
+    assert by_name.annotations == limited.annotations
+
+
 async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folder: Path) -> None:
     made = make(folder, with_cdi=True)
     assert made.limits.terms(None, share=False) == Terms(cdi=True)

@@ -31,6 +31,18 @@ async def test_annotations_of_the_node_are_set_and_removed(sim: SimApiServer, st
     assert sim.requests == ["annotate"]
 
 
+async def test_an_annotation_of_another_program_is_removed_once(sim: SimApiServer, stage: Stage) -> None:
+    sim.written.annotations["hami.io/mutex.lock"] = "first"
+    stage.begin()
+    stage.node.remove_once("hami.io/mutex.lock")
+    await stage.written()
+    assert sim.written.annotations == {}
+    sim.written.annotations["hami.io/mutex.lock"] = "second"
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    await stage.written()
+    assert sim.written.annotations == {"hami.io/mutex.lock": "second", "gpumgr.io/enforcement": "mps"}
+
+
 async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:
     sim.written.labels.update({"zone": "a", "nvidia.com/gpu.count": "of-others"})
     stage.begin()

@@ -28,9 +28,18 @@ from gpumgr.deviceplugin.registration import KubeletLink
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import CheckpointError
+from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.kubeapi.replica_requests import ReplicaResources, replica_request
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
-from gpumgr.units import BLOCK_BYTES, RESOURCES, Resource
+from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
+
+HAMI = ReplicaResources(
+    count="nvidia.com/gpu",
+    memory="nvidia.com/gpumem",
+    memory_percentage="nvidia.com/gpumem-percentage",
+    cores="nvidia.com/gpucores",
+)
 
 
 @dataclass
@@ -144,6 +153,7 @@ class Stage:
     clock: Clock
     drift: Drift
     devices: dict[Resource, LatestValue[bytes]]
+    hami: ReplicaResources
     _uids: Iterable[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -160,7 +170,14 @@ class Stage:
 
     def tell(self, pod: SimPod, phase: str = "Pending", created_at: float = 0.0) -> None:
         specs = tuple(
-            ContainerSpec(name=c.name, kind=c.kind, cores=c.cores, memory_blocks=c.memory_blocks) for c in pod.admission_order
+            ContainerSpec(
+                name=c.name,
+                kind=c.kind,
+                cores=c.cores,
+                memory_blocks=c.memory_blocks,
+                replicas=replica_request(c.limits, self.hami, parse_quantity),
+            )
+            for c in pod.admission_order
         )
         view = PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=created_at, containers=specs)
         self.pods.views[view.key] = view
@@ -185,12 +202,12 @@ class Stage:
         ledger = self.ledger
         for pod in pods:
             for container in pod.containers:
-                for kind in RESOURCES:
+                for kind in ALL_RESOURCES:
                     mine = [
                         a for a in ledger.of((pod.namespace, pod.name), pod.uid) if a.container == container.name and a.held(kind)
                     ]
                     ids = {text for a in mine for text in ledger.gpu_registry.format(kind, a.held(kind))}
-                    assert ids == self.kubelet.held(pod.uid, container.name, f"tencent.com/vcuda-{kind}")
+                    assert ids == self.kubelet.held(pod.uid, container.name, RESOURCE_NAMES[kind])
                     assert len(mine) <= 1
 
 
@@ -203,16 +220,18 @@ async def stage(
     host: HostPaths | None = None,
     share_mode: bool = True,
     runs: Any = lambda _process: True,
+    kinds: Sequence[Resource] = RESOURCES,
+    hami: ReplicaResources = HAMI,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
         clock, drift, checkpoint, pods = Clock(running=True), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
-        devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in RESOURCES}
+        devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
         ids = (f"{n:016x}" for n in count(1))
         client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
 
         def publish(node_devices: NodeDevices) -> None:
-            for kind, message in encode_node_devices(agent_state.ledger.gpu_registry, node_devices).items():
+            for kind, message in encode_node_devices(agent_state.ledger.gpu_registry, node_devices, kinds).items():
                 devices[kind].set(message)
 
         def still_runs(process: Process) -> bool:
@@ -227,6 +246,7 @@ async def stage(
             runs=still_runs,
             policy="binpack",
             clock=clock,
+            replicas=10 if "replica" in kinds else 0,
         )
         admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
@@ -246,9 +266,9 @@ async def stage(
         link = KubeletLink(kubelet.plugin_folder, agent, devices)
         task = asyncio.create_task(link.run())
         try:
-            for kind in RESOURCES:
-                await kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
-            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices)
+            for kind in kinds:
+                await kubelet.until_allocatable(RESOURCE_NAMES[kind])
+            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices, hami)
         finally:
             await link.stop(1.0)
             await asyncio.gather(task, return_exceptions=True)

@@ -7,9 +7,10 @@ import pytest
 from gpumgr.agent.device_lists import SETTLE_SECONDS, DeviceListPublisher
 from gpumgr.allocator.ids import ALL_CORES, RegisteredGpu
 from gpumgr.allocator.node_devices import GpuDevices, NodeDevices
+from gpumgr.units import BLOCK_MEBIBYTES
 from tests.component.stage.stage import Clock
 
-CARD = RegisteredGpu("0000abcd", "GPU-0000abcd", 4)
+CARD = RegisteredGpu("0000abcd", "GPU-0000abcd", 4 * BLOCK_MEBIBYTES)
 ALL = 0b1111
 
 
@@ -86,8 +87,8 @@ async def test_a_change_that_is_reverted_is_never_published() -> None:
     "urgent",
     [
         node_devices(cores=0, blocks=0),
-        node_devices(blocks=ALL, card=RegisteredGpu(CARD.name, CARD.uuid, 8)),
-        (*node_devices(), GpuDevices(RegisteredGpu("0000beef", "GPU-0000beef", 4), ALL_CORES, ALL)),
+        node_devices(blocks=ALL, card=RegisteredGpu(CARD.name, CARD.uuid, 8 * BLOCK_MEBIBYTES)),
+        (*node_devices(), GpuDevices(RegisteredGpu("0000beef", "GPU-0000beef", 4 * BLOCK_MEBIBYTES), ALL_CORES, ALL)),
     ],
     ids=["fails", "grows", "comes"],
 )

@@ -7,12 +7,15 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.topology.devices import Level, Topology
+from gpumgr.units import BLOCK_MEBIBYTES
 
 
 def cards_of(blocks: Sequence[int]) -> GpuRegistry:
     gpu_registry = GpuRegistry()
     for index, memory_blocks in enumerate(blocks):
-        gpu_registry = gpu_registry.register(f"GPU-{index:08x}-0000-0000-0000-000000000000", memory_blocks)
+        gpu_registry = gpu_registry.register(
+            f"GPU-{index:08x}-0000-0000-0000-000000000000", memory_blocks * BLOCK_MEBIBYTES, replicas=10
+        )
     return gpu_registry
 
 

@@ -17,7 +17,7 @@ from gpumgr.allocator.ids import (
 )
 from gpumgr.errors import Refusal
 from gpumgr.topology.tree import indices
-from gpumgr.units import RESOURCES
+from gpumgr.units import ALL_RESOURCES, BLOCK_MEBIBYTES
 
 from .nodes import cards_of
 
@@ -25,7 +25,7 @@ MASKS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 2**100)
 
 
 def test_ids_name_their_gpu() -> None:
-    gpu_registry = GpuRegistry().register("GPU-1f2e3d4c-0000-0000-0000-000000000000", 3)
+    gpu_registry = GpuRegistry().register("GPU-1f2e3d4c-0000-0000-0000-000000000000", 3 * BLOCK_MEBIBYTES)
     assert gpu_registry.ids["core"]["1f2e3d4c"][:2] == ("1f2e3d4c-c00", "1f2e3d4c-c01")
     assert gpu_registry.ids["core"]["1f2e3d4c"][-1] == "1f2e3d4c-c99"
     assert gpu_registry.ids["memory"]["1f2e3d4c"] == ("1f2e3d4c-m0", "1f2e3d4c-m1", "1f2e3d4c-m2")
@@ -33,7 +33,10 @@ def test_ids_name_their_gpu() -> None:
 
 def test_names_that_collide_take_more_digits_and_never_change() -> None:
     gpu_registry = (
-        GpuRegistry().register("GPU-aaaaaaaa-1111", 1).register("GPU-aaaaaaaa-2222", 1).register("GPU-AAAAAAAA-1111", 1)
+        GpuRegistry()
+        .register("GPU-aaaaaaaa-1111", 1 * BLOCK_MEBIBYTES)
+        .register("GPU-aaaaaaaa-2222", 1 * BLOCK_MEBIBYTES)
+        .register("GPU-AAAAAAAA-1111", 1 * BLOCK_MEBIBYTES)
     )
     assert [card.name for card in gpu_registry.gpus] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
     assert gpu_name("GPU-aaaaaaaa", ["aaaaaaaa", "aaaaaaaax0"]) == "aaaaaaaax1"
@@ -42,8 +45,8 @@ def test_names_that_collide_take_more_digits_and_never_change() -> None:
 def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
     gpu_registry = cards_of([4, 4])
     first, second = gpu_registry.gpus
-    assert gpu_registry.register(first.uuid, 2) is gpu_registry
-    grown = gpu_registry.register(first.uuid, 6)
+    assert gpu_registry.register(first.uuid, 2 * BLOCK_MEBIBYTES) is gpu_registry
+    grown = gpu_registry.register(first.uuid, 6 * BLOCK_MEBIBYTES)
     assert [(card.name, card.memory_blocks) for card in grown.gpus] == [(first.name, 6), (second.name, 4)]
     assert grown.ids["memory"][first.name][:4] == gpu_registry.ids["memory"][first.name]
 
@@ -51,7 +54,7 @@ def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
 @given(st.data())
 def test_ids_and_masks_are_equivalent(data: st.DataObject) -> None:
     gpu_registry = cards_of([5, 7])
-    for kind in RESOURCES:
+    for kind in ALL_RESOURCES:
         every = [text for texts in gpu_registry.ids[kind].values() for text in texts]
         chosen = data.draw(st.lists(st.sampled_from(every), unique=True))
         masks = gpu_registry.parse(kind, chosen)

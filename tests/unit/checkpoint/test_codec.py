@@ -8,12 +8,12 @@ from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
-from gpumgr.units import RESOURCES, Amounts
+from gpumgr.units import BLOCK_MEBIBYTES, RESOURCES, Amounts
 from tests.allocations import allocated
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 MASKS = st.dictionaries(NAMES, st.integers(1, (1 << 800) - 1), max_size=3)
-REGISTRY = GpuRegistry((RegisteredGpu("g", "GPU-1", 16), RegisteredGpu("h", "GPU-2", 16)))
+REGISTRY = GpuRegistry((RegisteredGpu("g", "GPU-1", 16 * BLOCK_MEBIBYTES), RegisteredGpu("h", "GPU-2", 16 * BLOCK_MEBIBYTES)))
 ALLOCATIONS = st.builds(
     Allocation,
     id=NAMES,

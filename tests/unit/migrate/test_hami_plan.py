@@ -144,6 +144,19 @@ def test_what_has_no_counterpart_is_named() -> None:
     assert "operatingmode" not in text
 
 
+def test_the_settings_with_which_pods_keep_its_resources() -> None:
+    device = "nvidia: {resourceCountName: acme.com/vgpu, deviceSplitCount: 4, deviceMemoryScaling: 1.5, disableCoreLimit: true}"
+    override = {"nodeconfig": [{"name": "gpu-7", "devicesplitcount": 6, "devicememoryscaling": None, "libcudaloglevel": 3}]}
+    objects = [config_map("device-config.yaml", device), config_map("config.json", json.dumps(override))]
+    assert plan(NODE, *objects).notes[0] == (
+        "pods may keep HAMi's resources, too: set node.profile: both, hami.count_resource: acme.com/vgpu, hami.device_split_count: 6, "
+        "hami.device_memory_scaling: 1.5, hami.disable_core_limit: true, hami_core.log_level: 3"
+    )
+    wrong = plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}")).notes[0]
+    assert wrong.startswith("pods can't keep HAMi's resources with these values: ")
+    assert "hami.device_split_count" in wrong
+
+
 def test_of_a_long_value_the_beginning_is_shown() -> None:
     text = json.dumps({"nvidia": {"filterdevices": {"uuid": list(UUIDS) * 50}}})
     (note,) = (note for note in plan(NODE, config_map("device-config.yaml", text)).notes if note.startswith("filterdevices"))

@@ -238,7 +238,7 @@ async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
     await backend.close()
 
 
-@pytest.mark.parametrize(("cores", "memory_bytes"), [(0, 1 << 30), (100, 1 << 30), (30, 0)])
+@pytest.mark.parametrize(("cores", "memory_bytes"), [(-1, 1 << 30), (100, 1 << 30), (30, 0)])
 async def test_limits_that_mean_unlimited_are_refused(backend: HamiCore, cores: int, memory_bytes: int) -> None:
     with pytest.raises(Refusal, match=r"can't limit team/p \(main\)"):
         await backend.start(tenant(cores=cores, memory_bytes=memory_bytes))

@@ -6,7 +6,7 @@ from gpumgr.enforcement.hami_core.seed import limits
 from tests.shares import TWO_GPUS, shared_gpu
 
 
-@pytest.mark.parametrize("cores", [-1, 0, 100, 150])
+@pytest.mark.parametrize("cores", [-1, 100, 150])
 def test_cores_that_the_library_takes_for_unlimited_are_refused(cores: int) -> None:
     with pytest.raises(ValueError, match="not a share of a GPU"):
         limits([shared_gpu(cores=cores)])
@@ -31,3 +31,7 @@ def test_several_gpus_in_an_unknown_order_are_no_limits() -> None:
         limits([*TWO_GPUS, shared_gpu()])
     with pytest.raises(ValueError, match="17 GPUs: at most 16"):
         limits([TWO_GPUS[0]] * 17)
+
+
+def test_memory_without_cores_has_no_core_limit() -> None:
+    assert limits([shared_gpu(cores=0)]).core_percent == (100,) * 16

@@ -1,0 +1,170 @@
+"""Containers of `nvidia.com/gpu`: chooses GPUs and one replica of each, and grants them with the amounts that the container requests.
+
+* Each replica of a container lies on another GPU, and the container has the same of each.
+* 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
+* Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
+
+Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.choose import Choice, Request
+from gpumgr.allocator.grant import refuse_elsewhere, refuse_held, refuse_unfit
+from gpumgr.allocator.ids import Masks, common, count, lowest, minus, union
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.named_gpus import named_gpus, unfollowed
+from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.pods import ReplicaRequest
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.select import find
+from gpumgr.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName
+
+#: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
+_MOST_MEBIBYTES = 2**31 - 1
+
+
+def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
+    """GPUs for the whole container, those that the scheduler named if it did, and one replica of each. Raises Refusal."""
+    wanted = check_replicas(caller, request.size)
+    named = named_gpus(caller, ledger.gpu_registry)
+    try:
+        choice = _choose(node, ledger, caller, request, wanted, {*named, *request.must})
+    except Refusal as refusal:
+        raise (unfollowed(caller, refusal) if named else refusal) from None
+    return replace(choice, why="the scheduler chose it") if named else choice
+
+
+def grant_replicas(
+    node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, *, new_id: AllocationId, now: float, why: str
+) -> Allocation:
+    """The allocation with exactly these replicas, for `ledger.occupy`. Raises Refusal."""
+    wanted = check_replicas(caller, count(masks))
+    fresh = minus(masks, common(masks, ledger.reusable("replica", caller.pod, caller.uid)))
+    refuse_held(ledger, "replica", fresh)
+    refuse_elsewhere(node, caller, named_gpus(caller, ledger.gpu_registry), fresh)
+    refuse_unfit(node, fresh)
+    if twice := [gpu for gpu, mask in masks.items() if mask.bit_count() > 1]:
+        raise Refusal(
+            "conflict",
+            f"the kubelet chose {masks[twice[0]].bit_count()} replicas of {node.label(twice[0])}, and a container gets one of each GPU: "
+            "the pod may simply be created again",
+        )
+    gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
+    allocation = replace(
+        _probe(ledger, caller, [wanted], gpus),
+        id=new_id,
+        device_ids={"replica": masks},
+        limits=wanted.limits(ledger.gpu_registry, gpus),
+        granted_at=now,
+        why=why,
+    )
+    after = ledger.occupy(allocation)
+    for gpu in gpus:
+        if problem := _obstacle(ledger, after, allocation, gpu):
+            raise Refusal(
+                "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
+            )
+    return allocation
+
+
+def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
+    """What the container requests. Raises Refusal for an unknown caller and for a request that no node can grant."""
+    spec = caller.spec
+    if spec is None or spec.replicas is None:
+        raise Refusal(
+            "conflict",
+            f"which pod this call of {size} GPUs is for is not known yet, and only the pod has the requested memory and cores; the pod "
+            "must be created again",
+        )
+    wanted = spec.replicas
+    if spec.cores or spec.memory_blocks:
+        raise Refusal(
+            "invalid_request",
+            f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: a container has those of one kind",
+        )
+    if wanted.count != size:
+        raise Refusal("conflict", f"the kubelet asked for {size} GPUs, and container {spec.name} requests {wanted.count}")
+    if wanted.memory_mebibytes is not None and wanted.memory_mebibytes > _MOST_MEBIBYTES:
+        raise Refusal(
+            "invalid_request",
+            f"{wanted.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi",
+        )
+    return wanted
+
+
+def _choose(
+    node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
+) -> Choice:
+    registered = [gpu.name for gpu in ledger.gpu_registry.gpus]
+    follow = [spec.replicas for spec in caller.chain if spec.replicas] if caller.init else [wanted]
+    probe = _probe(ledger, caller, follow, registered)
+    after = ledger.occupy(probe)
+    foreign = minus(ledger.held("replica"), request.must)
+    free = minus(union(request.available, request.must), foreign)
+    capacities, problems = list[GpuCapacity](), list[str]()
+    for row, gpu in sorted(node.gpu_of_row.items()):
+        left = ledger.available(gpu) if gpu in registered else Amounts()
+        problem = (
+            node.unschedulable.get(gpu)
+            or ("is not offered yet" if gpu not in registered else None)
+            or _obstacle(ledger, after, probe, gpu)
+            or (None if gpu in free else f"has no replica left for the kubelet (free: {left})")
+        )
+        if problem:
+            problems.append(f"{node.label(gpu)} {problem}")
+        capacities.append(
+            GpuCapacity(
+                index=row,
+                cores_free=max(1, left.cores),
+                memory_blocks_free=left.memory_mebibytes,
+                entirely_free=problem is None,
+                healthy=problem is None,
+            )
+        )
+    placement = find(
+        node.topology,
+        capacities,
+        cores=1 if wanted.count == 1 and not wanted.whole else CORES_PER_GPU * wanted.count,
+        memory_blocks=0,
+        policy=node.policy,
+        required=[node.rows[gpu] for gpu in required if gpu in node.rows],
+    )
+    if placement is None or not required <= node.rows.keys():
+        must = f", among them {', '.join(map(node.label, sorted(required)))}" if required else ""
+        fit = sum(each.healthy for each in capacities)
+        raise Refusal(
+            "no_fit",
+            f"{wanted.count} of {len(capacities)} GPUs needed{must}, and {fit} have what the container requests of each: "
+            f"{'; '.join(problems)}",
+        )
+    gpus = tuple(node.gpu_of_row[row] for row in placement.gpus)
+    masks = {gpu: request.must.get(gpu) or lowest(free[gpu], 1) for gpu in gpus}
+    return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
+
+
+def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Sequence[GpuName]) -> Allocation:
+    """The caller's allocation on all of these GPUs, with the most of these requests on each."""
+    most = dict.fromkeys(gpus, Amounts())
+    for each in wanted:
+        most = {gpu: most[gpu].most(amounts) for gpu, amounts in each.on(ledger.gpu_registry, gpus).items()}
+    return Allocation(id="", pod=caller.pod, uid=caller.uid, container=caller.container, init=caller.init, gpus=most)
+
+
+def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName) -> str | None:
+    """Why the allocation can't be on this GPU; `after` is the ledger with it."""
+    wanted, left = allocation.gpus[gpu], ledger.available(gpu)
+    others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
+    owner = next((a for a in others if ledger.exclusive.get(gpu) is a), None)
+    if owner is not None:
+        return f"belongs whole to {owner.describe()}"
+    if others and wanted.whole:
+        return f"is not entirely free: {others[0].describe()} has a part of it"
+    if wanted.memory_mebibytes < 1:
+        return "would give the container no memory: the requested percentage is less than 1 MiB"
+    if after.exceeded(gpu) or (others and left.cores < 1):
+        return f"has {left} left, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
+    return None

@@ -1,0 +1,45 @@
+"""What the settings node.profile and hami mean for the agent's parts. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings import Settings
+from gpumgr.units import ALL_RESOURCES, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
+
+
+def offered(settings: Settings) -> Sequence[Resource]:
+    """The resources that are registered with the kubelet in mode plugin."""
+    return {"tencent": RESOURCES, "hami": ("replica",), "both": ALL_RESOURCES}[settings.node.profile]
+
+
+def replicas(settings: Settings) -> int:
+    """How many replicas of each GPU are offered."""
+    return settings.hami.device_split_count if "replica" in offered(settings) else 0
+
+
+def resource_names(settings: Settings) -> Mapping[Resource, str]:
+    return {**RESOURCE_NAMES, "replica": settings.hami.count_resource}
+
+
+def inner_names(settings: Settings) -> Mapping[str, str]:
+    """Resource in the kubelet's lists -> the name by which the agent knows it. Under another name, nvidia.com/gpu is another plugin's."""
+    return {REPLICA_RESOURCE: "", settings.hami.count_resource: REPLICA_RESOURCE}
+
+
+def replica_resources(settings: Settings) -> ReplicaResources | None:
+    """None: requests of HAMi's resources are not this agent's."""
+    hami = settings.hami
+    if "replica" not in offered(settings):
+        return None
+    return ReplicaResources(
+        count=hami.count_resource,
+        memory=hami.memory_resource,
+        memory_percentage=hami.memory_percentage_resource,
+        cores=hami.core_resource,
+        default_memory=hami.default_memory,
+        default_cores=hami.default_cores,
+        memory_factor=hami.memory_factor,
+        memory_scaling=hami.device_memory_scaling,
+        core_scaling=hami.device_core_scaling,
+        limit_cores=not hami.disable_core_limit,
+    )

@@ -1,0 +1,77 @@
+"""What a container requests by HAMi's resources, and which GPUs HAMi's scheduler chose for it. Pure.
+
+Source: HAMi 2.10, pkg/device/nvidia/device.go: GenerateResourceRequests, and the rule of MutateAdmission for whole GPUs;
+pkg/device/devices.go: EncodePodSingleDevice.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.allocator.pods import ContainerSpec, NamedGpu, ReplicaRequest
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: The node and the devices of a pod, as HAMi's scheduler writes them.
+HAMI_NODE: Final = "hami.io/vgpu-node"
+HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
+#: On the node: its scheduler binds no other pod to the node while this is there.
+HAMI_LOCK: Final = "hami.io/mutex.lock"
+_DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaResources:
+    """HAMi's resource names and defaults, as set. `default_memory` 0: all memory; `memory_factor`: MiB of one unit.
+    `limit_cores` False: cores are neither counted nor limited."""
+
+    count: str
+    memory: str
+    memory_percentage: str
+    cores: str
+    default_memory: int = 0
+    default_cores: int = 0
+    memory_factor: int = 1
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+    limit_cores: bool = True
+
+
+def replica_request(
+    wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
+) -> ReplicaRequest | None:
+    """None: the container has no GPUs from the kubelet. `wanted`: resource -> quantity. Raises ValueError for an invalid quantity."""
+
+    def amount(name: str) -> int:
+        return parse_quantity(str(wanted.get(name, "0")))
+
+    count, percent = amount(resources.count), min(amount(resources.memory_percentage), 100)
+    memory = (amount(resources.memory) or (0 if percent else resources.default_memory)) * resources.memory_factor
+    if count == 0:
+        return None
+    # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
+    whole = resources.cores not in wanted and not memory and percent in (0, 100) and not resources.default_cores
+    cores = min(amount(resources.cores) or resources.default_cores, CORES_PER_GPU)
+    return ReplicaRequest(
+        count=count,
+        cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or resources.limit_cores else 0,
+        memory_mebibytes=memory or None,
+        memory_percent=percent or 100,
+        memory_scaling=resources.memory_scaling,
+        core_scaling=resources.core_scaling,
+    )
+
+
+def placed_by_hami(text: str, containers: Sequence[ContainerSpec]) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
+    """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
+
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order.
+    """
+    if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
+        raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
+    entries = [_DEVICE.findall(entry) for entry in text.split(";")]
+    devices = [[(uuid, Amounts(int(cores), int(memory))) for uuid, memory, cores in entry] for entry in entries if entry]
+    wanted = [spec.name for spec in containers if spec.replicas]
+    if len(devices) != len(wanted):
+        raise ValueError(f"it has the devices of {len(devices)} containers, and {len(wanted)} request GPUs")
+    return tuple((name, tuple(entry)) for name, entry in zip(wanted, devices, strict=True))

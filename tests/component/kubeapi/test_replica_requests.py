@@ -1,0 +1,96 @@
+"""HAMi's requests and device lists in a pod (cases of its own tests)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumgr.allocator.pods import ContainerSpec, PodView, ReplicaRequest
+from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.kubeapi.replica_requests import ReplicaResources, placed_by_hami, replica_request
+from gpumgr.units import Amounts
+
+RESOURCES = ReplicaResources(
+    count="nvidia.com/gpu",
+    memory="nvidia.com/gpumem",
+    memory_percentage="nvidia.com/gpumem-percentage",
+    cores="nvidia.com/gpucores",
+)
+ONE = ContainerSpec(name="one", replicas=ReplicaRequest(count=1))
+PAIR = ContainerSpec(name="pair", replicas=ReplicaRequest(count=2))
+
+
+def wanted(**amounts: object) -> dict[str, object]:
+    return {f"nvidia.com/{name.replace('_', '-')}": amount for name, amount in amounts.items()}
+
+
+@pytest.mark.parametrize(
+    ("limits", "request_"),
+    [
+        (wanted(gpu=1), ReplicaRequest(count=1, cores=100)),
+        (wanted(gpu=2, gpumem=4096), ReplicaRequest(count=2, memory_mebibytes=4096)),
+        (wanted(gpu=1, gpumem_percentage=150), ReplicaRequest(count=1, cores=100)),
+        (wanted(gpu=1, gpumem_percentage=50), ReplicaRequest(count=1, memory_percent=50)),
+        (wanted(gpu=1, gpumem_percentage=0, gpucores=0), ReplicaRequest(count=1)),
+        (wanted(gpu=1, gpumem=0, gpucores=70), ReplicaRequest(count=1, cores=70)),
+        (wanted(gpu=1, gpumem=5, gpumem_percentage=50), ReplicaRequest(count=1, memory_mebibytes=5, memory_percent=50)),
+        (wanted(gpu=1, gpucores=120), ReplicaRequest(count=1, cores=100)),
+        (wanted(gpu=1, gpumem="16Gi"), ReplicaRequest(count=1, memory_mebibytes=16 << 30)),
+        (wanted(gpumem=5), None),
+        ({}, None),
+    ],
+)
+def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None) -> None:
+    assert replica_request(limits, RESOURCES, parse_quantity) == request_
+
+
+def test_defaults_and_the_factor_of_memory() -> None:
+    resources = ReplicaResources(
+        count="gpu", memory="m", memory_percentage="p", cores="c", default_memory=3, default_cores=20, memory_factor=1024
+    )
+    assert replica_request({"gpu": 1}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_mebibytes=3072)
+    assert replica_request({"gpu": 1, "p": 40}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_percent=40)
+
+
+@pytest.mark.hami_bug("B1: it omits the entries of containers without GPUs, and reads an app's devices as an init container's")
+@pytest.mark.parametrize(
+    ("text", "containers", "placed"),
+    [
+        ("GPU-a,NVIDIA,3000,0:;", [ONE], (("one", (("GPU-a", Amounts(0, 3000)),)),)),
+        (
+            "GPU-a,NVIDIA,1000,30:GPU-b,NVIDIA,1000,30:;",
+            [PAIR],
+            (("pair", (("GPU-a", Amounts(30, 1000)), ("GPU-b", Amounts(30, 1000)))),),
+        ),
+        (";GPU-a,NVIDIA A100,1000,10:;", [ContainerSpec(name="first"), ONE], (("one", (("GPU-a", Amounts(10, 1000)),)),)),
+        ("GPU-a,NVIDIA A100,1000,10:;", [ContainerSpec(name="first"), ONE], (("one", (("GPU-a", Amounts(10, 1000)),)),)),
+    ],
+)
+def test_a_device_list(text: str, containers: list[ContainerSpec], placed: object) -> None:
+    assert placed_by_hami(text, containers) == placed
+
+
+@pytest.mark.parametrize(
+    "text", ["", ";", "GPU-a,NVIDIA,1000:;", "GPU-a,NVIDIA,-1,0:;", "GPU-a,NVIDIA,16Gi,0:;", "GPU-a,NVIDIA,1,0:", "GPU-a,N,1,0;"]
+)
+def test_a_wrong_device_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"as HAMi writes it|devices of 0 containers, and 1 request GPUs"):
+        placed_by_hami(text, [ONE])
+
+
+def view(annotations: Mapping[str, str], resources: ReplicaResources | None = RESOURCES) -> PodView:
+    main: dict[str, Any] = {"name": "main", "resources": {"limits": wanted(gpu="1", gpumem="100")}}
+    metadata = {"namespace": "team", "name": "a", "uid": "u", "annotations": annotations}
+    return parse_pod({"metadata": metadata, "spec": {"nodeName": "node-1", "containers": [main]}}, resources)
+
+
+def test_the_choice_of_hamis_scheduler_counts_on_its_node_only() -> None:
+    mine = {"hami.io/vgpu-node": "node-1", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,100,0:;"}
+    assert view(mine).placed == (("main", (("GPU-a", Amounts(0, 100)),)),)
+    assert view({**mine, "hami.io/vgpu-node": "node-2"}).placed == ()
+    wrong = view({**mine, "hami.io/vgpu-devices-allocated": "x"})
+    assert (wrong.bound_by_hami, wrong.placed) == (True, (("", ()),))
+    assert wrong.placement_ignored == (
+        "the annotation hami.io/vgpu-devices-allocated can't be read: 'x' is no list of devices as HAMi writes it"
+    )
+    assert not view(mine, None).wants_gpu

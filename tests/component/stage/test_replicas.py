@@ -1,0 +1,264 @@
+"""Pods of nvidia.com/gpu beside vcuda pods: replicas, amounts exact to 1 MiB, one ledger."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import pytest
+
+from gpumgr.app.recovery import ours_of
+from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
+from gpumgr.sim.kubelet import SimContainer
+from gpumgr.units import ALL_RESOURCES, CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
+
+from .stage import HAMI, Stage, app, snapshot, stage
+
+#: Memory of each simulated GPU.
+MEBIBYTES = 16 * 256
+
+
+def hami(gpus: int = 1, name: str = "main", kind: Literal["app", "init", "sidecar"] = "app", **amounts: int) -> SimContainer:
+    """`amounts`: gpumem, gpumem_percentage, gpucores."""
+    others = {f"nvidia.com/{resource.replace('_', '-')}": number for resource, number in amounts.items()}
+    return SimContainer(name=name, kind=kind, others=((REPLICA_RESOURCE, gpus), *others.items()))
+
+
+def granted(node: Stage, pod: str) -> list[Mapping[str, Amounts]]:
+    return [a.gpus for a in node.ledger.of(("team", pod))]
+
+
+async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+        vcuda, shared = node.pod("vcuda", app(30, 8)), node.pod("hami", hami(gpumem=1001, gpucores=20))
+        await node.run_all(vcuda, shared)
+        node.check_agreement(vcuda, shared)
+        assert granted(node, "hami") == [{"00000000": Amounts(20, 1001)}]
+        (used,) = (node.ledger.used(gpu.name) for gpu in node.ledger.gpu_registry.gpus)
+        assert used == Amounts(50, 8 * 256 + 1001)
+        assert node.kubelet.held(shared.uid, "main", REPLICA_RESOURCE) == {"GPU-00000000-1111-2222-3333-444444444444-0"}
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 80)
+        # 4096 - 1001 = 3095 MiB are 12 whole blocks.
+        await node.kubelet.until(lambda: node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 12)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "gpus"),
+    [
+        ({}, Amounts(100, MEBIBYTES)),
+        ({"gpumem_percentage": 100}, Amounts(100, MEBIBYTES)),
+        ({"gpumem": 3000}, Amounts(0, 3000)),
+        ({"gpumem_percentage": 33}, Amounts(0, MEBIBYTES * 33 // 100)),
+        ({"gpumem": 1, "gpumem_percentage": 50, "gpucores": 1}, Amounts(1, 1)),
+        ({"gpucores": 30}, Amounts(30, MEBIBYTES)),
+        ({"gpumem": 10, "gpucores": 120}, Amounts(100, MEBIBYTES)),
+    ],
+)
+async def test_what_is_requested_is_granted(folder: Path, amounts: Mapping[str, int], gpus: Amounts) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        await node.run_all(node.pod("a", hami(1, "main", "app", **amounts)))
+        assert [[*each.values()] for each in granted(node, "a")] == [[gpus]]
+
+
+async def test_memory_without_cores_is_limited_and_several_gpus_are_different_ones(folder: Path) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        pair = node.pod("pair", hami(2, gpumem=2500))
+        await node.run_all(pair, node.pod("third", hami(2, gpumem=2500)))
+        node.check_agreement(pair)
+        places = [gpu for pod in ("pair", "third") for gpus in granted(node, pod) for gpu in gpus]
+        assert len({*places}) == 4
+        status = await node.run(node.pod("late", hami(gpumem=1597)))
+        assert status.phase == "Failed"
+        assert "has 100 cores and 1596 MiB left, and 0 cores and 1597 MiB are needed" in (status.message or "")
+
+
+async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
+    """Pods of both kinds in random order; the kubelet's ids, the ledger and the amounts agree after each."""
+    random = Random(5)
+    async with stage(folder, kinds=ALL_RESOURCES, seed=5) as node:
+        running = []
+        for number in range(60):
+            kind = random.random()
+            if kind < 0.4:
+                container = app(random.choice([10, 30, 50, 100]), random.choice([1, 4, 9]))
+            else:
+                container = hami(
+                    random.choice([1, 1, 2]), gpumem=random.choice([100, 777, 2049]), gpucores=random.choice([0, 25, 60])
+                )
+            pod = node.pod(f"p{number}", container)
+            if (await node.run(pod)).phase == "Running":
+                running.append(pod)
+            else:
+                node.delete(pod)
+            node.check_agreement(*running)
+            for gpu in node.ledger.gpu_registry.gpus:
+                assert not node.ledger.exceeded(gpu.name)
+            if random.random() < 0.4 and running:
+                node.delete(running.pop(random.randrange(len(running))))
+        assert len(running) > 5
+
+
+async def test_a_whole_gpu_has_no_free_replicas(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        await node.run_all(node.pod("whole", app(100)))
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
+        whole = node.pod("hami", hami())
+        await node.run_all(whole)
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 1)
+        assert node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 0
+        assert (await node.run(node.pod("late", app(1, 1)))).phase == "Failed"
+        node.delete(whole)
+        while node.ledger.of(None, whole.uid):
+            await node.agent.reconciler.sweep()
+            await asyncio.sleep(0.05)
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
+
+
+@pytest.mark.hami_bug("B15: sidecars count as init containers that end")
+async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+        pod = node.pod(
+            "stages",
+            hami(name="fetch", kind="init", gpumem=1000, gpucores=50),
+            hami(name="proxy", kind="sidecar", gpumem=300, gpucores=5),
+            hami(name="prepare", kind="init", gpumem=700, gpucores=50),
+            hami(name="main", gpumem=2000, gpucores=20),
+            hami(name="side", gpumem=500, gpucores=10),
+        )
+        await node.run_all(pod)
+        node.check_agreement(pod)
+        # The second init container beside the sidecar, and the sidecar beside the apps.
+        assert node.ledger.used("00000000") == Amounts(55, 2800)
+
+
+async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        pod = node.pod("stages", hami(name="fetch", kind="init", gpumem=100, gpucores=1), hami(gpumem=3000, gpucores=1))
+        await node.run_all(node.pod("other", hami(gpumem=2000, gpucores=50)), pod)
+        assert {gpu for gpus in granted(node, "stages") for gpu in gpus} == {"00000001"}
+
+
+@pytest.mark.hami_bug("B14: a request of 16Gi vanishes, and the pod gets what another one requested")
+@pytest.mark.parametrize(
+    ("containers", "reason"),
+    [
+        ((hami(gpumem=16 << 30),), "so that 16 GiB are 16384 and not 16Gi"),
+        ((hami(5),), "5 of 4 GPUs needed, and 4 have what the container requests of each"),
+        ((hami(gpumem=5000),), "has 100 cores and 4096 MiB left, and 0 cores and 5000 MiB are needed"),
+        (
+            (SimContainer(name="main", cores=10, memory_blocks=1, others=((REPLICA_RESOURCE, 1),)),),
+            "container main requests nvidia.com/gpu and vcuda resources",
+        ),
+    ],
+)
+async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
+    folder: Path, containers: tuple[SimContainer, ...], reason: str
+) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES, resource_order="core_first") as node:
+        status = await node.run(node.pod("a", *containers))
+        assert status.phase == "Failed"
+        assert reason in (status.message or "")
+
+
+@pytest.mark.hami_bug("B9: it takes the first pending pod, and marks it as failed")
+async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        status = await node.run(node.pod("a", hami(gpumem=100), known=False))
+        assert "which pod this call of 1 GPUs is for is not known yet" in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        await node.run_all(node.pod("vcuda", app(30, 8)), node.pod("hami", hami(2, gpumem=1001, gpucores=20)))
+        before, state = node.ledger, node.agent.agent_state
+        async with state.lock:
+            await state.commit(before.free([*before.allocations]))
+        entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
+        rebuilt = await node.agent.reconciler.adopt(ours_of(entries or ()))
+        assert rebuilt.problems == ()
+        assert {a.id: (a.pod, a.gpus, a.device_ids) for a in node.ledger.allocations.values()} == {
+            a.id: (a.pod, a.gpus, a.device_ids) for a in before.allocations.values()
+        }
+        assert state.ledger.used("00000000") == before.used("00000000")
+
+
+async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
+    """vcuda pods beside it never get memory that the GPU does not have."""
+    scaled = replace(HAMI, memory_scaling=2.0, core_scaling=1.5)
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=scaled) as node:
+        await node.run_all(node.pod("a", hami(gpumem=3001, gpucores=50)), node.pod("b", hami(gpumem_percentage=50)))
+        a, b = (node.ledger.of(("team", name))[0] for name in ("a", "b"))
+        assert (a.gpus, a.limits) == ({"00000000": Amounts(34, 1501)}, {"00000000": Amounts(50, 3001)})
+        assert (b.gpus, b.limits) == ({"00000000": Amounts(0, MEBIBYTES // 2)}, {"00000000": Amounts(0, MEBIBYTES)})
+        assert (await node.run(node.pod("c", app(10, 3)))).phase == "Failed"
+        await node.run_all(node.pod("d", app(10, 2)))
+        entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
+        rebuilt = {each.container: each.amounts for each in ours_of(entries or ()) if each.uid == a.uid}
+        assert rebuilt == {"main": (a.gpus, a.limits)}
+
+
+async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(folder: Path) -> None:
+    async with stage(folder, kinds=ALL_RESOURCES) as node:
+        gpus = [gpu.uuid for gpu in node.ledger.gpu_registry.gpus]
+        pods = [node.pod(name, hami(gpumem=100)) for name in ("a", "b")]
+        for pod, uuid in zip(pods, (gpus[3], "GPU-unknown"), strict=True):
+            view = node.pods.views["team", pod.name]
+            node.pods.views[view.key] = replace(view, placed=(("main", ((uuid, Amounts(0, 100)),)),))
+        assert (await node.kubelet.run(pods[0])).phase == "Running"
+        assert [*granted(node, "a")[0]] == ["00000003"]
+        assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
+
+
+@pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")
+async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+        pods = [
+            node.pod(name, hami(name="fetch", kind="init", gpumem=mebibytes), SimContainer(name="main"))
+            for name, mebibytes in (("a", 1000), ("b", 2000))
+        ]
+        statuses = await asyncio.gather(*(node.kubelet.admit(pod) for pod in pods))
+        assert [status.phase for status in statuses] == ["Pending", "Pending"]
+        assert [[*gpus.values()] for name in ("a", "b") for gpus in granted(node, name)] == [
+            [Amounts(0, 1000)],
+            [Amounts(0, 2000)],
+        ]
+
+
+@pytest.mark.hami_bug("B3, B24: one failed GPU ends the plugin of the whole node, and none recovers")
+async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        uuid = node.ledger.gpu_registry.gpus[0].uuid
+        await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
+        await node.run_all(node.pod("a", hami(gpumem=100)))
+        assert [*granted(node, "a")[0]] == ["00000001"]
+        assert "XID 79" in ((await node.run(node.pod("b", hami(2, gpumem=100)))).message or "")
+        await node.agent.agent_state.set_health(failed={}, cordoned={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 20)
+
+
+@pytest.mark.hami_bug("B27: with scaled cores a container of 100 shares its GPU")
+async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=replace(HAMI, core_scaling=1.5)) as node:
+        await node.run_all(node.pod("a", hami(gpumem=100, gpucores=10)))
+        status = await node.run(node.pod("b", hami(gpumem=100, gpucores=100)))
+        assert "is not entirely free: team/a (main) has a part of it" in (status.message or "")
+
+
+@pytest.mark.hami_bug("B11, I#1741: the kubelet's ids lie on other GPUs than the container has")
+async def test_ids_that_the_kubelet_chose_itself_decide_or_are_refused(folder: Path) -> None:
+    """Two replicas of one GPU are no two GPUs."""
+    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+        pod = node.pod("pair", hami(2, gpumem=100))
+        uuid = node.ledger.gpu_registry.gpus[1].uuid
+        node.agent.prefer = lambda *_: _chosen([f"{uuid}-0", f"{uuid}-1"])  # type: ignore[method-assign]
+        status = await node.kubelet.run(pod)
+        assert "the kubelet chose 2 replicas of GPU1 (00000001), and a container gets one of each GPU" in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+async def _chosen(ids: list[str]) -> list[str]:
+    return ids

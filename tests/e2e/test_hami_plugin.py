@@ -1,0 +1,156 @@
+"""Pods of nvidia.com/gpu on the real kubelet beside vcuda pods: one GPU, one ledger, HAMi's environment, restarts."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .agent import Agent
+from .api import ApiError
+from .cluster import Cluster
+from .manifests import MEMORY, SLEEP, Json
+from .node import Node
+from .places import AGENT_STATE, NODE, PROJECT
+from .processes import wait_until
+from .tenants import library, limited, lines, tenant, wait_line
+
+REPLICA = "nvidia.com/gpu"
+REGION = "/programs/region_client"
+LOCK = "hami.io/mutex.lock"
+
+
+@pytest.fixture(scope="module")
+def both_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    changes = {"node": {"profile": "both"}, "enforcement": {"backend": "hami-core"}, "hami_core": library()}
+    with limited(cluster, running_agent, changes) as node:
+        yield node
+
+
+@pytest.fixture
+def both(both_node: Node) -> Node:
+    both_node.clear()
+    wait_until("replicas offered", lambda: both_node.resources.allocatable(REPLICA).get(REPLICA) == 80)
+    return both_node
+
+
+def hami_pod(name: str, command: str = SLEEP, gpus: int = 1, **amounts: int) -> Json:
+    """`amounts`: gpumem, gpucores. The kubelet has no such resources and ignores them."""
+    body = tenant(name, command)
+    limits = {REPLICA: str(gpus), **{f"nvidia.com/{key}": str(number) for key, number in amounts.items()}}
+    body["spec"]["containers"][0]["resources"] = {"limits": limits}
+    return body
+
+
+def replicas(node: Node) -> dict[str, set[str]]:
+    """Pod -> its ids, as the kubelet lists them."""
+    return {held.place[1]: set(held.ids) for held in node.resources.held(REPLICA)}
+
+
+def program(*arguments: str) -> Json:
+    """What gpumgr's command prints."""
+    command = [sys.executable, "-m", "gpumgr", *arguments, "--config", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"]
+    printed: Json = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT).stdout)
+    return printed
+
+
+def test_a_hami_pod_and_a_vcuda_pod_on_one_gpu_outlive_the_agent(both: Node) -> None:
+    show = f"env | sort; cat /etc/ld.so.preload; {REGION} show; {SLEEP}"
+    both.run([tenant("vcuda", SLEEP, cores=30, memory=16)])
+    both.run([hami_pod("hami", show, gpumem=1001, gpucores=20)])
+    (vcuda,), (hami,) = both.ledger_of("vcuda"), both.ledger_of("hami")
+    assert hami.gpus == vcuda.gpus
+    (device_id,) = replicas(both)["hami"]
+    wait_line(both, "hami", "memory=")
+    text = lines(both, "hami")
+    uuid = next(line.partition("=")[2] for line in text if line.startswith("NVIDIA_VISIBLE_DEVICES="))
+    assert device_id.rpartition("-")[0] == uuid
+    assert {"CUDA_DEVICE_MEMORY_LIMIT_0=1001m", "CUDA_DEVICE_SM_LIMIT_0=20", "/usr/local/vgpu/libvgpu.so"} <= {*text}
+    assert any(f"memory={1001 << 20} cores=20 " in line for line in text), text
+    wait_until(
+        "blocks that the HAMi pod holds are not offered",
+        lambda: both.agent.offer[MEMORY] - both.agent.offered()[MEMORY] == 4,
+    )
+
+    before = both.agent.ledger()
+    both.agent.kill()
+    both.agent.start()
+    assert both.agent.ledger() == before
+    both.run([hami_pod("later", gpumem=2000)])
+    assert both.ledger_of("later")[0].gpus == hami.gpus
+    assert len(replicas(both)["later"] | replicas(both)["hami"]) == 2
+    rows = {row["pod"]: row for row in program("usage")["containers"]}
+    assert (rows["hami"]["cores"], rows["hami"]["memory_bytes"]) == (20, 1001 << 20)
+    granted = "gpumgr_container_memory_limit_bytes"
+    found = {dict(labels)["pod"]: value for (name, labels), value in both.agent.metrics().items() if name == granted}
+    assert (found["hami"], found["later"]) == (1001 << 20, 2000 << 20)
+    both.delete(["hami", "later"])
+    both.wait_freed("hami")
+    both.check()
+
+
+def test_a_lost_ledger_is_rebuilt_from_the_kubelet(both: Node) -> None:
+    both.run([hami_pod("pair", gpus=2, gpumem=3000, gpucores=10), hami_pod("whole")])
+    before = {each.place: each.gpus for each in both.agent.ledger()}
+    both.agent.kill()
+    for file in (AGENT_STATE / "checkpoint").iterdir():
+        if file.is_file():
+            file.unlink()
+    both.agent.start()
+    wait_until("the same ledger", lambda: {each.place: each.gpus for each in both.agent.ledger()} == before)
+    assert both.resources.allocatable(REPLICA)[REPLICA] == 80 - 9
+
+
+def test_hami_pods_that_start_together_get_what_they_request(both: Node) -> None:
+    pods = [hami_pod(f"many-{number}", gpumem=1000 + number, gpucores=number % 3 * 10) for number in range(50)]
+    both.run(pods)
+    assert len(set().union(*replicas(both).values())) == 50
+    assert len(both.agent.ledger()) == 50
+
+
+def test_a_pod_that_fits_nowhere_says_why(both: Node) -> None:
+    both.cluster.create([hami_pod("big", gpumem=16 << 30)])
+    assert "so that 16 GiB are 16384 and not 16Gi" in str(both.wait_phase("big", "Failed")["status"])
+
+
+def lock_node(node: Node, value: str) -> None:
+    """As HAMi's scheduler does before it binds a pod."""
+    path = f"/api/v1/nodes/{NODE}"
+
+    def locked() -> bool:
+        found = node.cluster.api.request("GET", path)
+        found["metadata"]["annotations"][LOCK] = value
+        try:
+            node.cluster.api.request("PUT", path, found)
+        except ApiError:  # the kubelet or the agent has written in between
+            return False
+        return True
+
+    wait_until("the lock", locked)
+
+
+def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_removed(both: Node) -> None:
+    """The state that HAMi's scheduler leaves when it binds a pod; the second pod's is wrong."""
+    api, path = both.cluster.api, f"/api/v1/nodes/{NODE}"
+    uuid = program("checkpoint", "show")["gpus"][5]["uuid"]
+    for name, devices in (("good", f"{uuid},NVIDIA,1000,0:;"), ("wrong", "x")):
+        lock_node(both, f"2026-01-01T00:00:00Z,default,{name}")
+        body = hami_pod(name, gpumem=1000)
+        body["metadata"]["annotations"] = {
+            "hami.io/vgpu-node": NODE,
+            "hami.io/vgpu-devices-allocated": devices,
+            "hami.io/bind-phase": "allocating",
+        }
+        both.cluster.create([body])
+        phase, result = ("Running", "success") if name == "good" else ("Failed", "failed")
+        both.wait_phase(name, phase)
+        wait_until("the lock is gone", lambda: LOCK not in api.request("GET", path)["metadata"]["annotations"])
+
+        def written(name: str = name, result: str = result) -> bool:
+            return bool(both.cluster.pods.all()[name]["metadata"]["annotations"]["hami.io/bind-phase"] == result)
+
+        wait_until("the bind phase", written)
+    (device_id,) = replicas(both)["good"]
+    assert device_id.rpartition("-")[0] == uuid
+    assert "it names 0 GPUs, but the container requests 1" in str(both.cluster.pods.all()["wrong"]["status"])
