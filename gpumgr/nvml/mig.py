@@ -17,8 +17,8 @@ def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
 
 
 def read_mig_instances(nvml: Binding, handle: Handle) -> tuple[MigInstance, ...]:
-    """The MIG devices of a GPU in MIG mode, by NVML's index. Indices may have holes; an instance that is destroyed during the reading is left
-    out. Raises CallError if the GPU fails."""
+    """The MIG devices of a GPU in MIG mode, by NVML's index. Indices may have holes; an instance that is
+    destroyed during the reading is left out. Raises CallError if the GPU fails."""
     instances = []
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         try:
