@@ -10,7 +10,7 @@ from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import sim_option
 from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
 from gpumgr.errors import GpumgrError, InputError
-from gpumgr.topology.devices import Gpu, Topology
+from gpumgr.topology.devices import Gpu, MigInstance, Topology
 from gpumgr.topology.matrix import Nic
 from gpumgr.topology.render import matrix_cells, render_matrix, render_tree, tree_data
 
@@ -81,9 +81,14 @@ def _as_text(shown: _Shown) -> str:
         "\n".join(
             f"{nic.name} is nearest to {', '.join(shown.labels[row] for row in nic.nearest) or _NO_GPU}" for nic in shown.nics
         ),
+        "\n".join(_mig_line(shown.labels[row], mig) for row, gpu in enumerate(shown.gpus) for mig in gpu.mig_instances),
         "\n".join(shown.failures),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _mig_line(label: str, mig: MigInstance) -> str:
+    return f"{label} MIG {mig.profile} {mig.uuid} (GPU instance {mig.gpu_instance}, compute instance {mig.compute_instance})"
 
 
 def _as_data(shown: _Shown) -> dict[str, Any]:
@@ -101,4 +106,5 @@ def _gpu_data(shown: _Shown, row: int) -> dict[str, Any]:
     if shown.gpus:
         gpu = shown.gpus[row]
         data |= {"uuid": gpu.uuid, "model": gpu.model, "bus_id": gpu.bus_id, "memory_blocks": gpu.memory_blocks}
+        data |= {"mig_enabled": gpu.mig_enabled, "mig_instances": [msgspec.to_builtins(mig) for mig in gpu.mig_instances]}
     return data

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -89,7 +90,9 @@ def _trouble(snapshot: NodeSnapshot) -> Iterator[str]:
         yield f"GPU{failure.index}: {failure.reason}"
     for gpu in snapshot.gpus:
         if gpu.mig_enabled:
-            yield f"GPU{gpu.index} is in MIG mode"
+            profiles = Counter(instance.profile for instance in gpu.mig_instances)
+            shown = ", ".join(f"{count} x {profile}" for profile, count in profiles.items()) or "none"
+            yield f"GPU{gpu.index} is in MIG mode (MIG devices: {shown})"
 
 
 def _models(gpus: tuple[Gpu, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Final
 
 from gpumgr.errors import NvmlError
 from gpumgr.nvml.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
-from gpumgr.nvml.snapshot import read_mig_enabled
+from gpumgr.nvml.mig import read_mig_enabled
 from gpumgr.topology.devices import MemoryLimit
 
 #: NVML_DEVICE_MEMORY_LIMIT_MAX: as a hard limit it means that there is none.

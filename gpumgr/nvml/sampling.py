@@ -15,7 +15,7 @@ from gpumgr.nvml.binding import (
     Handle,
 )
 from gpumgr.nvml.health import Failed, HealthReading, Observation, Reason
-from gpumgr.nvml.snapshot import read_mig_enabled
+from gpumgr.nvml.mig import read_mig_enabled
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 

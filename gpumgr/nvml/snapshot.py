@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.nvml.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
+from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
 from gpumgr.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
 from gpumgr.topology.quirks import level_of
 
@@ -61,6 +62,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     if numa_node is None:
         # sysfs is the portable source; newer drivers report it where sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
+    mig_enabled = read_mig_enabled(nvml, handle)
     return Gpu(
         index=index,
         uuid=uuid,
@@ -68,16 +70,11 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
         bus_id=bus_id,
         model=nvml.ask("nvmlDeviceGetName", handle),
         memory_bytes=int(nvml.call("nvmlDeviceGetMemoryInfo", handle).total),
-        mig_enabled=read_mig_enabled(nvml, handle),
+        mig_enabled=mig_enabled,
+        mig_instances=read_mig_instances(nvml, handle) if mig_enabled else (),
         numa_node=numa_node,
         pcie_chain=chain,
     )
-
-
-def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
-    """None if the GPU or the driver has no MIG."""
-    modes = nvml.ask("nvmlDeviceGetMigMode", handle)
-    return None if modes is None else bool(modes[0])
 
 
 def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:

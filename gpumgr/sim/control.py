@@ -10,6 +10,8 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not report them)
+    remade GPU 1           whether the `instance` facts, and not the node's description, are the GPU's MIG devices
+    instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE
     event NUMBER GPU TYPE DATA          (delivered once to each event set that existed before it)
 
 The library itself writes what callers have set; it is removed when the driver is unloaded:
@@ -27,14 +29,14 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.files import replace_file
-from gpumgr.topology.devices import MemoryLimit
+from gpumgr.topology.devices import MemoryLimit, MigInstance
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
 
 #: Number of words after the verb that belong to a fact's subject; 1 for all others.
-_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "memorylimit": 2}
+_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "instance": 2, "memorylimit": 2}
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 
@@ -94,6 +96,17 @@ class SimControl:
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
         self._set(("mig", str(gpu)), str(int(enabled)))
+
+    def set_mig_instances(self, gpu: int, instances: Mapping[int, MigInstance]) -> None:
+        """Replaces the GPU's MIG devices, by NVML's index of the MIG device."""
+
+        def change(facts: Facts) -> None:
+            _remove(facts, lambda key: key[:2] == ("instance", str(gpu)))
+            facts[("remade", str(gpu))] = "1"
+            for number, instance in instances.items():
+                facts[("instance", str(gpu), str(number))] = instance_fact(instance)
+
+        self._change(change)
 
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
         """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
@@ -211,6 +224,13 @@ class SimControl:
             facts = self._read()
             change(facts)
             replace_file(self.path, "".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), durable=False)
+
+
+def instance_fact(instance: MigInstance) -> str:
+    """A MIG device as nvml.c reads it. The slices follow from the profile's name, [Cc.]Gg.SIZEgb."""
+    slices = [part[:-1] for part in instance.profile.split(".") if part[:-1].isdigit()]
+    ids = f"{instance.gpu_instance} {instance.compute_instance}"
+    return f"{instance.uuid} {ids} {instance.memory_bytes >> 20} {slices[-1]} {slices[0]} {instance.profile}"
 
 
 def _parse(text: str) -> Facts:

@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.compiler import compiled
 from gpumgr.errors import InputError
 from gpumgr.files import replace_file
-from gpumgr.sim.control import SimControl
+from gpumgr.sim.control import SimControl, instance_fact
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import proc_root_of
 
@@ -84,6 +84,7 @@ def render_node(node: NodeDescription) -> str:
         place = [-1 if gpu.numa_node is None else gpu.numa_node]
         rest = [_MIG_NUMBER[card.mig], card.idle_celsius, card.idle_watts * 1000]
         lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
+        lines += [f"instance {index} {number} {instance_fact(mig)}" for number, mig in enumerate(node.mig_instances_of(index))]
     for a in range(len(node.gpus)):
         lines += [f"level {a} {b} {node.nvml_level(a, b)}" for b in range(a + 1, len(node.gpus))]
         lines += [f"link {a} {number} {kind} {_nvml_bus_id(bus_id)}" for number, (kind, bus_id) in enumerate(_links_of(node, a))]

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 
 from gpumgr.errors import SettingsError
+from gpumgr.topology.devices import MigInstance
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
 #: Namespace of UUIDs for GPUs without one in the description: the same node has the same UUIDs everywhere.
@@ -24,6 +25,7 @@ MAX_LINKS: Final = 36
 INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+MigProfile = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -39,7 +41,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One GPU. `pcie` is its chain of PCI parents, root complex first; `board` joins the GPUs of one multi-GPU board."""
+    """One GPU. `pcie` is its chain of PCI parents, root complex first; `board` joins the GPUs of one multi-GPU board. `mig_instances`
+    are the profiles of its MIG devices, which exist while MIG is enabled."""
 
     card: str
     bus_id: BusId
@@ -48,6 +51,7 @@ class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     minor: Whole | None = None
     uuid: Annotated[str, msgspec.Meta(pattern=r"^GPU-[0-9a-f]{8}-[0-9a-f-]{27}$")] | None = None
     board: str | None = None
+    mig_instances: Annotated[tuple[MigProfile, ...], msgspec.Meta(max_length=7)] = ()
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +80,19 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def uuid_of(self, index: int) -> str:
         return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
+
+    def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
+        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere."""
+        return tuple(
+            MigInstance(
+                uuid=f"MIG-{uuid.uuid5(_NAMESPACE, f'{self.uuid_of(index)}/{number}')}",
+                profile=profile,
+                gpu_instance=number + 1,
+                compute_instance=0,
+                memory_bytes=int(profile.partition("gb")[0].rpartition(".")[2]) << 30,
+            )
+            for number, profile in enumerate(self.gpus[index].mig_instances)
+        )
 
     def minor_of(self, index: int) -> int:
         minor = self.gpus[index].minor

@@ -27,7 +27,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512 };
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8 };
 enum { MAX_CGROUP = 512, MAX_LINE = 1024 };
 
 typedef enum {
@@ -58,6 +58,11 @@ typedef struct { const char *cgroup; unsigned long long soft, hard, used; } get_
 typedef enum { LINK_NONE = 0, LINK_GPU, LINK_SWITCH, LINK_OFF } link_kind_t;
 typedef struct { link_kind_t kind; char bus_id[32]; } link_t;
 
+typedef struct { unsigned multiprocessors, copy, decoder, encoder, jpeg, ofa, gpu_slices, compute_slices; unsigned long long memory_mib; } attributes_t;
+
+/* A MIG device. Without a UUID the index is unused. */
+typedef struct { char uuid[96], profile[32]; unsigned gpu_instance, compute_instance; attributes_t attributes; } instance_t;
+
 typedef struct {
     char uuid[96], bus_id[32], name[96];
     unsigned minor, celsius, milliwatts;
@@ -65,6 +70,7 @@ typedef struct {
     unsigned long long total, reserved;
     int level[MAX_GPUS];
     link_t link[MAX_LINKS];
+    instance_t instance[MAX_INSTANCES];
 } gpu_t;
 
 typedef struct { unsigned pid; long long used; unsigned sm; } running_t;
@@ -76,6 +82,8 @@ typedef struct {
     unsigned long long double_bit_errors;
     running_t running[MAX_PROCESSES];
     int processes;
+    int remade; /* whether `instance` replaces that of the node */
+    instance_t instance[MAX_INSTANCES];
 } state_t;
 
 typedef struct { char function[64]; int gpu; int code; } refusal_t;
@@ -139,6 +147,15 @@ static FILE *open_beside(const char *name) {
     return fopen(path, "re");
 }
 
+static int read_instance(instance_t *list, const char *text) {
+    instance_t m = {0};
+    unsigned slot;
+    if (sscanf(text, "%u %95s %u %u %llu %u %u %31s", &slot, m.uuid, &m.gpu_instance, &m.compute_instance, &m.attributes.memory_mib,
+               &m.attributes.gpu_slices, &m.attributes.compute_slices, m.profile) < 8 || slot >= MAX_INSTANCES) return 0;
+    list[slot] = m;
+    return 1;
+}
+
 /* ---- node.txt -------------------------------------------------------------------------------------------------------- */
 
 static void read_node_gpu(const char *text) {
@@ -175,6 +192,8 @@ static int read_node(void) {
         else if (!strcmp(verb, "cuda")) node.cuda = atoi(rest);
         else if (!strcmp(verb, "gpu")) read_node_gpu(rest);
         else if (!strcmp(verb, "link")) read_node_link(rest);
+        else if (!strcmp(verb, "instance") && sscanf(rest, "%d %n", &a, &used) == 1 && a >= 0 && a < MAX_GPUS)
+            read_instance(node.gpu[a].instance, rest + used);
         else if (!strcmp(verb, "without") && node.absents < MAX_FAULTS) snprintf(node.absent[node.absents++], 64, "%.60s", rest);
         else if (!strcmp(verb, "level") && sscanf(rest, "%d %d %d", &a, &b, &level) == 3 && a >= 0 && a < MAX_GPUS && b >= 0 && b < MAX_GPUS)
             node.gpu[a].level[b] = node.gpu[b].level[a] = level;
@@ -203,6 +222,8 @@ static void read_gpu_fact(const char *verb, const char *rest) {
     state_t *g = &control.gpu[i];
     if (!strcmp(verb, "lost")) g->lost = 1;
     else if (!strcmp(verb, "mig")) g->mig = (int)value;
+    else if (!strcmp(verb, "remade")) g->remade = 1;
+    else if (!strcmp(verb, "instance")) read_instance(g->instance, rest + used);
     else if (!strcmp(verb, "recovery")) g->recovery = (int)value;
     else if (!strcmp(verb, "grow")) g->grow = (int)value;
     else if (!strcmp(verb, "computemode")) g->compute_mode = (int)value;
@@ -351,7 +372,25 @@ static int index_of(const void *device) {
     return g >= node.gpu && g < node.gpu + node.gpus ? (int)(g - node.gpu) : -1;
 }
 
-/* Every function begins with one of these two; on OK the lock is held and `leave` must follow. */
+/* Handles of MIG devices are addresses in this array. */
+static char mig_handle[MAX_GPUS * MAX_INSTANCES];
+
+static int slot_of(const void *device) {
+    const char *h = device;
+    return h >= mig_handle && h < mig_handle + sizeof mig_handle ? (int)(h - mig_handle) : -1;
+}
+
+static int mig_of(int i) { return control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig; }
+
+/* The MIG device with this number of a handle, or NULL. */
+static instance_t *instance_at(int slot) {
+    if (slot < 0 || mig_of(slot / MAX_INSTANCES) != 1) return NULL;
+    int i = slot / MAX_INSTANCES;
+    instance_t *m = (control.gpu[i].remade ? control.gpu[i].instance : node.gpu[i].instance) + slot % MAX_INSTANCES;
+    return *m->uuid ? m : NULL;
+}
+
+/* Every function begins with one of these; on OK the lock is held and `leave` must follow. */
 #define ENTER() do { result_t r_ = arrive(__func__, -1); if (!r_) r_ = driver_state(); if (r_) return leave(r_); } while (0)
 #define ENTER_GPU(device)                                                                                                                  \
     int i = index_of(device);                                                                                                              \
@@ -359,6 +398,18 @@ static int index_of(const void *device) {
         result_t r_ = arrive(__func__, i);                                                                                                 \
         if (!r_) r_ = driver_state();                                                                                                      \
         if (!r_) r_ = i < 0 ? INVALID_ARGUMENT : control.gpu[i].lost ? GPU_IS_LOST : OK;                                                   \
+        if (r_) return leave(r_);                                                                                                          \
+    } while (0)
+
+/* The same for a MIG device: `m`; with `gpus_too` for a GPU as well, where `m` is NULL. */
+#define ENTER_MIG(device, gpus_too)                                                                                                        \
+    int slot = slot_of(device), i = slot >= 0 ? slot / MAX_INSTANCES : index_of(device);                                                   \
+    instance_t *m = NULL;                                                                                                                  \
+    do {                                                                                                                                   \
+        result_t r_ = arrive(__func__, i);                                                                                                 \
+        if (!r_) r_ = driver_state();                                                                                                      \
+        if (!r_) m = instance_at(slot);                                                                                                    \
+        if (!r_) r_ = i < 0 || (!m && (slot >= 0 || !(gpus_too))) ? INVALID_ARGUMENT : control.gpu[i].lost ? GPU_IS_LOST : OK;              \
         if (r_) return leave(r_);                                                                                                          \
     } while (0)
 
@@ -470,8 +521,18 @@ EXPORT result_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **devi
     return leave(give_handle(__func__, found, device));
 }
 
-EXPORT result_t nvmlDeviceGetUUID(void *d, char *text, unsigned length) { ENTER_GPU(d); return leave(put_text(text, length, node.gpu[i].uuid)); }
-EXPORT result_t nvmlDeviceGetName(void *d, char *text, unsigned length) { ENTER_GPU(d); return leave(put_text(text, length, node.gpu[i].name)); }
+EXPORT result_t nvmlDeviceGetUUID(void *d, char *text, unsigned length) {
+    ENTER_MIG(d, 1);
+    return leave(put_text(text, length, m ? m->uuid : node.gpu[i].uuid));
+}
+
+EXPORT result_t nvmlDeviceGetName(void *d, char *text, unsigned length) {
+    ENTER_MIG(d, 1);
+    char name[160];
+    snprintf(name, sizeof name, m ? "%s MIG %s" : "%s", node.gpu[i].name, m ? m->profile : "");
+    return leave(put_text(text, length, name));
+}
+
 EXPORT result_t nvmlDeviceGetMinorNumber(void *d, unsigned *minor) { ENTER_GPU(d); *minor = node.gpu[i].minor; return leave(OK); }
 
 EXPORT result_t nvmlDeviceGetNumaNodeId(void *d, unsigned *numa) {
@@ -493,9 +554,27 @@ EXPORT result_t nvmlDeviceGetPciInfo_v3(void *d, pci_t *pci) { ENTER_GPU(d); put
 EXPORT result_t nvmlDeviceGetMigMode(void *d, unsigned *current, unsigned *pending) {
     ENTER_GPU(d);
     if (node.gpu[i].mig < 0) return leave(NOT_SUPPORTED);
-    *current = *pending = (unsigned)(control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig);
+    *current = *pending = (unsigned)mig_of(i);
     return leave(OK);
 }
+
+EXPORT result_t nvmlDeviceGetMaxMigDeviceCount(void *d, unsigned *count) {
+    ENTER_GPU(d);
+    *count = node.gpu[i].mig < 0 ? 0 : MAX_INSTANCES;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetMigDeviceHandleByIndex(void *d, unsigned index, void **device) {
+    ENTER_GPU(d);
+    if (index >= MAX_INSTANCES) return leave(INVALID_ARGUMENT);
+    int slot = i * MAX_INSTANCES + (int)index;
+    *device = mig_handle + slot;
+    return leave(instance_at(slot) ? OK : NOT_FOUND);
+}
+
+EXPORT result_t nvmlDeviceGetGpuInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->gpu_instance; return leave(OK); }
+EXPORT result_t nvmlDeviceGetComputeInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->compute_instance; return leave(OK); }
+EXPORT result_t nvmlDeviceGetAttributes_v2(void *d, attributes_t *attributes) { ENTER_MIG(d, 0); *attributes = m->attributes; return leave(OK); }
 
 /* ---- the topology ---------------------------------------------------------------------------------------------------- */
 
@@ -673,7 +752,7 @@ static int has_limit_file(const char *cgroup) {
 /* Whether memory can be limited on the GPU. A GPU with MIG has no limits. */
 static result_t may_limit(int i, const char *cgroup) {
     struct stat s;
-    if (control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig > 0) return NOT_SUPPORTED;
+    if (mig_of(i) > 0) return NOT_SUPPORTED;
     if (!cgroup || *cgroup != '/' || strlen(cgroup) >= MAX_CGROUP || strpbrk(cgroup, " \t\n")) return INVALID_ARGUMENT;
     return stat(cgroup, &s) || !S_ISDIR(s.st_mode) ? NOT_FOUND : OK;
 }

@@ -44,6 +44,20 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigInstance:
+    """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
+
+    `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again.
+    """
+
+    uuid: str
+    profile: str
+    gpu_instance: int
+    compute_instance: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
@@ -59,6 +73,7 @@ class Gpu:
     mig_enabled: bool | None = None
     numa_node: int | None = None
     pcie_chain: tuple[str, ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
 
     @property
     def memory_blocks(self) -> int:

@@ -35,6 +35,7 @@ def test_the_built_in_nodes() -> None:
         "dgx1-v100-8": 8,
         "hgx-16": 16,
         "hgx-h100-8": 8,
+        "mig-4": 4,
         "mixed-2": 2,
         "pcie-a10-4": 4,
         "pcie-p40-7": 7,
