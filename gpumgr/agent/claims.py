@@ -6,6 +6,7 @@
 * A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -136,7 +137,8 @@ class NodeClaims:
         try:
             await self._enforcement.settle()
             found = await self._reader.read(claim)
-            pods = [(pod, uid, await self._view(pod, uid)) for pod, uid in found.pods]
+            views = await asyncio.gather(*(self._view(pod, uid) for pod, uid in found.pods))
+            pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
             held, is_new = await self._batch.add(partial(self._granted, found, pods))
         finally:
             self._preparing[claim.uid] -= 1

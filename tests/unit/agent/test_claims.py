@@ -13,7 +13,7 @@ from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, Prepar
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
@@ -349,6 +349,20 @@ async def test_a_bug_with_one_claim_does_not_fail_the_others(node: Node) -> None
     results = await asyncio.gather(node.prepare(bad), node.prepare(good), return_exceptions=True)
     assert isinstance(results[0], AttributeError)
     assert isinstance(results[1], list)
+
+
+async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node) -> None:
+    ref, all_wait = node.claim("a", node.share(0, 10, 256)), asyncio.Barrier(2)
+    pods = tuple((("team", name), f"pod-{name}") for name in ("late", "later"))
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=pods)
+
+    async def wait_for(pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
+        await all_wait.wait()
+        return None
+
+    node.world.pods.wait_for = wait_for  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        await node.prepare(ref)
 
 
 async def test_a_refusal_is_in_the_history_of_the_pod(node: Node) -> None:
