@@ -65,7 +65,10 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show claim {claim}: {error}") from error
                 if error.status == 401:
-                    await self._renew()
+                    try:
+                        await self._server.renew()
+                    except GpumgrError as fault:  # the files are replaced one after another
+                        why = str(fault)
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
@@ -73,12 +76,6 @@ class ClaimReader:
         raise Refusal(
             "internal", f"claim {claim} can't be read from the API server ({why}); the kubelet tries again in about a minute"
         )
-
-    async def _renew(self) -> None:
-        try:
-            await self._server.renew()
-        except GpumgrError as error:
-            raise Refusal("internal", str(error)) from error
 
 
 def claim_path(namespace: str, name: str) -> str:

@@ -56,6 +56,17 @@ async def test_transient_answers_are_retried(stage: Stage) -> None:
     assert not stage.resources.claim_answers
 
 
+async def test_credentials_that_can_not_be_read_for_a_moment_are_read_again(stage: Stage, tmp_path: Path) -> None:
+    stage.resources.claim_answers += [failure(401, "Unauthorized", "Unauthorized")] * 2
+    file = tmp_path / "kubeconfig"
+    content = file.read_text()
+    file.write_text("")
+    with pytest.raises(Refusal, match=r"can't be read from the API server \(the kubeconfig"):
+        await stage.reader.read(REF, budget_seconds=0.05)
+    file.write_text(content)
+    assert (await stage.reader.read(REF)).ref == REF
+
+
 async def test_a_server_that_comes_back_inside_the_budget_is_waited_for(stage: Stage) -> None:
     await stage.sim.stop()
     reading = asyncio.create_task(stage.reader.read(REF))
