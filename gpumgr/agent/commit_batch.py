@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gpumgr.agent.state import AgentState
+from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.errors import CheckpointError, LedgerError, Refusal
 
 _T = TypeVar("_T")
 #: Takes the ledger with the decisions before it; returns the ledger with its own, history entries, and its result. Raises Refusal.
@@ -23,16 +24,19 @@ class CommitBatch:
         """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append((decision, result))
-        async with self._agent_state.lock:
-            if not result.done():  # else it was in the batch of an earlier one
-                await self._commit()
+        await run_shielded(self._save(result), name="commit_batch")  # others wait for it, too
         return result.result()
 
-    async def _commit(self) -> None:
-        """All that wait. The caller holds the agent state's lock."""
-        state, waiting = self._agent_state, self._waiting
-        self._waiting = []
-        ledger, entries, results = state.ledger, list[HistoryEntry](), list[tuple[asyncio.Future[Any], Any]]()
+    async def _save(self, result: asyncio.Future[Any]) -> None:
+        async with self._agent_state.lock:
+            if not result.done():  # else it was in the batch of an earlier one
+                waiting, self._waiting = self._waiting, []
+                await self._commit(waiting)
+
+    async def _commit(self, waiting: Sequence[tuple[Decision[Any], asyncio.Future[Any]]]) -> None:
+        """The caller holds the agent state's lock."""
+        state = self._agent_state
+        ledger, entries, decided = state.ledger, list[HistoryEntry](), list[tuple[Decision[Any], asyncio.Future[Any], Any]]()
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
@@ -40,13 +44,18 @@ class CommitBatch:
                 result.set_exception(error)
             else:
                 entries += more
-                results.append((result, value))
+                decided.append((decision, result, value))
         try:
             if ledger is not state.ledger:
                 await state.commit(ledger, *entries)
-        except CheckpointError as error:
-            for result, _ in results:
-                result.set_exception(Refusal("internal", f"the decision can't be saved: {error}"))
+        except Exception as error:
+            if isinstance(error, LedgerError) and len(decided) > 1:  # a bug in one of them
+                for decision, result, _ in decided:
+                    await self._commit([(decision, result)])
+                return
+            text = f"the decision can't be saved: {error}"
+            for _, result, _ in decided:
+                result.set_exception(Refusal("internal", text) if isinstance(error, CheckpointError) else error)
         else:
-            for result, value in results:
+            for _, result, value in decided:
                 result.set_result(value)
