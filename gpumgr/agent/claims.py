@@ -3,13 +3,14 @@
 * A prepared claim gets the same answer again, from the ledger alone; its CDI specs and limits are restored.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
-* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time.
+* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. One that
+  arrives after the Unprepare grants what the API server has then: nothing without an allocation, or for pods that have ended.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -49,6 +50,13 @@ class ClaimReader(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Reading:
+    """One Prepare in progress."""
+
+    claim: ClaimRef
+
+
 class NodeClaims:
     """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
     from an allocation and one of its GPUs."""
@@ -69,19 +77,19 @@ class NodeClaims:
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
         self._wall_clock = wall_clock
         self._batch = CommitBatch(agent_state)
-        #: The claims that were unprepared while a Prepare of the same claim was in progress.
-        self._overtaken: set[str] = set()
-        self._preparing: dict[str, int] = {}
+        #: The Prepares in progress that have not decided yet.
+        self._reading: set[_Reading] = set()
         #: The claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
+        #: Why the last `restore` failed for these.
+        self._failed: dict[AllocationId, str] = {}
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         """Durable before it returns. Raises Refusal."""
         try:
             held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
-            self._starts.make_folders(held)
             for allocation in held:
-                await self._starts.start(allocation)
+                await self._start(allocation)
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
@@ -89,8 +97,7 @@ class NodeClaims:
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
-        if claim.uid in self._preparing:
-            self._overtaken.add(claim.uid)
+        self._reading = {each for each in self._reading if each.claim != claim}
 
         def free(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], None]:
             return ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None
@@ -98,8 +105,8 @@ class NodeClaims:
         await self._batch.add(free)
 
     async def reclaim(self, exists: Callable[[ClaimRef], Awaitable[bool]], listing: Listing) -> None:
-        """Frees the claims that the API server does not have (`exists`) and of which the kubelet lists no pod (`listing`), each in two
-        calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
+        """Frees the claims that the API server does not have for this node (`exists`) and of which the kubelet lists no pod (`listing`),
+        each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
         gone = set[str]()
         for allocation in self._prepared():
             claim = allocation.claim
@@ -116,35 +123,43 @@ class NodeClaims:
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
         """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
         container makes no Prepare call."""
+        failed = dict[AllocationId, str]()
         for allocation in self._prepared():
-            if allocation.id in unless:
+            if allocation.id in unless or allocation.id not in self._agent_state.ledger.allocations:
                 continue
             try:
-                self._starts.make_folders([allocation])
-                await self._starts.start(allocation)
+                await self._start(allocation)
             except Refusal as refusal:
-                log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
+                failed[allocation.id] = str(refusal)
+                if self._failed.get(allocation.id) != str(refusal):
+                    log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
+        self._failed = failed
 
     def prepared(self) -> Collection[tuple[str, str]]:
         """Namespace and name of the claims that hold GPUs."""
         return {(a.claim.namespace, a.claim.name) for a in self._prepared() if a.claim is not None}
 
+    async def _start(self, allocation: Allocation) -> None:
+        """Raises Refusal, also for an allocation that has been freed."""
+        if allocation.id not in self._agent_state.ledger.allocations:
+            raise Refusal("conflict", f"the claim of {allocation.describe()} was unprepared while it was being prepared")
+        self._starts.make_folders([allocation])
+        await self._starts.start(allocation)
+
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
     async def _grant(self, claim: ClaimRef) -> Sequence[Allocation]:
-        self._preparing[claim.uid] = self._preparing.get(claim.uid, 0) + 1
+        reading = _Reading(claim)
+        self._reading.add(reading)
         try:
             await self._enforcement.settle()
             found = await self._reader.read(claim)
             views = await asyncio.gather(*(self._view(pod, uid) for pod, uid in found.pods))
             pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
-            held, is_new = await self._batch.add(partial(self._granted, found, pods))
+            held, is_new = await self._batch.add(partial(self._granted, found, pods, reading))
         finally:
-            self._preparing[claim.uid] -= 1
-            if not self._preparing[claim.uid]:
-                del self._preparing[claim.uid]
-                self._overtaken.discard(claim.uid)
+            self._reading.discard(reading)
         if is_new:
             for allocation in held:
                 log.info(
@@ -159,13 +174,15 @@ class NodeClaims:
         return held
 
     def _granted(
-        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], ledger: Ledger
+        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], reading: "_Reading", ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
         if held := ledger.of_claim(claim.ref.uid):
             return ledger, (), (held, False)
-        if claim.ref.uid in self._overtaken:
+        if reading not in self._reading:
             raise Refusal("conflict", f"claim {claim.ref} was unprepared while it was being prepared")
+        if all(view is not None and view.ended for _, _, view in pods):
+            raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
 
         def terms(user: ClaimUser, share: bool) -> Terms:

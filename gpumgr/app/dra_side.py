@@ -154,7 +154,7 @@ class DraSide:
     async def _reclaim(self) -> None:
         async def exists(claim: ClaimRef) -> bool:
             found = await self._server.find(claim_path(claim.namespace, claim.name))
-            return found is not None and found["metadata"]["uid"] == claim.uid
+            return found is not None and found["metadata"]["uid"] == claim.uid and allocated_here(found, self._settings.node.name)
 
         while True:
             await asyncio.sleep(RECLAIM_SECONDS)

@@ -1,12 +1,13 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
@@ -19,7 +20,7 @@ from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import Refusal
 from gpumgr.units import Amounts, Resource
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import snapshot, unlimited
 
 from .world import World
 
@@ -95,8 +96,8 @@ class Node:
 
 
 @pytest.fixture
-async def node() -> Node:
-    return Node(await World.made(snapshot(2, 80)))
+async def node(tmp_path: Path) -> Node:
+    return Node(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)))
 
 
 async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> None:
@@ -208,6 +209,34 @@ async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing(node: Node) 
     assert not node.world.ledger.allocations
     node.reader.before_answer = None
     await node.prepare(ref)
+
+
+async def test_a_prepare_after_an_unprepare_is_valid_while_an_overtaken_one_still_waits(node: Node) -> None:
+    ref, answers = node.claim("a", node.share(0, 30, 512)), asyncio.Event()
+    node.reader.before_answer = answers.wait
+    overtaken = asyncio.ensure_future(node.prepare(ref))
+    await asyncio.sleep(0)
+    await node.claims.unprepare(ref)
+    again = asyncio.ensure_future(node.prepare(ref))
+    await asyncio.sleep(0)
+    answers.set()
+    with pytest.raises(Refusal, match="was unprepared"):
+        await overtaken
+    assert await again
+    assert len(node.world.ledger.allocations) == 1
+
+
+async def test_a_late_prepare_for_pods_that_have_ended_grants_nothing(node: Node) -> None:
+    ref, pods = node.claim("a", node.share(0, 30, 512)), node.world.pods
+    await node.prepare(ref)
+    await node.claims.unprepare(ref)
+    pods.views["team", "a"] = replace(pods.views["team", "a"], phase="Failed")
+    with pytest.raises(Refusal, match="have ended"):
+        await node.prepare(ref)
+    assert not node.world.ledger.allocations
+    also = (*node.reader.claims[ref.uid].pods, (("team", "b"), "pod-b"))
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=also)
+    assert await node.prepare(ref)
 
 
 async def test_two_calls_at_the_same_time_grant_once(node: Node) -> None:
@@ -341,6 +370,50 @@ async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(t
     running.clear()
     await node.claims.restore()
     assert started == [allocation] * 3
+
+
+async def started_limits(folder: Path, start: Callable[[GpuShare], Coroutine[Any, Any, None]]) -> Node:
+    """A node with a mechanism that starts in this way."""
+    limits = limited(folder)
+    await limits.choose()
+    (backend,) = limits.backends.values()
+    backend.start = start  # type: ignore[assignment,method-assign]
+    return Node(await World.made(snapshot(2, 80), limits=limits))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_nothing_is_put_in_place_for_a_claim_that_is_unprepared_meanwhile(restored: bool, tmp_path: Path) -> None:
+    started = list[str]()
+
+    async def start(tenant: GpuShare) -> None:
+        started.append(tenant.allocation)
+        if len(started) == (3 if restored else 1):
+            await node.claims.unprepare(ref)
+
+    node = await started_limits(tmp_path, start)
+    ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 512, request="c1", number=2), request="c0")
+    if restored:
+        await node.prepare(ref)
+        await node.claims.restore()
+    else:
+        with pytest.raises(Refusal, match="was unprepared while"):
+            await node.prepare(ref)
+    assert len(started) == (3 if restored else 1)
+
+
+async def test_why_a_claim_is_not_restored_is_logged_once_until_it_changes(tmp_path: Path) -> None:
+    reason = ""
+
+    async def start(_tenant: GpuShare) -> None:
+        if reason:
+            raise Refusal("internal", reason)
+
+    node = await started_limits(tmp_path, start)
+    await node.prepare(node.claim("a", node.share(0, 10, 512)))
+    with capture_logs() as logs:
+        for reason in ("full", "full", "gone", "", "gone"):  # noqa: B007
+            await node.claims.restore()
+    assert [each["reason"] for each in logs if each["event"] == "claim_not_restored"] == ["full", "gone", "gone"]
 
 
 async def test_a_bug_with_one_claim_does_not_fail_the_others(node: Node) -> None:
