@@ -55,6 +55,7 @@ class _Reading:
     """One Prepare in progress."""
 
     claim: ClaimRef
+    adopted: bool
 
 
 class NodeClaims:
@@ -84,10 +85,11 @@ class NodeClaims:
         #: Why the last `restore` failed for these.
         self._failed: dict[AllocationId, str] = {}
 
-    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        """Durable before it returns. Raises Refusal."""
+    async def prepare(self, claim: ClaimRef, *, adopted: bool = False) -> Sequence[PreparedDevice]:
+        """Durable before it returns. `adopted`: its pods may run with it, so it may be on a GPU that accepts no new ones. Raises
+        Refusal."""
         try:
-            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
+            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(_Reading(claim, adopted))
             for allocation in held:
                 await self._start(allocation)
         except Refusal as refusal:
@@ -149,8 +151,8 @@ class NodeClaims:
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
-    async def _grant(self, claim: ClaimRef) -> Sequence[Allocation]:
-        reading = _Reading(claim)
+    async def _grant(self, reading: "_Reading") -> Sequence[Allocation]:
+        claim = reading.claim
         self._reading.add(reading)
         try:
             await self._enforcement.settle()
@@ -184,6 +186,8 @@ class NodeClaims:
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
+        if reading.adopted:
+            node = replace(node, unschedulable={})
 
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)

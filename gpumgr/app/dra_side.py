@@ -1,7 +1,7 @@
 """What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
@@ -26,9 +26,9 @@ from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
-from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.errors import GpumgrError
 from gpumgr.files import names_in
-from gpumgr.kubeapi.client import API_FAILURES, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -36,6 +36,7 @@ log = structlog.get_logger(__name__)
 #: How long calls are served after the slice was withdrawn, for pods that are bound already.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 CDI_CHECK_SECONDS: Final = 1.0
+ADOPT_SECONDS: Final = 2.0
 RECLAIM_SECONDS: Final = 30.0
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
@@ -57,14 +58,13 @@ class DraSide:
         enforcement: Enforcement,
         enforcement_text: Callable[[], str],
         pod_resources: PodResources,
-        wait_synced: Callable[[], Awaitable[None]],
         lost: bool,
         observe: Observer = lambda *_: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
         self._enforcement_text, self._pod_resources = enforcement_text, pod_resources
-        self._wait_synced, self._lost, self._on_state = wait_synced, lost, on_state
+        self._lost, self._on_state = lost, on_state
         self._held_back: str | None = None
         node = settings.node.name
         self.claims = NodeClaims(
@@ -111,6 +111,7 @@ class DraSide:
         await self.claims.restore()
         if self._lost:
             await self._adopt()
+        self._hold(None)
         self.update()
         self._link_changed(self.link.state)
         self._driver.decide_with(self.claims)
@@ -133,23 +134,40 @@ class DraSide:
     async def _wait_for_other_mode(self) -> None:
         """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
-            if holders != self._held_back:
-                log.warning("registration_waits", reason=holders)
-            self._held_back = self._driver.waits_for = holders
+            self._hold(holders)
             await asyncio.sleep(2.0)
-        self._held_back = None
+
+    def _hold(self, reason: str | None) -> None:
+        """Why the driver must not be registered now; None: it may be."""
+        if reason is not None:
+            if reason != self._held_back:
+                log.warning("registration_waits", reason=reason)
+            self._driver.waits_for = reason
+        self._held_back = reason
 
     async def _adopt(self) -> None:
-        """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
-        await self._wait_synced()
-        for pod in [pod for pod in self._pods.all() if pod.claims and not pod.ended]:
-            for name in {use.claim for use in pod.claims}:
+        """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it. Until
+        each of them was read, its GPUs could be given twice; so nothing else is decided before."""
+        settled = set[tuple[str, str]]()
+        while True:
+            missing = None if self._pods.synced else "the API server has not listed the pods"
+            claims = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
+            for namespace, name in claims - settled - set(self.claims.prepared()):
                 try:
-                    found = await self._server.find(claim_path(pod.namespace, name))
+                    found = await self._server.find(claim_path(namespace, name))
                     if found is not None and allocated_here(found, self._settings.node.name):
-                        await self.claims.prepare(ClaimRef(namespace=pod.namespace, name=name, uid=str(found["metadata"]["uid"])))
-                except (Refusal, *API_FAILURES) as error:
-                    log.error("claim_not_adopted", claim=f"{pod.namespace}/{name}", error=str(error))
+                        ref = ClaimRef(namespace=namespace, name=name, uid=str(found["metadata"]["uid"]))
+                        await self.claims.prepare(ref, adopted=True)
+                except (*API_FAILURES, *UNREADABLE) as error:
+                    if isinstance(error, API_FAILURES) and getattr(error, "code", "internal") == "internal":
+                        missing = f"claim {namespace}/{name}: {error}"
+                        continue
+                    log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+                settled.add((namespace, name))
+            if missing is None:
+                return
+            self._hold(f"the ledger was lost, and which GPUs the node's pods have is not known yet: {missing}")
+            await asyncio.sleep(ADOPT_SECONDS)
 
     async def _reclaim(self) -> None:
         async def exists(claim: ClaimRef) -> bool:

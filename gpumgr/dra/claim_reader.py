@@ -97,7 +97,7 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
     except UNREADABLE as error:
         what = f"{type(error).__name__}: {error}"
         raise Refusal(
-            "internal", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
+            "invalid_request", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
         ) from error
 
 
