@@ -171,10 +171,10 @@ def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
         )
     if share.admin:
         return gpu
-    if gpu in node.unschedulable:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")
-    if gpu not in node.rows:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
+    why = "the driver does not show it" if gpu not in node.rows else node.unschedulable.get(gpu)
+    if why is not None:
+        remedy = "delete the pod and its claim, so that it is scheduled to another GPU"
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {why}; {remedy}")
     return gpu
 
 

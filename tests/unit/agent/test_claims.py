@@ -178,7 +178,7 @@ async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
 async def test_a_failed_gpu_is_refused(node: Node) -> None:
     uuid = node.world.node.gpus[0].uuid
     await node.world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
-    with pytest.raises(Refusal, match="XID 79"):
+    with pytest.raises(Refusal, match="XID 79; delete the pod and its claim"):
         await node.prepare(node.claim("a", node.share(0, 10, 256)))
 
 
