@@ -199,7 +199,7 @@ class NodeClaims:
             ledger = ledger.occupy(allocation)
             entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
             entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
-        refuse_two_limits(ledger, [view for _, _, view in pods if view is not None])
+        refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 
     async def _view(self, pod: PodKey, uid: str) -> PodView | None:

@@ -324,12 +324,30 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
     shares = node.share(0, 10, 512, request="c0"), node.share(1, 20, 256, request="c1", number=2)
     ref = node.claim("a", *shares, request=request_of_container)
     if refused:
-        with pytest.raises(Refusal, match=r"container main uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
+        with pytest.raises(Refusal, match=r"container main of pod a uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
             await node.claims.prepare(ref)
         assert not node.world.ledger.allocations
     else:
         await node.claims.prepare(ref)
         assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
+
+
+async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_start_with_their_claim(tmp_path: Path) -> None:
+    limits = limited(tmp_path)
+    await limits.choose()
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    views, claims = node.world.pods.views, node.reader.claims
+    refs = {name: node.claim(name, node.share(0, 10, 512)) for name in ("one", "two", "shared")}
+    views["team", "two"] = replace(views["team", "two"], claims=(*views["team", "two"].claims, *views["team", "shared"].claims))
+    claims["claim-shared"] = replace(claims["claim-shared"], pods=claims["claim-shared"].pods + claims["claim-two"].pods)
+    await node.prepare(refs["two"])
+    with pytest.raises(Refusal, match=r"container main of pod two uses 2 shares of GPUs with limits \(two/gpu, shared/gpu\)"):
+        await node.prepare(refs["shared"])
+    views["team", "two"] = replace(views["team", "two"], phase="Failed")
+    await node.prepare(refs["shared"])
+    views["team", "two"] = replace(views["team", "two"], phase="Pending")
+    claims["claim-one"] = replace(claims["claim-one"], pods=claims["claim-one"].pods + claims["claim-two"].pods)
+    await node.prepare(refs["one"])
 
 
 def lose_specs(folder: Path) -> None:
