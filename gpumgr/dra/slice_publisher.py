@@ -21,6 +21,7 @@ import structlog
 
 from gpumgr.aio import LatestValue, forever
 from gpumgr.dra.slices import (
+    MAX_DEVICES,
     SLICES,
     Dropped,
     Json,
@@ -172,6 +173,10 @@ class SlicePublisher:
             return None
         if (pause := self._retry_at - self._clock()) > 0:
             return pause
+        if len(devices) > MAX_DEVICES:
+            raise GpumgrError(
+                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
+            )
         async with self._writing:
             if self._withdrawn:
                 return None

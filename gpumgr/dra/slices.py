@@ -33,6 +33,8 @@ SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver does not list any more.
 LOST_TAINT: Final = f"{DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
+#: Kubernetes' limit for the devices of a slice, if one of them has taints.
+MAX_DEVICES: Final = 64
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, less the prefix of the probe's.
