@@ -21,6 +21,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
+from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import (
     AllocatedClaim,
@@ -60,7 +61,7 @@ class _Reading:
 
 class NodeClaims:
     """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
-    from an allocation and one of its GPUs."""
+    from an allocation and one of its GPUs. `share_mode`: whether shares are granted."""
 
     def __init__(
         self,
@@ -72,11 +73,12 @@ class NodeClaims:
         starts: ContainerStarts,
         pool: str,
         cdi_name: Callable[[AllocationId, str], str],
+        share_mode: Callable[[], bool] = lambda: True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
-        self._wall_clock = wall_clock
+        self._share_mode, self._wall_clock = share_mode, wall_clock
         self._batch = CommitBatch(agent_state)
         #: The Prepares in progress that have not decided yet.
         self._reading: set[_Reading] = set()
@@ -194,6 +196,11 @@ class NodeClaims:
 
         users = {request: _user(claim.ref.name, request, pods) for request in {share.request for share in claim.shares}}
         granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
+        if not (self._share_mode() or reading.adopted) and any(is_share(each) for each in granted):
+            raise Refusal(
+                "invalid_request",
+                "this node does not share GPUs (placement.share_mode is off): delete the pod, and request whole GPUs, without capacity",
+            )
         free, entries = candidates(node, ledger), list[HistoryEntry]()
         for allocation in granted:
             ledger = ledger.occupy(allocation)

@@ -113,6 +113,8 @@ class Components:
         self.settings = settings
         self.agent_state.apply(policy=settings.placement.policy)
         self.agent.apply(share_mode=settings.placement.share_mode)
+        if self.dra is not None:
+            self.dra.apply(settings)
         self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
         self.memory_watcher.apply(_over_limit(settings))
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)

@@ -75,6 +75,7 @@ class DraSide:
             starts=starts,
             pool=node,
             cdi_name=cdi.device_name,
+            share_mode=lambda: self._settings.placement.share_mode,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
@@ -93,6 +94,11 @@ class DraSide:
         """`error` is also why the driver must not be registered yet."""
         return {DRIVER: replace(self.link.state, error=self._held_back or self.link.state.error)}
 
+    def apply(self, settings: Settings) -> None:
+        """Takes effect at the next decision, and in the slice at once."""
+        self._settings = settings
+        self.update()
+
     def update(self) -> None:
         """The GPUs, their health or the mechanisms of new shares have changed."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
@@ -101,7 +107,8 @@ class DraSide:
         registry = ledger.gpu_registry
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
-        now = slice_devices(inventory.snapshot, names, enforcement=self._enforcement_text(), taints=taints)
+        text, shared = self._enforcement_text(), self._settings.placement.share_mode
+        now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         self._devices.set(with_lost(self._devices.value or (), now))
         self._driver.health.set(_health(self._settings.node.name, registry, inventory))
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.allocator.claims import device_name
+from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.app import dra_side
@@ -18,9 +18,10 @@ from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_ta
 from gpumgr.dra.claim_reader import allocated_here
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.slices import DRIVER, Taint
+from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import NodeSettings
+from gpumgr.settings.schema import NodeSettings, PlacementSettings
 from tests.component.stage.stage import snapshot, unlimited
 from tests.unit.agent.world import World
 
@@ -109,9 +110,8 @@ class ClaimServer:
         return self.claims.get(name)
 
 
-@asynccontextmanager
-async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -> AsyncIterator[DraSide]:
-    side = DraSide(
+def side_of(world: World, server: ClaimServer, folder: Path) -> DraSide:
+    return DraSide(
         Settings(node=NodeSettings(name="node-1", mode="dra")),
         DraDriver(folder, folder, None),
         server=cast("ApiServer", server),
@@ -123,6 +123,11 @@ async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -
         pod_resources=cast("Any", None),
         lost=True,
     )
+
+
+@asynccontextmanager
+async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -> AsyncIterator[DraSide]:
+    side = side_of(world, server, folder)
     task = asyncio.create_task(side._adopt())
     try:
         yield side
@@ -170,3 +175,15 @@ async def test_while_claims_can_not_be_adopted_the_reason_is_shown(tmp_path: Pat
             await asyncio.sleep(0)
         assert "claim team/a: HTTP 403" in (side.states[DRIVER].error or "")
     assert held(world) == {"a"}
+
+
+async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    side = side_of(world, server, tmp_path)
+    side.update()
+    assert [each.shared for each in side._devices.value or ()] == [True, True]
+    side.apply(Settings(node=NodeSettings(name="node-1", mode="dra"), placement=PlacementSettings(share_mode=False)))
+    assert [each.shared for each in side._devices.value or ()] == [False, False]
+    server.add(world, "a", 0)
+    with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
+        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))

@@ -169,6 +169,24 @@ async def test_more_than_a_gpu_has_is_refused_and_changes_nothing(
     assert (refused.what, refused.call) == ("refused", "prepare")
 
 
+async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> None:
+    node.claims = NodeClaims(
+        agent_state=node.world.agent_state,
+        reader=node.reader,
+        pods=node.world.pods,
+        enforcement=node.world.limits,
+        starts=node.world.agent.container_starts,
+        pool="node1",
+        cdi_name=cdi_name,
+        share_mode=lambda: False,
+    )
+    with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
+        await node.prepare(node.claim("a", node.share(0, 10, 256)))
+    await node.prepare(node.claim("whole", node.share(0, 100, 0)))
+    await node.prepare(node.claim("monitor", node.share(0, 0, 0, admin=True)))
+    assert node.world.ledger.available(node.gpu(0)) == Amounts()
+
+
 async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
     ref = node.claim("a", replace(node.share(0, 10, 256), device="gpu-unknown"))
     with pytest.raises(Refusal, match="gpu-unknown"):
