@@ -13,7 +13,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import LatestValue, finish_shielded, persistently
+from gpumgr.aio import LatestValue, persistently
 from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
@@ -133,10 +133,10 @@ class DraSide:
         """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
         another agent has registered the driver, the slice stays for that."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        if self._publishing is not None and not succeeded and await self.publisher.withdraw():
+        part = grace_seconds / 3  # an API server or calls that do not end leave time for the rest of the agent's stop
+        if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
-        await self.link.stop(grace_seconds)
-        await finish_shielded(grace_seconds)
+        await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
         """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""

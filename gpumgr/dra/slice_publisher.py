@@ -117,7 +117,7 @@ class SlicePublisher:
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
         raise AssertionError("all daemons run until they are cancelled")
 
-    async def withdraw(self, *, timeout_seconds: float = 5.0) -> bool:
+    async def withdraw(self, *, timeout_seconds: float) -> bool:
         """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
         self._withdrawn = True
         self.state = replace(self.state, published=False)

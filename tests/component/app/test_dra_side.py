@@ -187,3 +187,20 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
     server.add(world, "a", 0)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
         await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+
+
+async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.made(snapshot(1, 80), limits=unlimited(tmp_path))
+    side = side_of(world, ClaimServer(), tmp_path)
+    given = list[float]()
+
+    async def withdraw(*, timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(side.publisher, "withdraw", withdraw)
+    side._publishing = asyncio.create_task(asyncio.sleep(0))
+    await side.stop(3.0)
+    assert given == [1.0]

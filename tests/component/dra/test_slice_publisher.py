@@ -310,12 +310,12 @@ async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         stage.registrations.set(1)
         await stage.settled(*names(*DEVICES))
-        assert await stage.publisher.withdraw() is True
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
         stage.devices.set(())
         stage.registrations.set(2)
         await stage.until(lambda: not stage.publisher._stored)
         assert (stage.slice, stage.publisher.state.published) == (None, False)
-        assert await stage.publisher.withdraw() is True
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
         assert stage.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
         await stage.sim.stop()
-        assert await stage.publisher.withdraw() is False
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is False
