@@ -1,6 +1,6 @@
 """Entries of the history about containers, each of which becomes an event of the container's pod."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gpumgr.agent.history import History, about
@@ -28,7 +28,7 @@ class AgentRecords(Protocol):
 class ContainerEvents:
     """`containers` returns the containers that run on allocations: their pods count where the ledger has no pod yet."""
 
-    def __init__(self, records: AgentRecords, *, containers: Callable[[], Mapping[AllocationId, Container]]) -> None:
+    def __init__(self, records: AgentRecords, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._records, self._containers = records, containers
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
@@ -41,7 +41,8 @@ class ContainerEvents:
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""
-        holder, container = self._records.ledger.allocations.get(allocation), self._containers().get(allocation)
+        holder = self._records.ledger.allocations.get(allocation)
+        container = next(iter(self._containers().get(allocation, ())), None)
         pod = (holder.pod if holder else None) or (container.pod if container else None)
         uid = (holder.uid if holder else None) or (container.pod_uid if container else None)
         return (pod, uid) if pod and uid else None

@@ -148,14 +148,15 @@ class MemoryLimitWatcher:
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
         ownership = self._owners.latest
         for allocation, tenant in shares.items():
-            container = ownership.containers.get(allocation)
-            if container is None:
+            if not (containers := ownership.containers.get(allocation)):
                 continue
             pids = ownership.pids.get(allocation, ())
             gpu_pids = frozenset(pid for gpu in tenant.gpus for pid in use.containers[allocation, gpu.name].processes)
             if not gpu_pids <= set(pids):
                 pids = tuple(sorted({*pids, *gpu_pids}))
-            yield RunningContainer(tenant=tenant, container=container, pids=pids, gpu_pids=gpu_pids)
+            yield RunningContainer(
+                tenant=tenant, container=containers[0], others=tuple(containers[1:]), pids=pids, gpu_pids=gpu_pids
+            )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         """Observes first: after an adjustment there would be nothing to find."""

@@ -6,7 +6,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -52,11 +52,12 @@ class RunningContainers(Protocol):
 class ProcessOwnership:
     """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
 
-    `containers`: allocation -> the container that runs on it. `pids`: allocation -> all processes of that container, ascending.
+    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these,
+    ascending.
     """
 
     owners: Mapping[int, Container | None] = field(default_factory=dict)
-    containers: Mapping[AllocationId, Container] = field(default_factory=dict)
+    containers: Mapping[AllocationId, Sequence[Container]] = field(default_factory=dict)
     pids: Mapping[AllocationId, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -81,8 +82,14 @@ class ProcessOwners:
         if self._runtime.due:
             await self._list.start(self._runtime.tick, timeout_seconds=self._timeout_seconds)
         containers = self._containers(index, shares)
-        pids = await asyncio.to_thread(self._read_pids, containers) if containers else {}
-        owners: dict[int, Container | None] = {pid: containers[each] for each, inside in pids.items() for pid in inside}
+        every = {each.id: each for users in containers.values() for each in users}
+        inside = await asyncio.to_thread(self._read_pids, every.values()) if every else {}
+        pids = {
+            allocation: tuple(sorted(pid for each in users for pid in inside[each.id]))
+            for allocation, users in containers.items()
+            if all(each.id in inside for each in users)
+        }
+        owners: dict[int, Container | None] = {pid: every[each] for each, found in inside.items() for pid in found}
         self._answers = {process: answer for process, answer in self._answers.items() if started.get(process[0]) == process[1]}
         others = [(pid, started[pid]) for pid in seen if pid in started and pid not in owners]
         due = [process for process in others if self._is_due(process)]
@@ -96,23 +103,27 @@ class ProcessOwners:
         await self._list.close()
         await self._look_up.close()
 
-    def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Container]:
+    def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
         """Of several starts of a container the latest counts."""
-        found: dict[AllocationId, Container] = {}
+        found: dict[AllocationId, dict[object, Container]] = {}
         for container in self._runtime.running():
             for allocation in index.exact(container):
-                known = found.get(allocation.id)
-                if allocation.id in shares and (known is None or known.attempt <= container.attempt):
-                    found[allocation.id] = container
-        return found
+                if allocation.id in shares:
+                    users = found.setdefault(allocation.id, {})
+                    user = (container.pod_uid, container.name) if allocation.claim else None
+                    if (known := users.get(user)) is None or known.attempt <= container.attempt:
+                        users[user] = container
+        return {allocation: tuple(users.values()) for allocation, users in found.items()}
 
-    def _read_pids(self, containers: Mapping[AllocationId, Container]) -> dict[AllocationId, tuple[int, ...]]:
-        """Runs on a thread. A container with an unreadable cgroup has no processes here; the reason is logged once."""
-        pids: dict[AllocationId, tuple[int, ...]] = {}
+    def _read_pids(self, containers: Iterable[Container]) -> dict[str, tuple[int, ...]]:
+        """Container's id -> its processes. Runs on a thread.
+
+        A container with an unreadable cgroup has no processes here; the reason is logged once."""
+        pids: dict[str, tuple[int, ...]] = {}
         reason = ""
-        for allocation, container in containers.items():
+        for container in containers:
             try:
-                pids[allocation] = self._runtime.pids(container)
+                pids[container.id] = self._runtime.pids(container)
             except CriError as error:
                 reason = reason or str(error)
         if reason not in ("", self._error):

@@ -22,6 +22,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
+from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import (
     AllocatedClaim,
@@ -55,7 +56,7 @@ class ClaimReader(Protocol):
 
 class NodeClaims:
     """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
-    from an allocation and one of its GPUs."""
+    from an allocation and one of its GPUs. `share_mode`: whether shares are granted."""
 
     def __init__(
         self,
@@ -67,11 +68,12 @@ class NodeClaims:
         starts: ContainerStarts,
         pool: str,
         cdi_name: Callable[[AllocationId, str], str],
+        share_mode: Callable[[], bool] = lambda: True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
-        self._wall_clock = wall_clock
+        self._share_mode, self._wall_clock = share_mode, wall_clock
         self._batch = CommitBatch(agent_state)
         #: Claim -> the calls of Prepare in progress that no Unprepare has overtaken.
         self._preparing: defaultdict[str, set[object]] = defaultdict(set)
@@ -84,10 +86,11 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        """Durable before it returns. Raises Refusal."""
+    async def prepare(self, claim: ClaimRef, *, adopted: bool = False) -> Sequence[PreparedDevice]:
+        """Durable before it returns. `adopted`: its pods may run with it, so it may be on a GPU that accepts no new ones. Raises
+        Refusal."""
         try:
-            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
+            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim, adopted)
             for allocation in held:
                 if not await self._start(allocation):
                     raise _overtaken(claim)
@@ -109,8 +112,8 @@ class NodeClaims:
         await self._batch.add(free)
 
     async def reclaim(self, exists: Callable[[ClaimRef], Awaitable[bool]], listing: Listing) -> None:
-        """Frees the claims that the API server does not have (`exists`) and of which the kubelet lists no pod (`listing`), each in two
-        calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
+        """Frees the claims that the API server does not have for this node (`exists`) and of which the kubelet lists no pod (`listing`),
+        each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
         gone = set[str]()
         for allocation in self._prepared():
             claim = allocation.claim
@@ -163,7 +166,7 @@ class NodeClaims:
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
-    async def _grant(self, claim: ClaimRef) -> Sequence[Allocation]:
+    async def _grant(self, claim: ClaimRef, adopted: bool) -> Sequence[Allocation]:
         call = object()
         self._preparing[claim.uid].add(call)
         try:
@@ -173,7 +176,7 @@ class NodeClaims:
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             views = await asyncio.gather(*(self._view(pod, uid) for pod, uid in found.pods))
             pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
-            held, is_new = await self._batch.add(partial(self._granted, found, pods, call))
+            held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
         finally:
             if calls := self._preparing.get(claim.uid):
                 calls.discard(call)
@@ -193,26 +196,40 @@ class NodeClaims:
         return held
 
     def _granted(
-        self, claim: AllocatedClaim, pods: Sequence[tuple[PodKey, str, PodView | None]], call: object, ledger: Ledger
+        self,
+        claim: AllocatedClaim,
+        pods: Sequence[tuple[PodKey, str, PodView | None]],
+        call: object,
+        adopted: bool,
+        ledger: Ledger,
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
         if call not in self._preparing.get(claim.ref.uid, ()):
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
             return ledger, (), (held, False)
+        if all(view is not None and view.ended for _, _, view in pods):
+            raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
+        if adopted:
+            node = replace(node, unschedulable={})
 
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
 
         users = {request: _user(claim.ref.name, request, pods) for request in {share.request for share in claim.shares}}
         granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
+        if not (self._share_mode() or adopted) and any(is_share(each) for each in granted):
+            raise Refusal(
+                "invalid_request",
+                "this node does not share GPUs (placement.share_mode is off): delete the pod, and request whole GPUs, without capacity",
+            )
         free, entries = candidates(node, ledger), list[HistoryEntry]()
         for allocation in granted:
             ledger = ledger.occupy(allocation)
             entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
             entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
-        refuse_two_limits(ledger, [view for _, _, view in pods if view is not None])
+        refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 
     async def _view(self, pod: PodKey, uid: str) -> PodView | None:

@@ -24,19 +24,19 @@ class CommitBatch:
         """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append((decision, result))
-        await run_shielded(self._commit_unless(result.done), name="commit_batch")  # the decisions of others are in it, too
+        await run_shielded(self._save(result), name="commit_batch")  # others wait for it, too
         return result.result()
 
-    async def _commit_unless(self, done: Callable[[], bool]) -> None:
+    async def _save(self, result: asyncio.Future[Any]) -> None:
         async with self._agent_state.lock:
-            if not done():  # else it was in the batch of an earlier one
+            if not result.done():  # else it was in the batch of an earlier one
                 waiting, self._waiting = self._waiting, []
                 await self._commit(waiting)
 
     async def _commit(self, waiting: Sequence[tuple[Decision[Any], asyncio.Future[Any]]]) -> None:
         """The caller holds the agent state's lock."""
         state = self._agent_state
-        ledger, entries, results = state.ledger, list[HistoryEntry](), list[tuple[asyncio.Future[Any], Any]]()
+        ledger, entries, decided = state.ledger, list[HistoryEntry](), list[tuple[Decision[Any], asyncio.Future[Any], Any]]()
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
@@ -44,18 +44,18 @@ class CommitBatch:
                 result.set_exception(error)
             else:
                 entries += more
-                results.append((result, value))
+                decided.append((decision, result, value))
         try:
             if ledger is not state.ledger:
                 await state.commit(ledger, *entries)
-        except CheckpointError as error:
-            if isinstance(error, LedgerError) and len(results) > 1:  # one of them is wrong
-                for each in waiting:
-                    if not each[1].done():
-                        await self._commit([each])
+        except Exception as error:
+            if isinstance(error, LedgerError) and len(decided) > 1:  # a bug in one of them
+                for decision, result, _ in decided:
+                    await self._commit([(decision, result)])
                 return
-            for result, _ in results:
-                result.set_exception(Refusal("internal", f"the decision can't be saved: {error}"))
+            text = f"the decision can't be saved: {error}"
+            for _, result, _ in decided:
+                result.set_exception(Refusal("internal", text) if isinstance(error, CheckpointError) else error)
         else:
-            for result, value in results:
+            for _, result, value in decided:
                 result.set_result(value)

@@ -44,4 +44,5 @@ def tenant_of(
         container=allocation.container,
         core_limit=view.core_limit if view else None,
         runtime_uid=view.runtime_uid if view else None,
+        claim=allocation.claim is not None,
     )

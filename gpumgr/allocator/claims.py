@@ -143,19 +143,19 @@ def grant_claim(
     return granted
 
 
-def refuse_two_limits(ledger: Ledger, pods: Iterable[PodView]) -> None:
-    """Refuses a container that uses two limited allocations: the variables and files of one set of limits would replace the other's.
-    Raises Refusal."""
-    limited = [a for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
+def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) -> None:
+    """Refuses a claim with which a container has two limited allocations: the variables and files of one set of limits would replace
+    the other's. `pods`: those that may start with it. Raises Refusal."""
+    limited = [a.claim for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
     for pod in pods:
-        for container in dict.fromkeys(use.container for use in pod.claims):
-            names = [
-                f"{a.claim.name}/{a.claim.request}"
-                for a in limited
-                if a.claim is not None
-                and a.claim.namespace == pod.namespace
-                and any(use.container == container and use.uses(a.claim.name, a.claim.request) for use in pod.claims)
-            ]
+        uses = [
+            (use.container, each)
+            for use in pod.claims
+            for each in limited
+            if each.namespace == pod.namespace and use.uses(each.name, each.request)
+        ]
+        for container in {container for container, each in uses if each.uid == claim.uid}:
+            names = list(dict.fromkeys(f"{each.name}/{each.request}" for name, each in uses if name == container))
             if len(names) > 1:
                 raise Refusal(
                     "invalid_request",

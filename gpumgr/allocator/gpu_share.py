@@ -60,6 +60,8 @@ class GpuShare:
     runtime_uid: str | None = None
     #: Annotation `tencent.com/vcuda-core-limit` of the pod, in percent, capped at 100: how far it may go while others are idle.
     core_limit: int | None = None
+    #: It is of a ResourceClaim, which other containers may use, too.
+    claim: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:
         """The GPU, for a mechanism that serves a container on one GPU. Raises Refusal for a container with several."""

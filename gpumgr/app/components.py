@@ -103,7 +103,7 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.dra = self._make_dra(driver, server, wait_synced, lost=loaded.lost) if driver is not None else None
+        self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(ALL_RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
@@ -114,6 +114,8 @@ class Components:
         self.settings = settings
         self.agent_state.apply(policy=settings.placement.policy)
         self.agent.apply(share_mode=settings.placement.share_mode)
+        if self.dra is not None:
+            self.dra.apply(settings)
         self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
         self.memory_watcher.apply(_over_limit(settings))
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
@@ -244,9 +246,7 @@ class Components:
             names=profile.resource_names(self.settings),
         )
 
-    def _make_dra(
-        self, driver: DraDriver, server: ApiServer | None, wait_synced: Callable[[], Awaitable[None]], *, lost: bool
-    ) -> DraSide:
+    def _make_dra(self, driver: DraDriver, server: ApiServer | None, *, lost: bool) -> DraSide:
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
         return DraSide(
@@ -259,7 +259,6 @@ class Components:
             enforcement=self.enforcement.limits,
             enforcement_text=lambda: "+".join(self.enforcement.limits.choice.mechanisms),
             pod_resources=self.pod_resources,
-            wait_synced=wait_synced,
             lost=lost,
             observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),
             on_state=self._driver_changed,

@@ -1,9 +1,10 @@
 """What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final, Literal
 
 import structlog
@@ -13,10 +14,10 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import LatestValue, finish_shielded, persistently
+from gpumgr.aio import LatestValue, persistently
 from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.health import DeviceHealth
@@ -59,14 +60,13 @@ class DraSide:
         enforcement: Enforcement,
         enforcement_text: Callable[[], str],
         pod_resources: PodResources,
-        wait_synced: Callable[[], Awaitable[None]],
         lost: bool,
         observe: Observer = lambda *_: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
         self._enforcement_text, self._pod_resources = enforcement_text, pod_resources
-        self._wait_synced, self._lost, self._on_state = wait_synced, lost, on_state
+        self._lost, self._on_state = lost, on_state
         self._held_back: str | None = None
         node = settings.node.name
         self.claims = NodeClaims(
@@ -77,6 +77,7 @@ class DraSide:
             starts=starts,
             pool=node,
             cdi_name=cdi.device_name,
+            share_mode=lambda: self._settings.placement.share_mode,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
@@ -95,6 +96,11 @@ class DraSide:
         """`error` is also why the driver must not be registered yet."""
         return {DRIVER: replace(self.link.state, error=self._held_back or self.link.state.error)}
 
+    def apply(self, settings: Settings) -> None:
+        """Takes effect at the next decision, and in the slice at once."""
+        self._settings = settings
+        self.update()
+
     def update(self) -> None:
         """The GPUs, their health or the mechanisms of new shares have changed."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
@@ -103,7 +109,8 @@ class DraSide:
         registry = ledger.gpu_registry
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
-        now = slice_devices(inventory.snapshot, names, enforcement=self._enforcement_text(), taints=taints)
+        text, shared = self._enforcement_text(), self._settings.placement.share_mode
+        now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         self._devices.set(with_lost(self._devices.value or (), now))
         self._driver.health.set(_health(self._settings.node.name, registry, inventory))
 
@@ -113,6 +120,7 @@ class DraSide:
         await self.claims.restore()
         if self._lost:
             await self._adopt()
+        self._hold(None)
         self.update()
         self._link_changed(self.link.state)
         self._driver.decide_with(self.claims)
@@ -127,36 +135,41 @@ class DraSide:
         """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
         another agent has registered the driver, the slice stays for that."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        if self._publishing is not None and not succeeded and await self.publisher.withdraw():
+        part = grace_seconds / 3  # an API server or calls that do not end leave time for the rest of the agent's stop
+        if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
-        await self.link.stop(grace_seconds)
-        await finish_shielded(grace_seconds)
+        await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
         """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
-            if holders != self._held_back:
-                log.warning("registration_waits", reason=holders)
-            self._held_back = self._driver.waits_for = holders
+            self._hold(holders)
             await asyncio.sleep(2.0)
-        self._held_back = None
+
+    def _hold(self, reason: str | None) -> None:
+        """Why the driver must not be registered now; None: it may be."""
+        if reason is not None:
+            if reason != self._held_back:
+                log.warning("registration_waits", reason=reason)
+            self._driver.waits_for = reason
+        self._held_back = reason
 
     async def _adopt(self) -> None:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
-        self._driver.waits_for = "the ledger was lost, and the claims of this node's pods are read from the API server"
-        await self._wait_synced()
-        while failure := await adopt(self._server, self._settings.node.name, self._pods, self.claims.prepare):
-            reason = f"{self._driver.waits_for}, which does not answer: {failure}"
-            if reason != self._held_back:
-                log.warning("registration_waits", reason=reason)
-            self._held_back = reason
+        while (failure := await self._adopt_once()) is not None:
+            self._hold(f"the ledger was lost, and which GPUs the node's pods have is not known yet: {failure}")
             await asyncio.sleep(ADOPT_SECONDS)
-        self._held_back = None
+
+    async def _adopt_once(self) -> str | None:
+        if not self._pods.synced:
+            return "the API server has not listed the pods"
+        prepare = partial(self.claims.prepare, adopted=True)
+        return await adopt(self._server, self._settings.node.name, self._pods, prepare, self._agent_state.ledger.of_claim)
 
     async def _reclaim(self) -> None:
         async def exists(claim: ClaimRef) -> bool:
             found = await self._server.find(claim_path(claim.namespace, claim.name))
-            return found is not None and found["metadata"]["uid"] == claim.uid
+            return found is not None and found["metadata"]["uid"] == claim.uid and allocated_here(found, self._settings.node.name)
 
         while True:
             await asyncio.sleep(RECLAIM_SECONDS)
@@ -178,19 +191,28 @@ class DraSide:
         self._waiting_pods.retry_now()
 
 
-async def adopt(server: ApiServer, node: str, pods: Pods, prepare: Callable[[ClaimRef], Awaitable[object]]) -> str | None:
-    """Prepares the claims that are allocated to pods of the node. Returns why the API server did not answer; the claims that are prepared
-    already may be prepared again."""
+async def adopt(
+    server: ApiServer,
+    node: str,
+    pods: Pods,
+    prepare: Callable[[ClaimRef], Awaitable[object]],
+    held: Callable[[str], Collection[Allocation]],
+) -> str | None:
+    """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
+    saved. The claims that are prepared already may be prepared again. `held` returns what the claim of a UID has."""
     used = {(pod.namespace, use.claim) for pod in pods.all() if not pod.ended for use in pod.claims}
     for namespace, name in sorted(used):
         try:
             found = await server.find(claim_path(namespace, name))
         except API_FAILURES as error:
-            return f"{type(error).__name__}: {error}".removesuffix(": ")
+            return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
         try:
             if found is not None and allocated_here(found, node):
-                await prepare(ClaimRef(namespace=namespace, name=name, uid=str(found["metadata"]["uid"])))
+                uid = str(found["metadata"]["uid"])
+                await prepare(ClaimRef(namespace=namespace, name=name, uid=uid))
         except (Refusal, *UNREADABLE) as error:
+            if isinstance(error, Refusal) and error.code == "internal" and not held(uid):
+                return str(error)
             log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
     return None
 

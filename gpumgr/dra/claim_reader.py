@@ -16,6 +16,7 @@ from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.units import CORES_PER_GPU
 
 #: The values of enforcement.backend except auto.
 Mechanism = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
@@ -102,7 +103,7 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
     except UNREADABLE as error:
         what = f"{type(error).__name__}: {error}"
         raise Refusal(
-            "internal", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
+            "invalid_request", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
         ) from error
 
 
@@ -137,6 +138,8 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
 def _share(result: Mapping[str, Any]) -> ClaimShare:
     device, admin = str(result["device"]), result.get("adminAccess") is True
     consumed = {"cores": "0", "memory": "0"} if admin else result.get("consumedCapacity") or {}
+    if not (consumed or result.get("shareID")):  # not a shared device: the claim has all of it
+        consumed = {"cores": str(CORES_PER_GPU), "memory": "0"}
     if missing := {"cores", "memory"} - consumed.keys():
         raise _Unusable(
             f"does not say how much {' and '.join(sorted(missing))} it has of {device}: the feature gate DRAConsumableCapacity must be on "

@@ -21,6 +21,7 @@ import structlog
 
 from gpumgr.aio import LatestValue, forever
 from gpumgr.dra.slices import (
+    MAX_DEVICES,
     SLICES,
     Dropped,
     Json,
@@ -116,7 +117,7 @@ class SlicePublisher:
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
         raise AssertionError("all daemons run until they are cancelled")
 
-    async def withdraw(self, *, timeout_seconds: float = 5.0) -> bool:
+    async def withdraw(self, *, timeout_seconds: float) -> bool:
         """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
         self._withdrawn = True
         self.state = replace(self.state, published=False)
@@ -172,6 +173,10 @@ class SlicePublisher:
             return None
         if (pause := self._retry_at - self._clock()) > 0:
             return pause
+        if len(devices) > MAX_DEVICES:
+            raise GpumgrError(
+                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
+            )
         async with self._writing:
             if self._withdrawn:
                 return None

@@ -33,6 +33,8 @@ SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver does not list any more.
 LOST_TAINT: Final = f"{DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
+#: Kubernetes' limit for the devices of a slice, if one of them has taints.
+MAX_DEVICES: Final = 64
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, less the prefix of the probe's.
@@ -55,7 +57,8 @@ class Taint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDevice:
-    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps."""
+    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`: it can
+    be allocated several times."""
 
     name: str
     gpu: Gpu
@@ -64,10 +67,16 @@ class SliceDevice:
     enforcement: str
     driver_version: str | None = None
     taints: tuple[Taint, ...] = ()
+    shared: bool = True
 
 
 def slice_devices(
-    snapshot: NodeSnapshot, names: Mapping[str, GpuName], *, enforcement: str, taints: Mapping[GpuName, tuple[Taint, ...]]
+    snapshot: NodeSnapshot,
+    names: Mapping[str, GpuName],
+    *,
+    enforcement: str,
+    taints: Mapping[GpuName, tuple[Taint, ...]],
+    shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
     """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
     of memory is left out, since the API server refuses it."""
@@ -83,6 +92,7 @@ def slice_devices(
             enforcement=enforcement,
             driver_version=snapshot.driver_version,
             taints=taints.get(names[gpu.uuid], ()),
+            shared=shared,
         )
         for row, gpu in ((row, snapshot.gpus[row]) for row in rows)
         if gpu.uuid in names and gpu.memory_blocks >= _MIN_BLOCKS
@@ -210,7 +220,7 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 def _device(device: SliceDevice) -> Json:
     content: Json = {
         "name": device.name,
-        "allowMultipleAllocations": True,
+        **({"allowMultipleAllocations": True} if device.shared else {}),
         "attributes": dict(_attributes(device)),
         "capacity": {
             "cores": _capacity(str(CORES_PER_GPU), "1"),
@@ -218,6 +228,8 @@ def _device(device: SliceDevice) -> Json:
             "memory": _capacity(f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi", f"{BLOCK_MEBIBYTES}Mi"),
         },
     }
+    if not device.shared:  # without a request policy, which only a shared device may have
+        content["capacity"] = {name: {"value": each["value"]} for name, each in content["capacity"].items()}
     if device.taints:
         content["taints"] = [
             {"key": each.key, **({"value": each.value} if each.value else {}), "effect": each.effect} for each in device.taints

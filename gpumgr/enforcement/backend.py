@@ -34,7 +34,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningContainer:
-    """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending.
+    """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending. `others`: further
+    containers that run with the same ResourceClaim; the pids are those of all of them.
 
     `gpu_pids`: those of them that have a context on one of its GPUs.
     """
@@ -43,6 +44,11 @@ class RunningContainer:
     container: Container
     pids: tuple[int, ...] = ()
     gpu_pids: frozenset[int] = frozenset()
+    others: tuple[Container, ...] = ()
+
+    @property
+    def containers(self) -> tuple[Container, ...]:
+        return (self.container, *self.others)
 
 
 class Backend:

@@ -36,6 +36,7 @@ from gpumgr.errors import NvmlError, Refusal
 from gpumgr.proc import PROC
 from gpumgr.topology.devices import MemoryLimit
 from gpumgr.units import Resource
+from gpumgr.usage.containers import Container
 
 #: Interval at which a limit in force is read back: other programs may change it, and a reloaded driver has lost it.
 _RECHECK_SECONDS: Final = 10.0
@@ -178,8 +179,9 @@ class DriverMemory(Backend):
         found = [
             _broken(each.tenant, gpu, _retried(limit.obstacle))
             for each in running
+            for container in each.containers
             for gpu in each.tenant.gpus
-            if (limit := self._limits.get((each.container.id, gpu.uuid))) is not None and limit.obstacle is not None
+            if (limit := self._limits.get((container.id, gpu.uuid))) is not None and limit.obstacle is not None
         ]
         late = await self._overdue({each.tenant.allocation for each in running})
         return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
@@ -201,29 +203,30 @@ class DriverMemory(Backend):
         return late
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
-        present = {each.container.id for each in running}
+        present = {container.id for each in running for container in each.containers}
         self._limits = {key: limit for key, limit in self._limits.items() if key[0] in present}
         for each in running:
-            for gpu in _limited(each.tenant):
-                await self._keep(each, gpu)
+            for container in each.containers:
+                for gpu in _limited(each.tenant):
+                    await self._keep(each.tenant.allocation, container, gpu)
 
-    async def _keep(self, each: RunningContainer, gpu: SharedGpu) -> None:
-        key = each.container.id, gpu.uuid
+    async def _keep(self, allocation: AllocationId, container: Container, gpu: SharedGpu) -> None:
+        key = container.id, gpu.uuid
         if key not in self._limits:  # it is listed for the first time
-            self._unlisted.pop(each.tenant.allocation, None)
-            self._limits[key] = _Limit(each.tenant.allocation)
+            self._unlisted.pop(allocation, None)
+            self._limits[key] = _Limit(allocation)
         limit = self._limits[key]
-        if each.container.cgroup is None:
+        if container.cgroup is None:
             limit.obstacle, limit.due = "its cgroup is not known", 0.0
         elif self._clock() >= limit.due:
             try:
-                limit.obstacle = await self._set(each, gpu, str(self._cgroup_root / each.container.cgroup.lstrip("/")))
+                limit.obstacle = await self._set(allocation, gpu, str(self._cgroup_root / container.cgroup.lstrip("/")))
             except NvmlError as error:
                 limit.obstacle = str(error)
             if limit.obstacle is None:
                 limit.due = self._clock() + _RECHECK_SECONDS
 
-    async def _set(self, each: RunningContainer, gpu: SharedGpu, cgroup: str) -> str | None:
+    async def _set(self, allocation: AllocationId, gpu: SharedGpu, cgroup: str) -> str | None:
         """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.memory_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
@@ -231,7 +234,7 @@ class DriverMemory(Backend):
             return None
         if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
             return f"{obstacle}; more than that may be in use already"
-        place = {"allocation": each.tenant.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
+        place = {"allocation": allocation, "gpu": gpu.uuid, "cgroup": cgroup}
         log.info("memory_limited", **place, bytes=gpu.memory_bytes, before=_text_of(before))
         return None
 

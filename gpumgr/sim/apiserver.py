@@ -88,7 +88,7 @@ class SimApiServer:
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind)
         self.written.add_routes(app.router)
         app.router.add_routes(self.routes)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()

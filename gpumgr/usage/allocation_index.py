@@ -40,7 +40,10 @@ class AllocationIndex:
         if exact := self.exact(container):
             return next((allocation for allocation in exact if gpu in allocation.gpus), "none")
         nameless = not container.name
-        maybe = [a for a in self._of_pod(container) if gpu in a.gpus and (nameless or a.container is None)]
+        of_pod = {a.id: a for a in self._of_pod(container) if nameless or a.container is None}
+        if nameless:
+            of_pod |= {a.id: a for (uid, _), found in self._by_user.items() if uid == container.pod_uid for a in found}
+        maybe = [a for a in of_pod.values() if gpu in a.gpus]
         if len(maybe) == 1:
             return maybe[0]
         if nameless and any(gpu in allocation.gpus for allocation in self._without_uid):

@@ -157,7 +157,7 @@ async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[Sl
         restored = await stored(changed)
         assert restored["metadata"]["uid"] != created["metadata"]["uid"]
         assert publisher.state.error is None
-        assert await publisher.withdraw() is True
+        assert await publisher.withdraw(timeout_seconds=5.0) is True
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError):

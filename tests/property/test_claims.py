@@ -3,6 +3,8 @@ prepared claim one answer, and ends empty."""
 
 import asyncio
 from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
 from gpumgr.errors import Refusal
 from gpumgr.units import Amounts
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import snapshot, unlimited
 from tests.unit.agent.test_claims import Node
 from tests.unit.agent.world import World
 
@@ -30,11 +32,12 @@ steps = st.lists(st.one_of(calls, st.just("restart"), st.just("disk full")), max
 @settings(deadline=None, max_examples=60)
 @given(st.lists(shares, min_size=CLAIMS, max_size=CLAIMS), steps)
 def test_any_sequence(claims: list[list[tuple[int, int, int]]], steps: list[list[Call] | str]) -> None:
-    asyncio.run(_play(claims, steps))
+    with TemporaryDirectory() as folder:
+        asyncio.run(_play(claims, steps, Path(folder)))
 
 
-async def _play(claims: list[list[tuple[int, int, int]]], steps: list[list[Call] | str]) -> None:
-    node = Node(await World.made(snapshot(GPUS, 80)))
+async def _play(claims: list[list[tuple[int, int, int]]], steps: list[list[Call] | str], folder: Path) -> None:
+    node = Node(await World.made(snapshot(GPUS, 80), limits=unlimited(folder)))
     refs = [
         node.claim(f"c{n}", *(node.share(*share, request=f"r{i}", number=i) for i, share in enumerate(shares)))
         for n, shares in enumerate(claims)

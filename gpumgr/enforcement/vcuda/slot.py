@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,8 @@ class ContainerSlot:
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
+        #: By id. Several containers can use a ResourceClaim.
+        self._containers: Mapping[str, Container] = {}
 
     async def listen(self, service: Any) -> None:
         """Serves the socket, unless it is served already and its file in place. Raises OSError."""
@@ -56,7 +59,7 @@ class ContainerSlot:
         with self._lock:
             self.tenant = tenant
             self._registered.clear()
-            self._on_gpu = frozenset()
+            self._on_gpu, self._containers = frozenset(), {}
             self._write_config()
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
@@ -81,18 +84,21 @@ class ContainerSlot:
             self.tenant = running.tenant
             self._on_gpu = running.gpu_pids
             self._write_config()
-            self._write_pids(running.container, self._pids_of(running.container))
+            self._containers = {each.id: each for each in running.containers}
+            self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
 
-    def register(self, container: Container, clients: Collection[int]) -> None:
-        """Adds clients that wait for the answer, and their parents, which are about to use the GPU. Raises OSError."""
+    def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
+        """Adds clients that wait for the answer, and their parents, which are about to use the GPU. `containers`: those of the clients, by
+        id. Raises OSError."""
         with self._lock:
             parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
             self._registered |= parents.union(clients)
-            try:
-                found = self._pids_of(container)
-            except GpumgrError:  # `update` raises and reports it every second
-                found = ()
-            self._write_pids(container, found, clients)
+            self._containers = {**self._containers, **containers}
+            found = set[int]()
+            for each in self._containers.values():
+                with suppress(GpumgrError):  # `update` raises and reports it every second
+                    found.update(self._pids_of(each))
+            self._write_pids(found, clients)
 
     def unregistered(self, running: RunningContainer) -> tuple[int, ...]:
         """Processes with a context on the GPU that have not registered, nor any of their ancestors in the container, ascending.
@@ -114,12 +120,12 @@ class ContainerSlot:
         make_folder(self.folder)
         files.replace(self.folder, files.CONFIG, config)
 
-    def _write_pids(self, container: Container, found: Collection[int], clients: Collection[int] = ()) -> None:
+    def _write_pids(self, found: Collection[int], clients: Collection[int] = ()) -> None:
         """Writes the listed pids and `clients`. While no process is listed, no pid is dropped from the file."""
         pids = set(found)
         if not pids:
             pids.update(unpack_pids(files.read(self.folder, files.PIDS) or b""))
-            pids.update(self._registered, [container.pid or INIT_PID])
+            pids.update(self._registered, [each.pid or INIT_PID for each in self._containers.values()])
         pids.update(clients)
         self._registered &= pids
         files.replace(self.folder, files.PIDS, pack_pids(pids, first=self._registered | self._on_gpu))
@@ -127,9 +133,9 @@ class ContainerSlot:
 
 @dataclass(slots=True)
 class _Registration:
-    """The clients of one container that wait for a batch. `done` yields the error, None if there is none."""
+    """The clients of one allocation that wait for a batch. `done` yields the error, None if there is none."""
 
-    container: Container
+    containers: dict[str, Container]
     clients: set[int]
     done: "asyncio.Future[Exception | None]"
 
@@ -150,8 +156,8 @@ class RegistrationBatches:
         entry = self._waiting.get(slot)
         if entry is None:
             future = asyncio.get_running_loop().create_future()
-            entry = self._waiting[slot] = _Registration(container, set(), future)
-        entry.container = container
+            entry = self._waiting[slot] = _Registration({}, set(), future)
+        entry.containers[container.id] = container
         entry.clients.add(pid)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="vcuda_register")
@@ -171,7 +177,7 @@ def _register_all(batch: Mapping[ContainerSlot, _Registration]) -> list[Exceptio
     errors: list[Exception | None] = []
     for slot, entry in batch.items():
         try:
-            slot.register(entry.container, entry.clients)
+            slot.register(entry.containers, entry.clients)
             errors.append(None)
         except Exception as error:  # raised again in the calls of this container
             errors.append(error)

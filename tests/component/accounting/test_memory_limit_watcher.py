@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 from gpumgr.accounting.findings import SAME_FINDING_SECONDS
 from gpumgr.accounting.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimit
 from gpumgr.accounting.process_owners import RETRY_SECONDS
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.ledger import Allocation, ClaimRequest
+from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.enforcement.backend import Finding, FindingCode
 from gpumgr.units import BLOCK_BYTES, Amounts
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
@@ -50,6 +50,28 @@ async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> 
     assert running.pids == (10, 11, 12)
     assert running.gpu_pids == {11}
     assert node.runtime.asked == []
+
+
+async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> None:
+    claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
+    node = Node(replace(share(), claim=claim))
+    for letter, pod in (("a", WEB), ("t", TRAIN)):
+        uses = (ClaimUse(container="main", claim="c"),)
+        node.pods.views[pod] = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", claims=uses)
+    node.runs(container("a", WEB), 10, 11)
+    node.runs(container("t", TRAIN), 20, 21)
+    for _ in range(4):
+        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT // 2}, {}))
+    assert not node.use.unattributed
+    assert node.use.containers["a", GPU0].processes == {11: LIMIT // 2, 21: LIMIT // 2}
+    assert not node.memory_watcher.over
+    ((running, _),) = node.backends.seen[0][1]
+    assert {each.id for each in running.containers} == {"a0" * 32, "t0" * 32}
+    assert running.pids == (10, 11, 20, 21)
+    assert running.gpu_pids == {11, 21}
+    for _ in range(4):
+        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT}, {}))
+    assert node.memory_watcher.over == {("a", GPU0)}
 
 
 async def test_annotations_of_another_pod_of_the_same_name_do_not_count() -> None:

@@ -1,23 +1,29 @@
-"""What decides in mode dra which GPUs are offered, and whether the node may change its mode."""
+"""What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.allocator.claims import ClaimRef
+from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
-from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, adopt, gpu_taints, holders_of_other_mode
+from gpumgr.app import dra_side
+from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
 from gpumgr.dra.claim_reader import allocated_here
-from gpumgr.dra.slices import Taint
+from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.slices import DRIVER, Taint
 from gpumgr.errors import Refusal
-from gpumgr.kubeapi.client import ApiServer
-from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import failure
-from tests.component.dra.resources import Resources
-from tests.component.stage.stage import MemoryPods, snapshot
+from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import NodeSettings, PlacementSettings
+from tests.component.stage.stage import snapshot, unlimited
+from tests.unit.agent.world import World
 
 CLAIM = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
 
@@ -78,44 +84,123 @@ def test_claims_of_this_node(status: object, here: bool) -> None:
     assert allocated_here({"status": status}, "n1") is here
 
 
-def user(name: str, *, phase: str = "Running") -> PodView:
-    use = ClaimUse(container="main", claim=f"of-{name}")
-    return PodView(namespace="team", name=name, uid=name, phase=phase, claims=(use,))
+class ClaimServer:
+    """The claims of namespace team. `failures` are raised first, one for each request of this claim."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, list[Exception]] = {}
+
+    def add(self, world: World, name: str, gpu: int, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
+        device = device_name(world.ledger.gpu_registry.gpus[gpu].name)
+        amounts = {"shareID": "s", "consumedCapacity": {"cores": "30", "memory": "256Mi"}}
+        given = [{"request": "gpu", "driver": DRIVER, "pool": node, "device": device, **amounts}]
+        status = {
+            "allocation": {"devices": {"results": given if results is None else results}},
+            "reservedFor": [{"resource": "pods", "name": name, "uid": f"pod-{name}"}],
+        }
+        self.claims[name] = {"metadata": {"uid": f"claim-{name}"}, "status": status}
+        use = ClaimUse(container="main", claim=name)
+        world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
+
+    async def find(self, path: str) -> dict[str, Any] | None:
+        name = path.rpartition("/")[2]
+        if self.failures.get(name):
+            raise self.failures[name].pop(0)
+        return self.claims.get(name)
 
 
-async def test_after_a_loss_of_the_ledger_every_claim_of_the_nodes_pods_is_prepared(tmp_path: Path) -> None:
-    sim = SimApiServer("n1")
-    resources, prepared = Resources(sim), list[ClaimRef]()
+def side_of(world: World, server: ClaimServer, folder: Path) -> DraSide:
+    return DraSide(
+        Settings(node=NodeSettings(name="node-1", mode="dra")),
+        DraDriver(folder, folder, None),
+        server=cast("ApiServer", server),
+        agent_state=world.agent_state,
+        starts=world.agent.container_starts,
+        pods=world.pods,
+        enforcement=world.limits,
+        enforcement_text=str,
+        pod_resources=cast("Any", None),
+        lost=True,
+    )
 
-    async def prepare(ref: ClaimRef) -> None:
-        prepared.append(ref)
-        if ref.name == "of-refused":
-            raise Refusal("conflict", "too much")
 
-    def claim(uid: str, pool: str = "n1") -> Any:
-        results = [{"driver": "gpu.gpumgr.io", "pool": pool}]
-        return {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": results}}}}
+@asynccontextmanager
+async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -> AsyncIterator[DraSide]:
+    side = side_of(world, server, folder)
+    task = asyncio.create_task(side._adopt())
+    try:
+        yield side
+        async with asyncio.timeout(30):
+            await task
+    finally:
+        task.cancel()
 
-    views = [user(name) for name in ("a", "elsewhere", "gone", "odd", "refused", "z")] + [user("ended", phase="Failed")]
-    pods = MemoryPods({view.key: view for view in views})
-    claims: dict[str, Any] = {
-        "a": claim("1"),
-        "elsewhere": claim("2", "n2"),
-        "odd": {"status": 3},
-        "refused": claim("4"),
-        "z": claim("5"),
-        "ended": claim("6"),
-    }
-    resources.claims |= {("team", f"of-{name}"): item for name, item in claims.items()}
-    async with sim:
-        server = await ApiServer.connect(sim.kubeconfig(tmp_path / "kubeconfig"))
-        try:
-            resources.claim_answers.append(failure(500, "InternalError", "etcd has no leader"))
-            assert await adopt(server, "n1", pods, prepare) == "AnswerError: HTTP 500: etcd has no leader"
-            assert prepared == []
-            assert await adopt(server, "n1", pods, prepare) is None
-        finally:
-            await server.close()
-    assert [(ref.namespace, ref.name, ref.uid) for ref in prepared] == [
-        ("team", "of-a", "1"), ("team", "of-refused", "4"), ("team", "of-z", "5"),
-    ]  # fmt: skip
+
+def held(world: World) -> set[str]:
+    return {a.claim.name for a in world.ledger.allocations.values() if a.claim is not None}
+
+
+async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "a", 0)
+    server.add(world, "b", 0)
+    server.add(world, "elsewhere", 1, node="node-2")
+    server.add(world, "odd", 1, results=[{}])
+    server.failures = {"a": [AnswerError("HTTP 503: no leader", status=503), TimeoutError()], "b": [OSError("reset")]}
+    uuid = world.node.gpus[0].uuid
+    await world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+    with capture_logs() as logs:
+        async with after_a_lost_ledger(world, server, tmp_path):
+            pass
+    assert held(world) == {"a", "b"}
+    assert [each["claim"] for each in logs if each["event"] == "claim_not_adopted"] == ["team/odd"]
+
+
+async def test_while_claims_can_not_be_adopted_the_reason_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    world, server = await World.made(snapshot(1, 80), limits=unlimited(tmp_path)), ClaimServer()
+    world.pods.synced = False
+    async with after_a_lost_ledger(world, server, tmp_path) as side:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "has not listed the pods" in (side.states[DRIVER].error or "")
+        server.add(world, "a", 0)
+        server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 5
+        world.pods.synced = True
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "claim team/a: AnswerError: HTTP 403" in (side.states[DRIVER].error or "")
+    assert held(world) == {"a"}
+
+
+async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    side = side_of(world, server, tmp_path)
+    side.update()
+    assert [each.shared for each in side._devices.value or ()] == [True, True]
+    side.apply(Settings(node=NodeSettings(name="node-1", mode="dra"), placement=PlacementSettings(share_mode=False)))
+    assert [each.shared for each in side._devices.value or ()] == [False, False]
+    server.add(world, "a", 0)
+    with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
+        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+
+
+async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.made(snapshot(1, 80), limits=unlimited(tmp_path))
+    side = side_of(world, ClaimServer(), tmp_path)
+    given = list[float]()
+
+    async def withdraw(*, timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(side.publisher, "withdraw", withdraw)
+    side._publishing = asyncio.create_task(asyncio.sleep(0))
+    await side.stop(3.0)
+    assert given == [1.0]

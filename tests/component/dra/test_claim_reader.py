@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gpumgr.allocator.claims import ClaimRef
 from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.errors import Refusal, SettingsError
+from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import failure
@@ -56,18 +56,15 @@ async def test_transient_answers_are_retried(stage: Stage) -> None:
     assert not stage.resources.claim_answers
 
 
-async def test_credentials_that_are_being_replaced_are_read_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = SettingsError("the kubeconfig can't be used: it is not YAML")
-
-    async def renew() -> None:
-        raise refused
-
-    monkeypatch.setattr(stage.server, "renew", renew)
-    stage.resources.claim_answers.append(failure(401, "Unauthorized", "Unauthorized"))
+async def test_credentials_that_can_not_be_read_for_a_moment_are_read_again(stage: Stage, tmp_path: Path) -> None:
+    stage.resources.claim_answers += [failure(401, "Unauthorized", "Unauthorized")] * 2
+    file = tmp_path / "kubeconfig"
+    content = file.read_text()
+    file.write_text("")
+    with pytest.raises(Refusal, match=r"can't be read from the API server \(the kubeconfig"):
+        await stage.reader.read(REF, budget_seconds=0.05)
+    file.write_text(content)
     assert (await stage.reader.read(REF)).ref == REF
-    stage.resources.claim_answers.extend(failure(401, "Unauthorized", "Unauthorized") for _ in range(9))
-    with pytest.raises(Refusal, match=r"can't be read from the API server \(the kubeconfig can't be used: it is not YAML\)"):
-        await stage.reader.read(REF, budget_seconds=0.3)
 
 
 async def test_a_server_that_comes_back_inside_the_budget_is_waited_for(stage: Stage) -> None:

@@ -239,6 +239,20 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
     assert [each["error"] for each in logs if each["event"] == "slice_not_published"] == [f"HTTP 422: {sentence}"]
 
 
+async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with staged(tmp_path) as stage:
+            stage.devices.set(tuple(device(n) for n in range(65)))
+            stage.registrations.set(1)
+            await stage.until(lambda: stage.publisher.state.error)
+            assert not stage.methods
+            most = tuple(device(n) for n in range(64))
+            stage.devices.set(most)
+            await stage.settled(*names(*most))
+    (error,) = [each["error"] for each in logs if each["event"] == "slice_not_published"]
+    assert "this node has 65 GPUs, and a ResourceSlice can have 64 devices" in error
+
+
 async def test_the_api_server_comes_back(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         await stage.sim.stop()
@@ -296,12 +310,12 @@ async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         stage.registrations.set(1)
         await stage.settled(*names(*DEVICES))
-        assert await stage.publisher.withdraw() is True
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
         stage.devices.set(())
         stage.registrations.set(2)
         await stage.until(lambda: not stage.publisher._stored)
         assert (stage.slice, stage.publisher.state.published) == (None, False)
-        assert await stage.publisher.withdraw() is True
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
         assert stage.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
         await stage.sim.stop()
-        assert await stage.publisher.withdraw() is False
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is False

@@ -232,6 +232,20 @@ async def test_each_gpu_of_a_container_has_its_own_limit(world: DriverNode) -> N
     assert world.limit == GRANTED
 
 
+async def test_each_container_of_a_claim_has_the_limit(world: DriverNode) -> None:
+    cgroup = world.cgroups / "kubepods/second"
+    cgroup.mkdir()
+    (cgroup / "dmem.max").touch()
+    second = replace(world.container, id="c2", pod=("demo", "two"), pod_uid="u2", cgroup="/kubepods/second")
+    (first,) = world.running
+    await world.backend.adjust([replace(first, others=(second,))])
+    assert world.limits(1) == {str(world.cgroup): GRANTED, str(cgroup): GRANTED}
+    assert await world.backend.observe([replace(first, others=(replace(second, cgroup=None),))]) == []
+    await world.backend.adjust([replace(first, others=(replace(second, id="c3", cgroup=None),))])
+    (finding,) = await world.backend.observe([replace(first, others=(replace(second, id="c3", cgroup=None),))])
+    assert "its cgroup is not known" in finding.message
+
+
 async def test_a_restarted_container_is_another_one(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     second = world.cgroups / "kubepods/second"

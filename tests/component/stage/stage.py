@@ -104,13 +104,13 @@ class Clock:
         return self.now + (0.0 if self._started is None else time.monotonic() - self._started)
 
 
-def unlimited() -> Enforcer:
+def unlimited(cdi_dir: Path = Path("/nonexistent")) -> Enforcer:
     """A node without enforcement."""
     return Enforcer(
         [Unlimited(lambda _tenant, _message: None)],
         setting="none",
         overrides=(),
-        cdi_dir=Path("/nonexistent"),
+        cdi_dir=cdi_dir,
         inject_by_cdi=False,
         orphan_grace_seconds=0,
         clock=Clock(),

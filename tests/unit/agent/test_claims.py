@@ -1,11 +1,11 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -23,7 +23,7 @@ from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import Refusal
 from gpumgr.units import Amounts, Resource
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import snapshot, unlimited
 
 from .world import World
 
@@ -99,8 +99,8 @@ class Node:
 
 
 @pytest.fixture
-async def node() -> Node:
-    return Node(await World.made(snapshot(2, 80)))
+async def node(tmp_path: Path) -> Node:
+    return Node(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)))
 
 
 async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> None:
@@ -185,6 +185,24 @@ async def test_more_than_a_gpu_has_is_refused_and_changes_nothing(
     assert (refused.what, refused.call) == ("refused", "prepare")
 
 
+async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> None:
+    node.claims = NodeClaims(
+        agent_state=node.world.agent_state,
+        reader=node.reader,
+        pods=node.world.pods,
+        enforcement=node.world.limits,
+        starts=node.world.agent.container_starts,
+        pool="node1",
+        cdi_name=cdi_name,
+        share_mode=lambda: False,
+    )
+    with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
+        await node.prepare(node.claim("a", node.share(0, 10, 256)))
+    await node.prepare(node.claim("whole", node.share(0, 100, 0)))
+    await node.prepare(node.claim("monitor", node.share(0, 0, 0, admin=True)))
+    assert node.world.ledger.available(node.gpu(0)) == Amounts()
+
+
 async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
     ref = node.claim("a", replace(node.share(0, 10, 256), device="gpu-unknown"))
     with pytest.raises(Refusal, match="gpu-unknown"):
@@ -266,24 +284,6 @@ async def test_only_so_many_unprepared_claims_are_kept(node: Node, monkeypatch: 
     for ref in refs[1:]:
         with pytest.raises(Refusal, match="have ended"):
             await node.prepare(ref)
-
-
-async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, both = list[PodKey](), asyncio.Event()
-
-    async def wait_for(pod: PodKey, _timeout_seconds: float) -> None:
-        waiting.append(pod)
-        if len(waiting) == 2:
-            both.set()
-        await both.wait()
-
-    ref = node.claim("a", node.share(0, 30, 512))
-    pods = tuple((("team", name), f"uid-{name}") for name in ("x", "y"))
-    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=pods)
-    monkeypatch.setattr(node.world.pods, "wait_for", wait_for)
-    async with asyncio.timeout(30):
-        await node.prepare(ref)
-    assert waiting == [pod for pod, _ in pods]
 
 
 async def test_a_claim_that_is_freed_while_it_starts_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,6 +450,24 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
         assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
 
 
+async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_start_with_their_claim(tmp_path: Path) -> None:
+    limits = limited(tmp_path)
+    await limits.choose()
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    views, claims = node.world.pods.views, node.reader.claims
+    refs = {name: node.claim(name, node.share(0, 10, 512)) for name in ("one", "two", "shared")}
+    views["team", "two"] = replace(views["team", "two"], claims=(*views["team", "two"].claims, *views["team", "shared"].claims))
+    claims["claim-shared"] = replace(claims["claim-shared"], pods=claims["claim-shared"].pods + claims["claim-two"].pods)
+    await node.prepare(refs["two"])
+    with pytest.raises(Refusal, match=r"container main of pod two uses 2 shares of GPUs with limits \(two/gpu, shared/gpu\)"):
+        await node.prepare(refs["shared"])
+    views["team", "two"] = replace(views["team", "two"], phase="Failed")
+    await node.prepare(refs["shared"])
+    views["team", "two"] = replace(views["team", "two"], phase="Pending")
+    claims["claim-one"] = replace(claims["claim-one"], pods=claims["claim-one"].pods + claims["claim-two"].pods)
+    await node.prepare(refs["one"])
+
+
 def lose_specs(folder: Path) -> None:
     """There must be one."""
     (spec,) = folder.iterdir()
@@ -490,12 +508,70 @@ async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(t
     assert started == [allocation] * 3
 
 
+async def started_limits(folder: Path, start: Callable[[GpuShare], Coroutine[Any, Any, None]]) -> Node:
+    """A node with a mechanism that starts in this way."""
+    limits = limited(folder)
+    await limits.choose()
+    (backend,) = limits.backends.values()
+    backend.start = start  # type: ignore[assignment,method-assign]
+    return Node(await World.made(snapshot(2, 80), limits=limits))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_nothing_is_put_in_place_for_a_claim_that_is_unprepared_meanwhile(restored: bool, tmp_path: Path) -> None:
+    started = list[str]()
+
+    async def start(tenant: GpuShare) -> None:
+        started.append(tenant.allocation)
+        if len(started) == (3 if restored else 1):
+            await node.claims.unprepare(ref)
+
+    node = await started_limits(tmp_path, start)
+    ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 512, request="c1", number=2), request="c0")
+    if restored:
+        await node.prepare(ref)
+        await node.claims.restore()
+    else:
+        with pytest.raises(Refusal, match="was unprepared while"):
+            await node.prepare(ref)
+    assert len(started) == (3 if restored else 1)
+
+
+async def test_why_a_claim_is_not_restored_is_logged_once_until_it_changes(tmp_path: Path) -> None:
+    reason = ""
+
+    async def start(_tenant: GpuShare) -> None:
+        if reason:
+            raise Refusal("internal", reason)
+
+    node = await started_limits(tmp_path, start)
+    await node.prepare(node.claim("a", node.share(0, 10, 512)))
+    with capture_logs() as logs:
+        for reason in ("full", "full", "gone", "", "gone"):  # noqa: B007
+            await node.claims.restore()
+    assert [each["reason"] for each in logs if each["event"] == "claim_not_restored"] == ["full", "gone", "gone"]
+
+
 async def test_a_bug_with_one_claim_does_not_fail_the_others(node: Node) -> None:
     good, bad = node.claim("good", node.share(0, 10, 256)), node.claim("bad", node.share(0, 10, 256))
     node.reader.claims[bad.uid] = replace(node.reader.claims[bad.uid], shares=(cast("ClaimShare", None),))
     results = await asyncio.gather(node.prepare(bad), node.prepare(good), return_exceptions=True)
     assert isinstance(results[0], AttributeError)
     assert isinstance(results[1], list)
+
+
+async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node) -> None:
+    ref, all_wait = node.claim("a", node.share(0, 10, 256)), asyncio.Barrier(2)
+    pods = tuple((("team", name), f"pod-{name}") for name in ("late", "later"))
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=pods)
+
+    async def wait_for(pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
+        await all_wait.wait()
+        return None
+
+    node.world.pods.wait_for = wait_for  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        await node.prepare(ref)
 
 
 async def test_a_refusal_is_in_the_history_of_the_pod(node: Node) -> None:

@@ -67,6 +67,11 @@ def test_admin_access_has_no_amounts() -> None:
     assert read(claim(admin)).shares == (share(share_id=None, cores=0, memory_mebibytes=0, admin=True),)
 
 
+def test_a_device_that_is_not_shared_is_the_whole_gpu() -> None:
+    whole = {key: value for key, value in result().items() if key not in ("consumedCapacity", "shareID")}
+    assert read(claim(whole)).shares == (share(share_id=None, cores=100, memory_mebibytes=0),)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -57,7 +57,7 @@ def published(node: NodeSnapshot, **taints: tuple[Taint, ...]) -> tuple[SliceDev
 
 def device(**more: Any) -> SliceDevice:
     """`more`: of the device, or of its GPU."""
-    own = {key: value for key, value in more.items() if key in ("name", "taints")}
+    own = {key: value for key, value in more.items() if key in ("name", "taints", "shared")}
     (made,) = published(snapshot(["X"], **{key: value for key, value in more.items() if key not in own}))
     return replace(made, **own)
 
@@ -111,6 +111,15 @@ def test_one_gpu() -> None:
         },
         "taints": [{"key": "gpu.gpumgr.io/xid", "value": "79", "effect": "NoSchedule"}],
     }
+
+
+def test_without_share_mode_a_gpu_has_no_request_policies() -> None:
+    (only,) = resource_slice("n", "u", [device(shared=False)])["spec"]["devices"]
+    assert "allowMultipleAllocations" not in only
+    assert only["capacity"] == {"cores": {"value": "100"}, "memory": {"value": "81664Mi"}}
+    sent = resource_slice("n", "u", [device(shared=False)])
+    assert dropped(sent, as_stored(sent)) is None
+    assert comparable(sent) == comparable(as_stored(sent))
 
 
 def test_what_is_unknown_has_a_value_or_is_left_out() -> None:

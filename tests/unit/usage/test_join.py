@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.allocator.ids import ALL_CORES
-from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.ledger import Allocation, ClaimRequest
+from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.units import BLOCK_BYTES
+from gpumgr.usage.allocation_index import AllocationIndex
+from gpumgr.usage.join import join
 from gpumgr.usage.node_use import UnattributedProcess
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 
@@ -125,6 +128,15 @@ def test_missing_names_make_no_process_unattributed() -> None:
         found = used(view.ledger, sample({11: 5}), {11: nameless("a")})
         assert found.unknown == {11}
         assert not found.unattributed
+
+
+def test_a_nameless_container_of_another_pod_that_uses_the_claim_has_its_process() -> None:
+    claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
+    ledger = view_of(replace(share(), claim=claim)).ledger
+    user = PodView(namespace="team", name="b", uid="uid-b", claims=(ClaimUse(container="main", claim="c"),))
+    index = AllocationIndex(ledger.allocations.values(), [user])
+    found = join(ledger, sample({11: 5}), {11: nameless("b")}, index=index)
+    assert found.containers["a", GPU0].memory_bytes == 5
 
 
 def test_a_nameless_container_of_another_pod_is_unattributed() -> None:

@@ -40,12 +40,14 @@ def build_library(folder: Path, *exports: str) -> Path:
 
 @dataclass
 class Node:
-    """Every process is in the tenant's container, unless `places` says otherwise; `pids` run in it, and it has `mounted`."""
+    """Every process is in the tenant's container, unless `places` says otherwise; `pids` run in it, and it has `mounted`. `inside`: the
+    processes of other containers, by id."""
 
     folder: Path
     pids: set[int] = field(default_factory=set)
     places: dict[int, Container | None] = field(default_factory=dict)
     mounted: set[str] = field(default_factory=set)
+    inside: dict[str, set[int]] = field(default_factory=dict)
     driver_files_obstacle: str | None = None
     environments: dict[int, bytes] = field(default_factory=dict)
     looks: int = 0
@@ -53,9 +55,9 @@ class Node:
     async def container_of(self, pid: int) -> Container | None:
         return self.places.get(pid, CONTAINER)
 
-    def pids_of(self, _container: Container) -> Collection[int]:
+    def pids_of(self, container: Container) -> Collection[int]:
         self.looks += 1
-        return tuple(self.pids)
+        return tuple(self.inside.get(container.id, self.pids))
 
     def backend(self, sha256: str | None, path: Path | None = None) -> VcudaBackend:
         """`path`: another library; `sha256` None: none is set."""

@@ -89,6 +89,27 @@ async def test_a_peer_of_another_container_is_refused(node: Node, backend: Vcuda
     assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
 
 
+async def test_every_container_that_uses_a_claim_registers(node: Node, backend: VcudaBackend, client: Path) -> None:
+    """It has the allocation's folder mounted; the processes of the other ones stay listed."""
+    await backend.start(replace(TENANT, claim=True))
+    node.pids, node.inside = {70001}, {OTHER.id: {70002}}
+    first = await register(client, node.socket)
+    thief = await gated(client, node)
+    node.places[thief.pid] = OTHER
+    _, error = await thief.communicate(b"go\n")
+    assert "this socket belongs to demo/resnet (main), and does not have its folder mounted" in error.decode()
+    node.mounted.add(ALLOCATION)
+    second = await gated(client, node)
+    node.places[second.pid] = OTHER
+    await second.communicate(b"go\n")
+    assert second.returncode == 0
+    assert first.status == 0
+    assert {70001, 70002, second.pid} <= set(node.listed())
+    running = RunningContainer(tenant=replace(TENANT, claim=True), container=CONTAINER, others=(OTHER,), pids=(70001, 70002))
+    await backend.adjust([running])
+    assert node.listed() == (70001, 70002)
+
+
 @pytest.mark.usefixtures("backend")
 async def test_a_process_in_no_container_is_refused(node: Node, client: Path) -> None:
     outsider = await gated(client, node)

@@ -1,0 +1,72 @@
+"""Decisions that are saved together: what happens to one of them does not affect the others."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.ledger import Allocation, Change, Ledger
+from gpumgr.errors import Refusal
+from gpumgr.units import Amounts
+from tests.component.stage.stage import snapshot
+
+from .world import World
+
+
+def grant(world: World, name: str, cores: int = 10) -> Decision[str]:
+    gpu = world.ledger.gpu_registry.gpus[0].name
+
+    def decide(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], str]:
+        return ledger.occupy(Allocation(id=name, pod=("team", name), gpus={gpu: Amounts(cores, 256)})), (), name
+
+    return decide
+
+
+@pytest.fixture
+async def world() -> World:
+    return await World.made(snapshot(1, 80))
+
+
+async def test_a_caller_that_is_cancelled_while_it_saves_fails_no_other(world: World) -> None:
+    batch, saving, may_save = CommitBatch(world.agent_state), asyncio.Event(), asyncio.Event()
+    save = world.checkpoint.save
+
+    async def slow(change: Change) -> None:
+        saving.set()
+        await may_save.wait()
+        await save(change)
+
+    world.checkpoint.save = slow  # type: ignore[method-assign]
+    first, second = (asyncio.ensure_future(batch.add(grant(world, name))) for name in "ab")
+    await saving.wait()
+    first.cancel()
+    await asyncio.sleep(0)
+    may_save.set()
+    assert await second == "b"
+    assert {"a", "b"} == set(world.ledger.allocations)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_a_decision_that_violates_the_ledger_fails_alone(world: World) -> None:
+    batch = CommitBatch(world.agent_state)
+    calls = (batch.add(grant(world, name, cores)) for name, cores in (("a", 10), ("bad", 500), ("b", 10)))
+    first, bad, last = await asyncio.gather(*calls, return_exceptions=True)
+    assert (first, last) == ("a", "b")
+    assert isinstance(bad, Refusal)
+    assert {"a", "b"} == set(world.ledger.allocations)
+
+
+async def test_a_bug_while_saving_fails_all_of_the_batch_and_no_later_one(world: World) -> None:
+    batch, save = CommitBatch(world.agent_state), world.checkpoint.save
+
+    async def broken(_change: Change) -> None:
+        raise ValueError("a bug")
+
+    world.checkpoint.save = broken  # type: ignore[assignment,method-assign]
+    results = await asyncio.gather(*(batch.add(grant(world, name)) for name in "ab"), return_exceptions=True)
+    assert [type(each) for each in results] == [ValueError] * 2
+    world.checkpoint.save = save  # type: ignore[method-assign]
+    assert await batch.add(grant(world, "c")) == "c"
