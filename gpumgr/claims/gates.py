@@ -4,7 +4,7 @@ A claim is allocated some time after its pod's gate is removed. Until then it co
 limit is exceeded wherever it is allocated.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from gpumgr.claims.objects import UnboundPod
@@ -17,10 +17,10 @@ Kinds = Set[tuple[GpuKind, int]]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What claims ask for that are not allocated yet."""
+    """What claims ask for that are not allocated yet, by their UIDs. A claim of several pods stands in the demand of each."""
 
     namespace: str
-    containers: tuple[ContainerRequest, ...]
+    claims: Mapping[str, tuple[ContainerRequest, ...]]
     kinds: Kinds
 
 
@@ -65,18 +65,29 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand],
 
 
 class _Sums:
-    """What demands hold together, for each namespace and kind of GPU."""
+    """What demands hold together, for each namespace and kind of GPU. A claim counts once on each kind."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, GpuKind, int], Held] = {}
+        self._counted: set[tuple[str, GpuKind, int]] = set()
 
     def add(self, demand: Demand) -> None:
         for kind, memory in demand.kinds:
-            held = uniform_holding(kind, memory, demand.containers).get(kind, NONE_HELD)
+            held = uniform_holding(kind, memory, _containers(demand, kind, memory, self)).get(kind, NONE_HELD)
             self._held[demand.namespace, kind, memory] = self.of(demand.namespace, kind, memory).plus(held)
+            self._counted.update((uid, kind, memory) for uid in demand.claims)
 
     def of(self, namespace: str, kind: GpuKind, memory: int) -> Held:
         return self._held.get((namespace, kind, memory), NONE_HELD)
+
+    def has(self, uid: str, kind: GpuKind, memory: int) -> bool:
+        return (uid, kind, memory) in self._counted
+
+
+def _containers(demand: Demand, kind: GpuKind, memory: int, *others: _Sums) -> tuple[ContainerRequest, ...]:
+    """Of the claims that none of the `others` counts."""
+    claims = demand.claims.items()
+    return tuple(one for uid, each in claims if not any(sums.has(uid, kind, memory) for sums in others) for one in each)
 
 
 def _refusal(demand: Demand, quotas: Quotas, *others: _Sums) -> str | None:
@@ -84,6 +95,7 @@ def _refusal(demand: Demand, quotas: Quotas, *others: _Sums) -> str | None:
         used_too = NONE_HELD
         for each in others:
             used_too = used_too.plus(each.of(demand.namespace, kind, memory), -1)
-        if text := quotas.refusal(demand.namespace, uniform_holding(kind, memory, demand.containers), {kind: used_too}):
+        holding = uniform_holding(kind, memory, _containers(demand, kind, memory, *others))
+        if text := quotas.refusal(demand.namespace, holding, {kind: used_too}):
             return text
     return None

@@ -90,32 +90,27 @@ class ClaimWatches:
         return {(GpuKind(gpu.model, each.model_label, each.pool), gpu.memory_mebibytes) for each in states for gpu in each.gpus}
 
     def demands(self, gated: dict[str, UnboundPod], kinds: Kinds) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated. A claim of several
-        pods counts once, with the first pod that needs it."""
-        waiting: dict[str, UnboundPod] = {}
-        needed: dict[str, UnboundPod] = {}
-        for pod in sorted(self.pods.values(), key=lambda each: (each.uid in gated, each.created, each.key)):
+        """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated."""
+        waiting: list[tuple[UnboundPod, Demand]] = []
+        users: dict[str, list[UnboundPod]] = defaultdict(list)
+        for pod in self.pods.values():
             found = [self._claims.get((pod.key[0], name)) for name in pod.claims]
+            needed = {each.uid: each.containers for each in found if each is not None and not each.allocated}
+            for uid in needed:
+                users[uid].append(pod)
             if pod.uid in gated and pod.complete and None not in found:
-                waiting[pod.uid] = pod
-            for claim in found:
-                if claim is not None and not claim.allocated:
-                    needed.setdefault(claim.uid, pod)
-        own: dict[str, list[WatchedClaim]] = defaultdict(list)
+                waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
         flights = []
         for claim in self._claims.values():
-            user = needed.get(claim.uid)
-            if claim.allocated or (user is None and claim.owner is None):
-                continue
-            if user is not None and user.uid in gated:
-                own[user.uid].append(claim)
-            else:  # the pod of this claim may have been bound just now
-                flights.append(Demand(claim.key[0], claim.containers, kinds_for(user, kinds)))
-        demands = [
-            (pod, Demand(pod.key[0], tuple(one for each in own[uid] for one in each.containers), kinds_for(pod, kinds)))
-            for uid, pod in waiting.items()
-        ]
-        return demands, flights
+            of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
+            if not of_claim and claim.owner is not None and not claim.allocated:
+                of_claim.append(None)  # its pod may have been bound just now
+            flights += [
+                Demand(claim.key[0], {claim.uid: claim.containers}, kinds_for(pod, kinds))
+                for pod in of_claim
+                if pod is None or pod.uid not in gated
+            ]
+        return waiting, flights
 
     def templates_in_use(self) -> Iterator[Key]:
         for pod in self.pods.values():

@@ -70,6 +70,18 @@ async def test_a_shared_claim_counts_once(stage: Stage) -> None:
     await until(lambda: bool(stage.events("late")))
 
 
+async def test_a_shared_claim_is_refused_to_each_of_its_pods(stage: Stage) -> None:
+    stage.gated_pod("first", 20, created="0")
+    await until(lambda: not stage.gated("first"))
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    for place in (1, 2):
+        stage.sim.put_document(pod(f"user{place}", claims=["shared"], gates=[GATE], created=str(place)))
+    await until(lambda: bool(stage.events("user1")) and bool(stage.events("user2")))
+    assert stage.gated("user1")
+    assert stage.gated("user2")
+    assert "uses 20 of 100 cores; the pod needs 90" in stage.events("user2")[0]
+
+
 async def test_pods_without_gpus_and_other_gates(stage: Stage) -> None:
     """A pod with amounts of 0 has the gate, and no claim."""
     other = {"name": "other"}

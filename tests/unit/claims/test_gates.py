@@ -1,5 +1,7 @@
 """The order and the limits in which gates are removed."""
 
+import itertools
+
 import pytest
 
 from gpumgr.claims.gates import Demand, decide, kinds_for
@@ -24,8 +26,11 @@ def share(cores: int, memory: int = 256) -> ContainerRequest:
     return ContainerRequest(cores_per_gpu=cores, memory_mebibytes=memory)
 
 
-def demand(*containers: ContainerRequest, kinds: frozenset[tuple[GpuKind, int]] = frozenset({A100})) -> Demand:
-    return Demand("team", containers, kinds)
+numbers = itertools.count()
+
+
+def demand(*containers: ContainerRequest, kinds: frozenset[tuple[GpuKind, int]] = frozenset({A100}), claim: str = "") -> Demand:
+    return Demand("team", {claim or f"claim-{next(numbers)}": containers}, kinds)
 
 
 def quotas(*limits: Limit, used: int = 0) -> Quotas:
@@ -47,7 +52,7 @@ def test_what_is_used_and_what_is_on_its_way_counts() -> None:
     assert (allowed, refused) == ([], {
         "a": "namespace team uses 40 of 60 cores; the pod needs 30; it is scheduled as soon as the quota allows it"
     })  # fmt: skip
-    others = [Demand("other", (share(90),), frozenset({A100}))]
+    others = [Demand("other", {"theirs": (share(90),)}, frozenset({A100}))]
     assert names(decide(waiting, others, quotas(Limit(cores=60), used=30)))[0] == ["a"]
 
 
@@ -80,6 +85,34 @@ def test_a_pod_that_may_get_forbidden_gpus_needs_a_selector() -> None:
         "no quota for model V100; its models: A100; the quota alone does not allow it; its nodeSelector may name" in refused["a"]
     )
     assert names(decide([(pod("a"), demand(share(10)))], [], made))[0] == ["a"]
+
+
+def test_a_claim_of_several_pods_counts_once_and_with_each_of_them() -> None:
+    shared = demand(share(50), claim="shared")
+    users = [(pod("a", "1"), shared), (pod("b", "2"), shared)]
+    assert names(decide(users, [], quotas(Limit(cores=60))))[0] == ["a", "b"]
+    assert names(decide(users[1:], [shared], quotas(Limit(cores=60))))[0] == ["b"]
+    allowed, refused = names(decide(users, [], quotas(Limit(cores=60), used=20)))
+    assert allowed == []
+    assert list(refused) == ["a", "b"]
+
+
+def test_a_refused_pod_does_not_open_the_way_for_its_shared_claim() -> None:
+    """The first pod never fits; the second one is examined with the claim, too."""
+    shared = {"shared": (share(50),)}
+    huge = Demand("team", {**shared, "own": (share(90),)}, frozenset({A100}))
+    small = Demand("team", shared, frozenset({A100}))
+    limit, used = Limit(cores=60), 20
+    assert names(decide([(pod("huge", "1"), huge), (pod("small", "2"), small)], [], quotas(limit, used=used)))[0] == []
+    assert names(decide([(pod("huge", "1"), huge), (pod("small", "2"), small)], [], quotas(limit)))[0] == ["small"]
+
+
+def test_a_shared_claim_counts_on_the_gpus_of_each_of_its_pods() -> None:
+    limits = (Limit(cores=60, label="A100"), Limit(cores=60, label="V100"))
+    flying = demand(share(50), claim="shared")
+    user = (pod("v", model="V100"), demand(share(50), kinds=frozenset({V100}), claim="shared"))
+    later = (pod("w", "2", model="V100"), demand(share(20), kinds=frozenset({V100})))
+    assert names(decide([user, later], [flying], quotas(*limits)))[0] == ["v"]
 
 
 def test_limits_of_other_gpus_hold_no_pod_back() -> None:
