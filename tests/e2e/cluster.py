@@ -240,13 +240,14 @@ class Cluster:
         path.write_text(json.dumps(manifests.AUDIT))
         return path
 
-    def start_controllers(self) -> None:
-        """Starts what makes pods of DaemonSets and Deployments, and namespaces' accounts."""
+    def start_controllers(self, *arguments: str) -> None:
+        """Starts what makes pods of DaemonSets and Deployments, claims, and namespaces' accounts."""
         self.processes.start(
             "kube-controller-manager",
             [self.binaries / "controllers" / "kube-controller-manager", f"--kubeconfig={self.kubeconfig('admin')}",
              f"--controllers={','.join(manifests.CONTROLLERS)}", "--leader-elect=false", "--secure-port=0",
-             f"--root-ca-file={self._authority}", f"--service-account-private-key-file={STATE / 'pki' / 'accounts.key'}"],
+             f"--root-ca-file={self._authority}", f"--service-account-private-key-file={STATE / 'pki' / 'accounts.key'}",
+             *arguments],
         )  # fmt: skip
 
     def stop_controllers(self) -> None:
