@@ -10,7 +10,7 @@ import structlog
 
 from gpumgr.claims.gates import decide
 from gpumgr.claims.objects import GATE, Key, UnboundPod
-from gpumgr.claims.shapes import PREFIX, parse, template
+from gpumgr.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer, Body, Method, PatchKind
 from gpumgr.kubeapi.publisher.events import Event, EventSeries, pod_ref
@@ -85,46 +85,59 @@ class ClaimsController:
     async def step(self) -> None:
         """One look at everything that is known."""
         self._events_left = _MAX_EVENTS
-        await self._create_templates()
+        refused = await self._create_templates()
         await self._open_gates()
+        for pod, text in refused:
+            await self._tell(pod, _TEMPLATE_REFUSED, text)
         if self._clock() >= self._swept_at + _SWEEP_SECONDS:
             self._swept_at = self._clock()
             await self._sweep()
 
     # -- templates ---------------------------------------------------------------------------------------------------------
 
-    async def _create_templates(self) -> None:
+    async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
+        """Returns the pods whose templates are not created, with the reasons."""
         there, made = self._watches.templates, self._watches.made
         for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
             del made[key]
         counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in made)
+        missing: dict[Key, UnboundPod] = {}
         for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
             for name in pod.templates:
-                key = (pod.key[0], name)
-                if name.startswith(PREFIX) and key not in there and key not in made:
-                    counts[key[0]] += await self._create_template(pod, key, counts[key[0]])
+                if name.startswith(PREFIX) and (pod.key[0], name) not in there.keys() | made.keys():
+                    missing.setdefault((pod.key[0], name), pod)
+        creations, refused = [], []
+        for key, pod in missing.items():
+            try:
+                shape = self._shape(key, counts[key[0]])
+            except ValueError as error:
+                refused.append((pod, str(error)))
+            else:
+                counts[key[0]] += 1
+                creations.append(self._create_template(key, shape))
+        await asyncio.gather(*creations)
+        return refused
 
-    async def _create_template(self, pod: UnboundPod, key: Key, count: int) -> bool:
+    def _shape(self, key: Key, count: int) -> Shape:
+        """Of the template. Raises ValueError, for the pod's event, if it is not to be created."""
         try:
             shape = parse(key[1])
         except ValueError as error:
-            await self._tell(
-                pod, _TEMPLATE_REFUSED, f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}"
-            )
-            return False
+            raise ValueError(f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}") from error
         if count >= self._settings.max_templates_per_namespace:
-            text = (
+            raise ValueError(
                 f"ResourceClaimTemplate {key[1]} is not created: namespace {key[0]} has {count} templates of gpumgr, the limit; delete "
                 "some, or set claims.max_templates_per_namespace higher"
             )
-            await self._tell(pod, _TEMPLATE_REFUSED, text)
-            return False
+        return shape
+
+    async def _create_template(self, key: Key, shape: Shape) -> None:
         path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
-        if not await self._write("template", "POST", path, template(*key, shape), but=(409,)):
-            return False
-        self._watches.made[key] = self._watches.used_at[key] = self._clock()
-        _log.info("template_created", namespace=key[0], template=key[1])
-        return True
+        created = await self._write("template", "POST", path, template(*key, shape), but=(409,))
+        if created:
+            _log.info("template_created", namespace=key[0], template=key[1])
+        if created is not None:
+            self._watches.made[key] = self._watches.used_at[key] = self._clock()
 
     async def _sweep(self) -> None:
         """Deletes the templates that have not been used for long."""
@@ -193,11 +206,11 @@ class ClaimsController:
         *,
         but: tuple[int, ...],
         patch: PatchKind = "merge",
-    ) -> bool:
-        """False: it was refused, with one of `but` because of what another client did, and is not to be done again before a change. A
-        failure is logged once for each text."""
+    ) -> bool | None:
+        """False: it was refused, with one of `but` because of what another client did, and is not to be done again before a change. None:
+        it failed, which is logged once for each text."""
         if not self.leads:
-            return False
+            return None
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
                 done = await self._server.send(method, path, body, but=but, patch=patch)
@@ -206,7 +219,7 @@ class ClaimsController:
             if (text := f"{type(error).__name__}: {error}") != self._logged:
                 self._logged = text
                 _log.warning("claims_write_failed", path=path, error=text, consequence="it is tried again")
-            return False
+            return None
         self.writes[about, "ok"] += 1
         self._logged = ""
         return done

@@ -101,3 +101,12 @@ async def test_a_template_without_use_is_deleted_after_a_day(dra: DraObjects, tm
         assert "team/vcuda-c0-2-1" in dra.templates, "a day since its last use"
         clock.now += 61
         await until(lambda: dra.templates == ["team/vcuda-c0-3-1", "team/vcuda-c0-4-1"])
+
+
+async def test_a_template_that_another_replica_has_created_is_not_created_again(stage: Stage) -> None:
+    stage.dra.refused = [409]
+    stage.sim.put_document(pod("one", NAME))
+    await until(lambda: stage.controller.writes["template", "ok"] == 1)
+    stage.gated_pod("other", 10)
+    await until(lambda: not stage.gated("other"))
+    assert stage.controller.writes["template", "ok"] == 2, "the one that was refused, and that of the other pod"
