@@ -96,7 +96,7 @@ class ClaimsController:
     # -- templates ---------------------------------------------------------------------------------------------------------
 
     async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
-        """Returns the pods whose templates are not created, with the reasons."""
+        """Returns the pods with templates that are not created, and the reasons."""
         there, made = self._watches.templates, self._watches.made
         for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
             del made[key]

@@ -36,7 +36,7 @@ from .test_dra_slices import devices
 SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
 CONTROLLER_LIMITS: Final = {"default": (), "raised": ("--kube-api-qps=200", "--kube-api-burst=400")}
 SCHEDULER_LIMITS: Final = {"default": {}, "raised": {"qps": 500, "burst": 1000}}
-#: A node of an empty driver has nobody who makes the kubelet try again what the API server refused: such pods take 70 s and more.
+#: Without the agent the kubelet retries what the API server refused only after 70 s and more.
 PATIENCE_SECONDS: Final = {"empty": 30.0}
 LARGE_NODES, LARGE_PODS = 1000, 200
 

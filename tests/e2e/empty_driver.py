@@ -1,6 +1,6 @@
 """A DRA driver that prepares nothing, for comparison: it has our sockets, reads no claim and records nothing.
 
-`python -m tests.e2e.empty_driver PLUGINS_DIR REGISTRY_DIR`; SIGTERM ends it. Whoever starts it publishes the ResourceSlice.
+`python -m tests.e2e.empty_driver PLUGINS_DIR REGISTRY_DIR`; SIGTERM ends it. It publishes no ResourceSlice.
 """
 
 import asyncio
