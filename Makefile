@@ -33,7 +33,7 @@ lab: venv ## real enforcement libraries and MPS programs in containers over a fa
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
 
-bench-pods: venv ## measure, with pods on a real kubelet and at a real kube-scheduler besides (root, as for e2e; about 20 minutes more)
+bench-pods: venv ## measure, with pods on a real kubelet and at a real kube-scheduler besides (root, as for e2e; about an hour more)
 	@$(PYTHON) -m tests.bench --pods $(ARGS)
 
 bench-placement: venv ## compare placement policies on traces (TRACES=folder), into docs/benchmarks.md (about half an hour)

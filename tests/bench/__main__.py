@@ -48,7 +48,7 @@ def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
         print(f"bench: {name}", file=sys.stderr)
         figures[name] = json.loads(_output([sys.executable, "-m", module]))
     if pods:
-        for module in ("tests.e2e.bench_pods", "tests.e2e.bench_kube_scheduler"):
+        for module in ("tests.e2e.bench_pods", "tests.e2e.bench_kube_scheduler", "tests.e2e.bench_claims"):
             figures |= on_a_cluster(module)
     figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     return figures

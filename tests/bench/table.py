@@ -22,6 +22,12 @@ _STARTS = {
 _AT_ONCE = {"at_once_8": "p99 < 10 ms", "at_once_50": "p99 < 60 ms"}
 _CALLERS = {"one_container": "all of one container", "own_containers": "each of its own container"}
 _MIXES = {"hami_core_and_vcuda": "half hami-core, half vcuda", "mps": "mps"}
+_CLAIM_WAYS = {
+    "claims": "mode dra",
+    "plugin": "mode plugin",
+    "nothing": "pods without GPUs",
+    "empty": "an empty DRA driver",
+}
 _LINK_16 = {
     "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
     "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
@@ -45,6 +51,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_kube_scheduler(figures.get("kube_scheduler")),
+        *_claims(figures.get("claims")),
         *_pods(pods),
     )
     return "\n".join(parts)
@@ -206,6 +213,37 @@ def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
     for signal, taken in found["takeover_seconds"].items():
         yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
+
+
+def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Any part may be missing."""
+    soon = (found or {}).get("soon_seconds", {})
+    if soon:
+        yield from ("", "| a DRA node on a real kubelet, p50 / worst | goal | measured |", "|---|---|---|")
+    goals = {
+        "started": ("start of the agent to its registration", "1"),
+        "started_after_kill": ("the same after kill -9", "2"),
+        "slice_back": ("the ResourceSlice back after a starting kubelet has deleted it", "0.5"),
+        "taint": ("XID 79 to the taint", "1"),
+    }
+    for key, row in soon.items():
+        yield f"| {goals[key][0]} | < {goals[key][1]} s | {row['p50']} / {row['worst']} s |"
+    if many := (found or {}).get("many_nodes"):
+        rates = many["pods_a_second"]
+        text = f"{rates['gpumgr']}, with devices without attributes {rates['empty']}; ratio {many['ratio']}"
+        yield from ("", f"| pods a second, claims on 1,000 nodes of the API | ratio > 0.9 | {text} |", "|---|---|---|")
+    if crowds := (found or {}).get("pods_at_once"):
+        yield from ("", "| pods at once, limits of the clients | " + " | ".join(_CLAIM_WAYS.values()) + " |", "|---" * 5 + "|")
+        for key, ways in crowds.items():
+            size, limits = key.split()
+            yield f"| {size}, {limits} | " + " | ".join(_crowd(ways[way]) for way in _CLAIM_WAYS) + " |"
+        yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 30 s.")
+
+
+def _crowd(row: Mapping[str, Any]) -> str:
+    running = row["running_seconds"]
+    late = f"{row['running']:g} after 30"
+    return f"{row['bound_seconds']} / {late if running is None else running}"
 
 
 def _both(row: Mapping[str, Any]) -> str:
