@@ -28,6 +28,7 @@ MODULES = {
     "paint": "tests.bench.bench_paint",
     "writer": "tests.bench.bench_writer",
     "dra": "tests.bench.bench_dra",
+    "replicas": "tests.bench.bench_replicas",
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",
 }

@@ -28,6 +28,7 @@ _CLAIM_WAYS = {
     "nothing": "pods without GPUs",
     "empty": "an empty DRA driver",
 }
+_REPLICA_CALLS = {"prefer": "GetPreferredAllocation, the agent's part", "allocate": "Allocate, durable commit included"}
 _LINK_16 = {
     "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
     "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
@@ -48,6 +49,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_process(figures),
         *_limits(limits),
         *_dra(figures.get("dra")),
+        *_replicas(figures.get("replicas")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_kube_scheduler(figures.get("kube_scheduler")),
@@ -213,6 +215,14 @@ def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
     for signal, taken in found["takeover_seconds"].items():
         yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
+
+
+def _replicas(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| 100 pods of nvidia.com/gpu beside 60 vcuda pods | goal | nvidia.com/gpu | vcuda |", "|---|---|---|---|")
+    for name, goal in (("prefer", ""), ("allocate", "p99 < 5 ms")):
+        yield f"| {_REPLICA_CALLS[name]} | {goal} | {_pair(found[name])} | {_pair(found[f'vcuda_{name}'])} |"
 
 
 def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:
