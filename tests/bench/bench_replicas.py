@@ -4,7 +4,6 @@
 commit, from the decoded request to the answer. `vcuda_prefer` and `vcuda_allocate` are the same of vcuda pods, for each resource.
 """
 
-import asyncio
 import tempfile
 import time
 from collections import defaultdict
