@@ -32,19 +32,24 @@ GpuName = str
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Amounts on one GPU: `cores` in percent of it, and memory."""
+    """Amounts on one GPU: `cores` in percent of it, and memory. `replicas`, of HAMi's resource, are counted by the scheduler: in the ledger
+    they are device ids."""
 
     cores: int = 0
     memory_mebibytes: int = 0
+    replicas: int = 0
 
     def __add__(self, other: "Amounts") -> "Amounts":
-        return Amounts(self.cores + other.cores, self.memory_mebibytes + other.memory_mebibytes)
+        memory = self.memory_mebibytes + other.memory_mebibytes
+        return Amounts(self.cores + other.cores, memory, self.replicas + other.replicas)
 
     def __sub__(self, other: "Amounts") -> "Amounts":
-        return Amounts(self.cores - other.cores, self.memory_mebibytes - other.memory_mebibytes)
+        memory = self.memory_mebibytes - other.memory_mebibytes
+        return Amounts(self.cores - other.cores, memory, self.replicas - other.replicas)
 
     def most(self, other: "Amounts") -> "Amounts":
-        return Amounts(max(self.cores, other.cores), max(self.memory_mebibytes, other.memory_mebibytes))
+        memory = max(self.memory_mebibytes, other.memory_mebibytes)
+        return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas))
 
     def __str__(self) -> str:
         return f"{self.cores} cores and {self.memory_mebibytes} MiB"

@@ -1,12 +1,10 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
 
-from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, GpuName, Resource
+from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.units import ALL_RESOURCES, Amounts, Resource
 
 #: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
 PodKey = tuple[str, str]
@@ -15,48 +13,6 @@ PodKey = tuple[str, str]
 NamedGpu = tuple[str, Amounts]
 
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaRequest:
-    """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
-
-    `memory_mebibytes` None: `memory_percent` of the GPU's memory. Of a GPU that has `memory_scaling` times its memory for such requests a
-    request counts that many times less than the container may use, and the same of cores.
-    """
-
-    count: int
-    cores: int = 0
-    memory_mebibytes: int | None = None
-    memory_percent: int = 100
-    memory_scaling: float = 1.0
-    core_scaling: float = 1.0
-
-    def __str__(self) -> str:
-        memory = f"{self.memory_percent} % of the memory" if self.memory_mebibytes is None else f"{self.memory_mebibytes} MiB"
-        each = "whole" if self.whole else f"with {memory}" + (f" and {self.cores} cores" if self.cores else "")
-        return f"{self.count} GPU{'s' * (self.count > 1)} {each}"
-
-    @property
-    def whole(self) -> bool:
-        return self.cores >= CORES_PER_GPU
-
-    def on(self, gpu_registry: GpuRegistry, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-        """The amounts on each of these GPUs; all memory of a GPU that is granted whole."""
-        return {gpu: self._on(gpu_registry.by_name[gpu].memory_mebibytes)[0] for gpu in gpus}
-
-    def limits(self, gpu_registry: GpuRegistry, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-        """What the container may use on each, as far as it differs from `on`."""
-        both = {gpu: self._on(gpu_registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
-        return {gpu: limit for gpu, (counted, limit) in both.items() if limit != counted}
-
-    def _on(self, gpu_mebibytes: int) -> tuple[Amounts, Amounts]:
-        """What counts, and what the container may use."""
-        if self.whole:
-            return Amounts(CORES_PER_GPU, gpu_mebibytes), Amounts(CORES_PER_GPU, gpu_mebibytes)
-        part = int(gpu_mebibytes * self.memory_scaling) * self.memory_percent // 100
-        limit = Amounts(self.cores, part if self.memory_mebibytes is None else self.memory_mebibytes)
-        return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling)), limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.replicas import counted_on, limits_on
 from gpumgr.allocator.sweep import shown
 from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, GpuName, Resource
 
@@ -152,7 +153,7 @@ def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Al
     if claim.gpus or spec is None or spec.replicas is None:
         return claim
     gpus, registry = [*claim.held("replica")], ledger.gpu_registry
-    return replace(claim, gpus=spec.replicas.on(registry, gpus), limits=spec.replicas.limits(registry, gpus))
+    return replace(claim, gpus=counted_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
 
 
 def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:

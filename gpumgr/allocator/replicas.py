@@ -7,24 +7,21 @@
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import Choice, Request
 from gpumgr.allocator.grant import refuse_elsewhere, refuse_held, refuse_unfit
-from gpumgr.allocator.ids import Masks, common, count, lowest, minus, union
+from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.pods import ReplicaRequest
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.evaluators.select import find
 from gpumgr.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName
-
-#: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
-_MOST_MEBIBYTES = 2**31 - 1
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
@@ -58,7 +55,7 @@ def grant_replicas(
         _probe(ledger, caller, [wanted], gpus),
         id=new_id,
         device_ids={"replica": masks},
-        limits=wanted.limits(ledger.gpu_registry, gpus),
+        limits=limits_on(ledger.gpu_registry, wanted, gpus),
         granted_at=now,
         why=why,
     )
@@ -69,6 +66,18 @@ def grant_replicas(
                 "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
             )
     return allocation
+
+
+def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+    """The amounts on each of these GPUs."""
+    return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
+
+
+def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+    """What the container may use of each, as far as that differs from what is counted."""
+    counted = counted_on(registry, wanted, gpus)
+    limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
+    return {gpu: limit for gpu, limit in limits.items() if limit != counted[gpu]}
 
 
 def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
@@ -88,11 +97,8 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
         )
     if wanted.count != size:
         raise Refusal("conflict", f"the kubelet asked for {size} GPUs, and container {spec.name} requests {wanted.count}")
-    if wanted.memory_mebibytes is not None and wanted.memory_mebibytes > _MOST_MEBIBYTES:
-        raise Refusal(
-            "invalid_request",
-            f"{wanted.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi",
-        )
+    if wanted.problem:
+        raise Refusal("invalid_request", wanted.problem)
     return wanted
 
 
@@ -150,7 +156,7 @@ def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpu
     """The caller's allocation on all of these GPUs, with the most of these requests on each."""
     most = dict.fromkeys(gpus, Amounts())
     for each in wanted:
-        most = {gpu: most[gpu].most(amounts) for gpu, amounts in each.on(ledger.gpu_registry, gpus).items()}
+        most = {gpu: most[gpu].most(amounts) for gpu, amounts in counted_on(ledger.gpu_registry, each, gpus).items()}
     return Allocation(id="", pod=caller.pod, uid=caller.uid, container=caller.container, init=caller.init, gpus=most)
 
 

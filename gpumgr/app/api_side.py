@@ -12,7 +12,6 @@ from gpumgr.agent.node_report import OutboxState
 from gpumgr.aio import persistently
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
-from gpumgr.app.profile import replica_resources
 from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -21,6 +20,7 @@ from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
 log = structlog.get_logger(__name__)

@@ -25,7 +25,6 @@ from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.app import profile
 from gpumgr.app.dra_side import DraSide, holders_of_other_mode
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.app.node_enforcement import NodeEnforcement
@@ -48,7 +47,7 @@ from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
 from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
-from gpumgr.settings import Settings
+from gpumgr.settings import Settings, profile
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import ALL_RESOURCES, RESOURCES, Resource
 

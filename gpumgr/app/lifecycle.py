@@ -23,7 +23,6 @@ from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
 from gpumgr.app.node_hold import make_driver, node_held
-from gpumgr.app.profile import inner_names, replicas
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
@@ -34,6 +33,7 @@ from gpumgr.log import set_level
 from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import inner_names, replicas
 
 log = structlog.get_logger(__name__)
 

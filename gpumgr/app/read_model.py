@@ -19,9 +19,9 @@ from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.components import Components
-from gpumgr.app.profile import resource_names
 from gpumgr.display.messages import usage_message
 from gpumgr.metrics.exposition import Exposition
+from gpumgr.settings.profile import resource_names
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from gpumgr.web.state import node_state
 

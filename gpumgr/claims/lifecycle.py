@@ -17,6 +17,7 @@ from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.lifecycle import REMEDY, this_replica
 from gpumgr.scheduler.pages import page_server
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import replica_resources
 from gpumgr.web.listening import ListenError
 
 _log = structlog.get_logger(__name__)
@@ -30,7 +31,7 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     # Nothing is sent to the leader, so its pod needs no label.
     replica = replace(this_replica(wanted, "claims"), pod=None) if wanted.leader_election else None
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
-    watches = ClaimWatches(server, settings.scheduler)
+    watches = ClaimWatches(server, settings.scheduler, hami=replica_resources(settings))
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)

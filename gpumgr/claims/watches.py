@@ -30,6 +30,7 @@ from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.quota import GpuKind, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings.schema import SchedulerSettings
@@ -47,6 +48,7 @@ class ClaimWatches:
         server: ApiServer,
         settings: SchedulerSettings,
         *,
+        hami: ReplicaResources | None = None,
         watch_times: WatchTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +76,14 @@ class ClaimWatches:
             ),
         ]  # fmt: skip
         self._cluster = ClusterWatches(
-            server, self._index, self.quotas, settings, watch_times=watch_times, more=more, complete=self._with_gpus
+            server,
+            self._index,
+            self.quotas,
+            settings,
+            hami=hami,
+            watch_times=watch_times,
+            more=more,
+            complete=self._with_gpus,
         )
         self.run, self.refresh = self._cluster.run, self._cluster.refresh
 

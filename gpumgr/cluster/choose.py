@@ -10,7 +10,7 @@ memory of their GPU, that the pods which could use them need. On the node it cho
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Final
 
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
@@ -94,16 +94,21 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     allowed = constraints.allowed(node)
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
-        capacities = _capacities(node, used, use, allowed)
-        wanted, cores = _together(request.containers[position:])
         required = _reused(use, container)
-        placement = None
-        if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
-            placement = _find(node, capacities, wanted, required, policy, constraints)
+        if container.replica is not None:
+            capacities = _replica_capacities(node, used, use, allowed, request.containers[position:])
+            placement = _find(node, capacities, _any_share(container), required, policy, constraints)
+            wanted = container
+        else:
+            capacities = _capacities(node, used, use, allowed)
+            wanted, cores = _together(request.containers[position:])
+            placement = None
+            if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
+                placement = _find(node, capacities, wanted, required, policy, constraints)
         if placement is None:
             return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
-        shares = tuple((gpu, _amounts(node, container, gpu)) for gpu in sorted(gpus))
+        shares = tuple((gpu, container.on(node.gpus[gpu].memory_mebibytes)) for gpu in sorted(gpus))
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
@@ -197,10 +202,33 @@ def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_h
     )
 
 
-def _amounts(node: NodeState, container: ContainerRequest, gpu: int) -> Amounts:
-    if container.whole:
-        return Amounts(CORES_PER_GPU, node.gpus[gpu].memory_mebibytes)
-    return Amounts(container.cores_per_gpu, container.memory_mebibytes)
+def _replica_capacities(
+    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], chain: tuple[ContainerRequest, ...]
+) -> list[GpuCapacity]:
+    """`entirely_free` and `healthy`: the GPU has what the first container of the chain requests; after an init container the others must
+    fit there, too. The free amounts order the GPUs; here memory is in MiB, not blocks."""
+    follow = chain if chain[0].kind == "init" else chain[:1]
+    result = []
+    for position, gpu in enumerate(node.gpus):
+        held = used[position] + use.held(position)
+        most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in follow))
+        fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most)
+        result.append(
+            GpuCapacity(
+                index=position,
+                cores_free=max(1, CORES_PER_GPU - held.cores),
+                memory_blocks_free=max(0, gpu.memory_mebibytes - held.memory_mebibytes),
+                entirely_free=fits,
+                healthy=fits,
+            )
+        )
+    return result
+
+
+def _any_share(container: ContainerRequest) -> ContainerRequest:
+    """What the evaluators look for among the GPUs that fit: one by the free room, or whole ones by topology."""
+    single = container.gpus == 1 and not container.whole
+    return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 
 
 def _rank(
@@ -251,6 +279,13 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
             container=container, constraints=constraints, none_allowed=True, agent_chooses=agent_chooses, distance=float("inf")
         )
     free = max(_free(each) for each in sets)
+    if container.replica is not None:
+        offered = [each for each in capacities if node.gpus[each.index].offered]
+        most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
+        closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
+        return Misfit(
+            container=container, free_gpus=free, closest=closest, distance=float(container.gpus - free), constraints=constraints
+        )
     if container.whole:
         there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
         not_offered = there >= container.gpus > free

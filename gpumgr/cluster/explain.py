@@ -67,7 +67,9 @@ def _reason(misfit: Misfit) -> str:
         return f"a Topology Manager policy and not only GPUs{constraints.text}{numa}"
     if misfit.none_allowed:
         return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
-    if container.whole:
+    if container.replica is not None:
+        text = f"no room for {container.replica}{constraints.text}{numa}"
+    elif container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
         wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
         text = f"{wanted}{constraints.text}{numa}{memory}"
@@ -81,7 +83,7 @@ def _closest(group: _Group, *, name_node: bool = True) -> str:
     if misfit.container is None or misfit.none_allowed:
         return ""
     place = f"{group.node[:63]}" if name_node else ""
-    if misfit.container.whole:
+    if misfit.container.whole or misfit.container.gpus > 1:
         found = f"{misfit.free_gpus} free"
         return f" (closest: {place}, {found})" if place else f" ({found})"
     if misfit.closest is None:

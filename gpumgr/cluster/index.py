@@ -7,7 +7,7 @@ and bound pods in any order gives the same answers.
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import merge
 from itertools import islice
@@ -272,12 +272,7 @@ class ClusterIndex:
         if node is None or taken is None:
             return False
         without = self.used(pod.node) if pod.uid not in node.pods else used_on(node.state, _but(node.pods, pod.uid))
-        return all(
-            node.state.gpus[gpu].offered
-            and without[gpu].cores + amounts.cores <= CORES_PER_GPU
-            and without[gpu].memory_mebibytes + amounts.memory_mebibytes <= node.state.gpus[gpu].memory_mebibytes
-            for gpu, amounts in taken.items()
-        )
+        return all(node.state.gpus[gpu].has_room(without[gpu], amounts) for gpu, amounts in taken.items())
 
     def choose_on(self, name: str, uid: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
         """A choice on this node, as if the pod had nothing there yet."""
@@ -359,6 +354,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
     unknown = []
     for pod in sorted(pods, key=lambda pod: pod.uid):
         if pod.uid in node.other:
+            used = added(used, _replicas(pod.request, node.other[pod.uid]))
             continue
         taken = _taken(node, pod)
         if taken is None:
@@ -371,6 +367,12 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         if isinstance(choice, NodeChoice):
             used = added(used, _use(pod.request, choice.shares))
     return used
+
+
+def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
+    """Those of a pod of which the node reports only the amounts."""
+    replicas = any(container.replica for container in request.containers)
+    return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
 
 
 def _summed(shares: Shares) -> Mapping[int, Amounts]:
@@ -396,7 +398,7 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
     """A whole GPU has all its memory."""
-    return Amounts(CORES_PER_GPU, node.gpus[gpu].memory_mebibytes) if amounts.whole else amounts
+    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if amounts.whole else amounts
 
 
 def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:

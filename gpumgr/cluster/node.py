@@ -20,7 +20,7 @@ NOTHING = Amounts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it."""
 
     uuid: str = ""
     model: str = ""
@@ -29,10 +29,17 @@ class GpuState:
     healthy: bool = True
     cordoned: bool = False
     index: int | None = None
+    replicas: int = 0
 
     @property
     def offered(self) -> bool:
         return self.healthy and not self.cordoned
+
+    def has_room(self, used: Amounts, wanted: Amounts) -> bool:
+        """Beside what is used of it. A replica without cores needs some that are free, as HAMi demands."""
+        after = used + wanted
+        replica = not wanted.replicas or (after.replicas <= self.replicas and used.cores < CORES_PER_GPU)
+        return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,8 @@ class PodUse:
     def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
         for gpu, wanted in shares:
             pool = self.reusable.get(gpu, NOTHING)
-            again = Amounts(min(pool.cores, wanted.cores), min(pool.memory_mebibytes, wanted.memory_mebibytes))
+            memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
+            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas))
             fresh = wanted - again
             self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
             self.reusable[gpu] = pool + fresh if kind == "init" else pool - again

@@ -15,7 +15,7 @@ from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
-from gpumgr.units import CORES_PER_GPU, Amounts
+from gpumgr.units import Amounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,11 +300,9 @@ def _holding(
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):
         for gpu in positions:
+            use.add(container.kind, ((gpu, container.on(gpus[min(gpu, len(gpus) - 1)][1])),))
             if container.whole:
-                use.add(container.kind, ((gpu, Amounts(CORES_PER_GPU, gpus[min(gpu, len(gpus) - 1)][1])),))
                 whole.add(container.kind, ((gpu, Amounts(1)),))
-            else:
-                use.add(container.kind, ((gpu, Amounts(container.cores_per_gpu, container.memory_mebibytes)),))
     total: dict[GpuKind, Held] = {}
     for gpu, taken in use.taken.items():
         kind = gpus[min(gpu, len(gpus) - 1)][0]

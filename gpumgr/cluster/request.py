@@ -7,9 +7,10 @@ from typing import Final, Literal
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.evaluators.select import check_request
 from gpumgr.topology.matrix import MAX_GPUS
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.choose`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
@@ -17,12 +18,14 @@ Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRequest:
-    """`gpus` GPUs with `cores_per_gpu` of each; 100 cores are a whole GPU. `memory_mebibytes` is on these GPUs together."""
+    """`gpus` GPUs with `cores_per_gpu` of each; 100 cores are a whole GPU. `memory_mebibytes` is on these GPUs together. `replica`: what
+    it requests of each GPU by HAMi's resources, which may be shares of several GPUs; then there is no `memory_mebibytes`."""
 
     kind: ContainerKind = "app"
     gpus: int = 1
     cores_per_gpu: int
     memory_mebibytes: int = 0
+    replica: ReplicaRequest | None = None
 
     @property
     def whole(self) -> bool:
@@ -35,6 +38,12 @@ class ContainerRequest:
     @property
     def memory_blocks(self) -> int:
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
+
+    def on(self, gpu_mebibytes: int) -> Amounts:
+        """What it takes of one GPU with so much memory; a whole GPU has all of it."""
+        if self.replica is not None:
+            return replace(self.replica.counted(gpu_mebibytes), replicas=1)
+        return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +75,7 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
         except Refusal as error:
             raise Refusal(error.code, f"container {name}: {error}") from error
         gpus = max(1, cores // CORES_PER_GPU)
-        if gpus > MAX_GPUS:
-            raise Refusal("invalid_request", f"container {name}: {gpus} GPUs asked, and gpumgr supports {MAX_GPUS} on a node")
+        _check_gpus(name, gpus)
         memory = blocks * BLOCK_MEBIBYTES
         made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
     for position in range(len(made)):
@@ -79,3 +87,19 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
                 "container's ids on to them; ask for no more cores in the init container than in each of those that follow",
             )
     return PodRequest(tuple(made))
+
+
+def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaRequest]]) -> PodRequest:
+    """From (name, kind, request) of containers that request GPUs by HAMi's resources. Raises Refusal, as `vcuda_request`."""
+    made = []
+    for name, kind, each in containers:
+        if each.problem:
+            raise Refusal("invalid_request", f"container {name}: {each.problem}")
+        _check_gpus(name, each.count)
+        made.append(ContainerRequest(kind=kind, gpus=each.count, cores_per_gpu=each.cores, replica=each))
+    return PodRequest(tuple(made))
+
+
+def _check_gpus(name: str, gpus: int) -> None:
+    if gpus > MAX_GPUS:
+        raise Refusal("invalid_request", f"container {name}: {gpus} GPUs asked, and gpumgr supports {MAX_GPUS} on a node")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.allocator.pods import ContainerSpec, NamedGpu, ReplicaRequest
+from gpumgr.allocator.pods import ContainerSpec, NamedGpu
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: The node and the devices of a pod, as HAMi's scheduler writes them.

@@ -20,7 +20,7 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
 from gpumgr.scheduler.leader import Leadership
-from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
+from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.preemption import Preemption, placed_on
 from gpumgr.scheduler.rejections import Rejections
 from gpumgr.scheduler.watches import ClusterWatches
@@ -77,7 +77,7 @@ class Extender:
         if not self.ready:
             return FilterResult(error=NOT_SYNCED)
         try:
-            pod, names = parse_watched_pod(args.pod), args.names()
+            pod, names = self._watches.parse_pod(args.pod), args.names()
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
         if not pod.wants_gpu or not names:
@@ -121,7 +121,7 @@ class Extender:
     def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
         try:
-            pod, proposed = parse_watched_pod(args.pod), args.proposed()
+            pod, proposed = self._watches.parse_pod(args.pod), args.proposed()
         except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
@@ -144,7 +144,7 @@ class Extender:
         if not self._settings.predicates:
             return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
         try:
-            pod = parse_watched_pod(args.pod)
+            pod = self._watches.parse_pod(args.pod)
         except UNREADABLE:
             return self._filter(args, 1)
         if pod.uid in self._sending:
@@ -169,7 +169,7 @@ class Extender:
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
         try:
-            pod, names = parse_watched_pod(args.pod), args.names()
+            pod, names = self._watches.parse_pod(args.pod), args.names()
         except UNREADABLE:
             return []
         scores = dict.fromkeys(names, 0)
@@ -294,7 +294,7 @@ class Extender:
         """Raises BindingError."""
         try:
             async with asyncio.timeout(WRITE_SECONDS):
-                pod = parse_watched_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
+                pod = self._watches.parse_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
         except AnswerError as error:
             raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
         except (*API_FAILURES, *UNREADABLE) as error:

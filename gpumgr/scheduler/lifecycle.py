@@ -27,6 +27,7 @@ from gpumgr.scheduler.rejections import retry_waiting_pods
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.web.credentials import Certificates
 from gpumgr.web.listening import ListenError
@@ -103,7 +104,7 @@ async def run_scheduler(
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
     quotas = Quotas()
     index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
-    watches = ClusterWatches(server, index, quotas, wanted)
+    watches = ClusterWatches(server, index, quotas, wanted, hami=replica_resources(settings))
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)

@@ -3,7 +3,7 @@
 What users and agents write is checked; a bad text is a `problem`, not an error."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -11,9 +11,10 @@ import msgspec
 from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
+from gpumgr.allocator.pods import ContainerSpec
 from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
-from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, vcuda_request
+from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
@@ -22,10 +23,11 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_placement,
 )
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
-from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
+from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
 #: NVML's index as gpu-manager and gpumgr write it.
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
@@ -102,8 +104,9 @@ class QuotaLabels:
     pool: str = ""
 
 
-def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> WatchedNode:
-    """Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a node."""
+def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), hami: ReplicaResources | None = None) -> WatchedNode:
+    """`hami`: HAMi's resources, if pods may request them. Raises ValueError, KeyError, TypeError or AttributeError for an object that is
+    not a node."""
     metadata = item["metadata"]
     name, uid = metadata["name"], metadata["uid"]
     if not (name and uid and isinstance(name, str) and isinstance(uid, str)):
@@ -118,7 +121,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
     if text is not None:
         try:
             state = _from_inventory(name, str(text))
-            inventory = "outdated" if ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU else "used"
+            inventory = "outdated" if ready and _quantity(capacity, CORE_RESOURCE) < len(state.gpus) * CORES_PER_GPU else "used"
         except ValueError as error:
             inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
     if state is None:
@@ -128,6 +131,8 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
+    if hami is not None and (replicas := _quantity(capacity, hami.count) // max(1, len(state.gpus))):
+        state = replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
@@ -164,9 +169,9 @@ def _from_inventory(name: str, text: str) -> NodeState:
     )
 
 
-def _cores(capacity: Mapping[str, object]) -> int:
+def _quantity(capacity: Mapping[str, object], resource: str) -> int:
     try:
-        return parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+        return parse_quantity(str(capacity.get(resource, "0")))
     except ValueError:
         return 0
 
@@ -179,14 +184,14 @@ def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
     return homogeneous(name, cores, blocks * BLOCK_MEBIBYTES) if cores >= CORES_PER_GPU else NodeState(name=name)
 
 
-def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
-    """Raises what `parse_pod` raises."""
-    view = parse_pod(item)
+def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = None) -> WatchedPod:
+    """`hami` as for `parse_node`. Raises what `parse_pod` raises."""
+    view = parse_pod(item, hami)
     if not item["metadata"]["uid"]:
         raise ValueError("a pod without a UID")
     node = (item.get("spec") or {}).get("nodeName") or None
     base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
-    wanted = [each for each in view.containers if each.cores or each.memory_blocks]
+    wanted = [each for each in view.containers if each.wants_gpu]
     if not wanted or view.ended:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
@@ -204,7 +209,7 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
     cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
     made["request"] = PodRequest(cpu_milli=cpu_milli)
     try:
-        request = vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+        request = _request(wanted)
         made["request"] = replace(request, cpu_milli=cpu_milli)
         made["policy"] = policy_of(annotations)
         made["request"] = replace(made["request"], constraints=constraints_of(annotations))
@@ -221,6 +226,21 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         return replace(pod, problem=str(error))
 
 
+def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
+    """Raises Refusal."""
+    replicas = [(each.name, each.kind, each.replicas) for each in wanted if each.replicas is not None]
+    if replicas and any(each.cores or each.memory_blocks for each in wanted):
+        text = (
+            f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports pods with those of one kind"
+        )
+        raise Refusal("invalid_request", text)
+    return (
+        replica_request(replicas)
+        if replicas
+        else vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+    )
+
+
 def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
     """The GPUs by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
     text = annotations.get(PLACEMENT_ANNOTATION)
@@ -235,8 +255,11 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
             if set(placement.containers) != set(pod.containers):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
             named = [
-                tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in placement.containers[name])
-                for name in pod.containers
+                tuple(
+                    (uuid, Amounts(cores, memory, replicas=1 if container.replica else 0))
+                    for uuid, cores, memory in placement.containers[name]
+                )
+                for name, container in zip(pod.containers, pod.request.containers, strict=True)
             ]
             for name, container, shares in zip(pod.containers, pod.request.containers, named, strict=True):
                 if not _fits(container, shares):
@@ -257,7 +280,13 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Whether a placement names what the container requests. A whole GPU has all its memory."""
+    """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
+    if (replica := container.replica) is not None:
+        wanted = container.on(0)
+        fixed = not replica.whole and replica.memory_mebibytes is not None
+        return len(shares) == container.gpus and all(
+            amounts.cores == wanted.cores and (not fixed or amounts == wanted) for _, amounts in shares
+        )
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     return (
         len(shares) == container.gpus

@@ -23,7 +23,7 @@ from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.api import Kind, Why
 from gpumgr.scheduler.metrics import SchedulerMetrics
-from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
+from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.overview import ClusterOverview
 from gpumgr.scheduler.reasons import Reasons, request_text
 from gpumgr.scheduler.watches import ClusterWatches
@@ -145,7 +145,7 @@ class ClusterPages:
     async def _answer(self, request: web.Request, namespace: str, name: str) -> web.Response:
         try:
             item = await self._server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}")
-            pod = parse_watched_pod(item)
+            pod = self._watches.parse_pod(item)
         except AnswerError as error:
             return failure(404 if error.status == 404 else 503, f"pod {namespace}/{name}: {error}")
         except API_FAILURES as error:

@@ -1,5 +1,6 @@
 """The parts of a pod's JSON that are decoded for every pod of the cluster: whether it requests GPUs, and its CPU."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -7,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.kubeapi.pods import parse_milli
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.units import VCUDA_NAMES
 
 _Amounts = dict[str, Any] | None
 
@@ -33,10 +34,9 @@ class _Container(msgspec.Struct, rename="camel"):
     resources: _Resources | None = None
     restart_policy: str | None = None
 
-    @property
-    def wants_gpu(self) -> bool:
+    def wants_any(self, names: Iterable[str]) -> bool:
         wanted = _wanted(self.resources)
-        return any(str(wanted.get(name, "0")) != "0" for name in (CORE_RESOURCE, MEMORY_RESOURCE))
+        return any(str(wanted.get(name, "0")) != "0" for name in names)
 
 
 class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
@@ -46,9 +46,9 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     resources: _Resources | None = None
     overhead: _Amounts = None
 
-    @property
-    def wants_gpu(self) -> bool:
-        return any(each.wants_gpu for each in [*(self.containers or ()), *(self.init_containers or ())])
+    def wants_any(self, names: Iterable[str]) -> bool:
+        """Whether a container requests one of these resources."""
+        return any(each.wants_any(names) for each in [*(self.containers or ()), *(self.init_containers or ())])
 
     @property
     def cpu_milli(self) -> int:
@@ -73,11 +73,11 @@ class _Pod(msgspec.Struct):
     spec: PodSpec = PodSpec()
 
 
-def decode_pod(item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
+def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) -> dict[str, Any] | CpuPod | None:
     """The whole object only of a pod with GPU requests. Most pods of a cluster have none: of these the CPU counts, on their nodes. Raises
     ValueError."""
     pod = msgspec.json.decode(item, type=_Pod)
-    if pod.spec.wants_gpu:
+    if pod.spec.wants_any(gpu_resources):
         found: dict[str, Any] = msgspec.json.decode(item)
         return found
     node = pod.spec.node_name

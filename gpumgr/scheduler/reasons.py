@@ -135,6 +135,8 @@ def request_text(request: PodRequest) -> str:
 
 
 def _container_text(container: ContainerRequest) -> str:
+    if container.replica is not None:
+        return str(container.replica)
     if container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
         return f"{container.gpus} GPU{'s' if container.gpus > 1 else ''}{memory}"

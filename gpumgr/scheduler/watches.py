@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypedDict
 
 import msgspec
@@ -15,10 +16,12 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import NamespaceQuota, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
 from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
 from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.units import VCUDA_NAMES
 
 _log = structlog.get_logger(__name__)
 
@@ -50,7 +53,7 @@ class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
     `synced`: nodes, pods and quotas have been listed once. `more` is watched beside them, and listed again with them. `complete` adds to a
-    node what its object does not have.
+    node what its object does not have. `hami`: HAMi's resources, if pods may request them.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class ClusterWatches:
         quotas: Quotas,
         settings: SchedulerSettings,
         *,
+        hami: ReplicaResources | None = None,
         watch_times: WatchTimes | None = None,
         more: Sequence[Reflector[Any]] = (),
         complete: Callable[[NodeState], NodeState] = lambda state: state,
     ) -> None:
-        self._more, self._complete = more, complete
+        self._more, self._complete, self._hami = more, complete, hami
         #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
         self._promises = settings.predicates
         self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
@@ -78,7 +82,7 @@ class ClusterWatches:
             server,
             "/api/v1/nodes",
             {},
-            parse=lambda item: parse_node(item, labels),
+            parse=lambda item: parse_node(item, labels, hami),
             decode=msgspec.json.Decoder(_Node).decode,
             on_change=self._node_changed,
             watch_times=watch_times,
@@ -98,14 +102,18 @@ class ClusterWatches:
             server,
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
-            parse=lambda item: item if isinstance(item, CpuPod) else parse_watched_pod(item),
-            decode=decode_pod,
+            parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
+            decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count)) if hami is not None else decode_pod,
             on_change=self._pod_changed,
             watch_times=watch_times,
         )
 
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()
         self.synced = False
+
+    def parse_pod(self, item: Mapping[str, Any]) -> WatchedPod:
+        """Raises what `parse_watched_pod` raises."""
+        return parse_watched_pod(item, self._hami)
 
     @property
     def _watched(self) -> list[Reflector[Any]]:

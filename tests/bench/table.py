@@ -247,13 +247,13 @@ def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:
         for key, ways in crowds.items():
             size, limits = key.split()
             yield f"| {size}, {limits} | " + " | ".join(_crowd(ways[way]) for way in _CLAIM_WAYS) + " |"
-        yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 30 s.")
+        yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 20 s.")
 
 
 def _crowd(row: Mapping[str, Any]) -> str:
     running = row["running_seconds"]
-    late = f"{row['running']:g} after 30"
-    return f"{row['bound_seconds']} / {late if running is None else running}"
+    late = f"{row['running']:g} after 20"
+    return f"{row['bound_seconds'] or 'not all'} / {late if running is None else running}"
 
 
 def _both(row: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from .agent import Agent
 from .api import phase
 from .bench_kube_scheduler import node, node_name
 from .cluster import Cluster
-from .dra import CLASS, DraNode, claiming, in_mode_dra, request, template
+from .dra import CLAIMS, CLASS, DraNode, claiming, in_mode_dra, request, template
 from .manifests import Json, container, gpu_pod, pod
 from .places import KUBELET_ROOT, PROJECT, STATE
 from .processes import wait_until
@@ -37,14 +37,14 @@ SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
 CONTROLLER_LIMITS: Final = {"default": (), "raised": ("--kube-api-qps=200", "--kube-api-burst=400")}
 SCHEDULER_LIMITS: Final = {"default": {}, "raised": {"qps": 500, "burst": 1000}}
 #: Without the agent the kubelet retries what the API server refused only after 70 s and more.
-PATIENCE_SECONDS: Final = {"empty": 30.0}
+PATIENCE_SECONDS: Final = {"empty": 20.0}
 LARGE_NODES, LARGE_PODS = 1000, 200
 
 
 class Measure(NamedTuple):
     """Seconds until all pods were bound, and Running; None: not within the patience. `running`: how many were at last."""
 
-    bound: float
+    bound: float | None
     running_seconds: float | None
     running: int
 
@@ -68,7 +68,8 @@ def crowd(cluster: Cluster, make: Callable[[str], Json], number: int, patience: 
     now = cluster.pods.all()
     running = sum(phase(now[name]) == "Running" for name in names)
     cluster.delete_all(300)
-    return Measure(round(bound[0], 2), seconds, running)
+    wait_until("no claims", lambda: not cluster.api.request("GET", CLAIMS)["items"], 120, every=0.2)
+    return Measure(round(bound[0], 2) if bound else None, seconds, running)
 
 
 class Bench:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumgr.allocator.pods import ContainerSpec, PodView, ReplicaRequest
+from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.pods import parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources, placed_by_hami, replica_request
 from gpumgr.units import Amounts

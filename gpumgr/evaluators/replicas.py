@@ -1,0 +1,56 @@
+"""What a container requests by HAMi's resources. Pure."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
+_MOST_MEBIBYTES: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRequest:
+    """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
+
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory. Of a GPU that has `memory_scaling` times its memory for such requests a
+    request counts that many times less than the container may use, and the same of cores.
+    """
+
+    count: int
+    cores: int = 0
+    memory_mebibytes: int | None = None
+    memory_percent: int = 100
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_percent} % of the memory" if self.memory_mebibytes is None else f"{self.memory_mebibytes} MiB"
+        each = "whole" if self.whole else f"with {memory}" + (f" and {self.cores} cores" if self.cores else "")
+        return f"{self.count} GPU{'s' * (self.count > 1)} {each}"
+
+    @property
+    def whole(self) -> bool:
+        return self.cores >= CORES_PER_GPU
+
+    @property
+    def problem(self) -> str | None:
+        """Why no node can grant it."""
+        if self.memory_mebibytes is not None and self.memory_mebibytes > _MOST_MEBIBYTES:
+            return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
+        return None
+
+    def counted(self, gpu_mebibytes: int) -> Amounts:
+        """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""
+        limit = self.limit(gpu_mebibytes)
+        if self.whole:
+            return limit
+        return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
+
+    def limit(self, gpu_mebibytes: int) -> Amounts:
+        """What the container may use of it."""
+        if self.whole:
+            return Amounts(CORES_PER_GPU, gpu_mebibytes)
+        part = int(gpu_mebibytes * self.memory_scaling) * self.memory_percent // 100
+        return Amounts(self.cores, part if self.memory_mebibytes is None else self.memory_mebibytes)
