@@ -1,12 +1,14 @@
 """Nodes and requests for tests of the scheduler."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Shares
-from gpumgr.cluster.request import PodRequest, vcuda_request
+from gpumgr.cluster.request import PodRequest, replica_request, vcuda_request
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.topology.matrix import topology_from_matrix
 
 GPU_MEBIBYTES = 16384
@@ -58,3 +60,18 @@ def share(cores: int, blocks: int) -> PodRequest:
 
 def constrained(wanted: PodRequest, **constraints: Any) -> PodRequest:
     return PodRequest(wanted.containers, Constraints(**constraints))
+
+
+def hami(kind: ContainerKind = "app", gpus: int = 1, cores: int = 0, memory: int | None = None, **more: Any) -> PodRequest:
+    """One container with HAMi's resources; `memory` in MiB of each GPU."""
+    wanted = ReplicaRequest(count=gpus, cores=cores, memory_mebibytes=memory, **more)
+    return replica_request([("main", kind, wanted)])
+
+
+def together(*pods: PodRequest) -> PodRequest:
+    """One pod with the containers of all."""
+    return PodRequest(tuple(container for pod in pods for container in pod.containers))
+
+
+def with_replicas(node: NodeState, replicas: int) -> NodeState:
+    return replace(node, gpus=tuple(replace(gpu, replicas=replicas) for gpu in node.gpus))

@@ -5,8 +5,11 @@ from typing import Any, Final
 
 import yaml
 
+from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
+_HAMI: Final = HamiSettings()
+_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource)
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
 
@@ -44,10 +47,20 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
-    if (found := _managed(extender)).keys() != managed:
-        yield True, f"managedResources are {', '.join(sorted(found))}; give {CORE_RESOURCE} and {MEMORY_RESOURCE}, and no others"
-    for name in sorted(name for name, ignored in found.items() if ignored):
+    found = _managed(extender)
+    hami = found.keys() & {_HAMI.count_resource, *_HAMI_AMOUNTS}
+    if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI_AMOUNTS}):
+        yield (
+            True,
+            (
+                f"managedResources are {', '.join(sorted(found))}; give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides "
+                f"{', '.join((_HAMI.count_resource, *_HAMI_AMOUNTS))}, and no others"
+            ),
+        )
+    for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI_AMOUNTS):
         yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"
+    for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
+        yield True, f"ignoredByScheduler of {name} is false; no node has this resource, so its pods stay Pending"
     if extender.get("ignorable"):
         yield True, "ignorable is true; while the extender is away, pods would start without a placement"
     for key, verb in _VERBS.items():

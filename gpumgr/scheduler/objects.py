@@ -121,7 +121,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     if text is not None:
         try:
             state = _from_inventory(name, str(text))
-            inventory = "outdated" if ready and _quantity(capacity, CORE_RESOURCE) < len(state.gpus) * CORES_PER_GPU else "used"
+            offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
+            offered |= hami is not None and _quantity(capacity, hami.count) >= len(state.gpus)
+            inventory = "used" if offered or not ready else "outdated"
         except ValueError as error:
             inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
     if state is None:

@@ -75,6 +75,22 @@ def test_the_shipped_configuration_is_the_one_that_the_extender_is_made_for() ->
     assert (profile["percentageOfNodesToScore"], config["podMaxBackoffSeconds"]) == (100, 2)
 
 
+def test_hamis_resources_are_managed_with_their_profile() -> None:
+    settings = {"node": {"profile": "both"}, "hami": {"core_resource": "example.com/cores", "device_split_count": 5}}
+    made = rendered(settings=settings)
+    found = kube_scheduler_config(made)["extenders"][0]["managedResources"]
+    assert {each["name"]: each["ignoredByScheduler"] for each in found} == {
+        "tencent.com/vcuda-core": False,
+        "tencent.com/vcuda-memory": False,
+        "nvidia.com/gpu": False,
+        "nvidia.com/gpumem": True,
+        "nvidia.com/gpumem-percentage": True,
+        "example.com/cores": True,
+    }
+    ours = yaml.safe_load(made["ConfigMap", NAME]["data"]["gpumgr.yaml"])
+    assert (ours["node"], ours["hami"]) == ({"profile": "both"}, settings["hami"])
+
+
 @pytest.mark.parametrize(("version", "api", "of_profile"), [
     ("1.20.0", "v1beta1", False),
     ("1.22.0", "v1beta2", False),

@@ -151,13 +151,14 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
+def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
     cluster.processes.start(
         "gpumgr-scheduler",
         [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
          "--insecure-loopback", "--set", "log.format=json",
          # The API server's proxies do not connect to loopback addresses.
-         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0"],
+         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0",
+         *(f"--set={each}" for each in settings)],
         {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
         cwd=PROJECT,
     )  # fmt: skip

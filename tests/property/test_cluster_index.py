@@ -14,12 +14,12 @@ from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
-from tests.cluster_states import constrained, node_state, request, share
+from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
 NODES = (
-    replace(node_state("a", 2, models=(T4, T4), numa=(0, 0)), cpu_milli=8000),
-    node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)),
+    with_replicas(replace(node_state("a", 2, models=(T4, T4), numa=(0, 0)), cpu_milli=8000), 3),
+    with_replicas(node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)), 4),
     homogeneous("c", 200, 2 * 16384),
     replace(node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"), cpu_milli=4000),
 )
@@ -41,6 +41,13 @@ REQUESTS: tuple[PodRequest, ...] = (
     constrained(request(("init", 60, 8), ("app", 60, 8)), use_uuids=("GPU-b-1", "GPU-d-0", "GPU-d-1")),
     constrained(request(("app", 200, 0)), same_numa_node=True),
     constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True, use_models=("a100",)),
+    hami(cores=30, memory=3001),
+    hami(memory=5000),
+    hami(cores=50, memory_percent=40, core_scaling=1.5, memory_scaling=2.0),
+    hami(gpus=2, cores=10, memory=1000),
+    hami(cores=100),
+    together(hami("init", cores=60, memory=2000), hami(cores=20, memory=4000)),
+    together(hami("sidecar", memory=500), hami("app", gpus=2, memory=1000)),
 )
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 NAMES = [node.name for node in NODES]
@@ -184,6 +191,7 @@ class Cluster(RuleBasedStateMachine):
             for gpu, used in zip(node.gpus, self.index.used(name), strict=True):
                 assert 0 <= used.cores <= 100
                 assert 0 <= used.memory_mebibytes <= gpu.memory_mebibytes
+                assert 0 <= used.replicas <= gpu.replicas
 
     @invariant()
     def it_uses_what_an_index_that_is_filled_again_uses(self) -> None:

@@ -265,6 +265,11 @@ async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Pa
 
 
 MANAGED = EXTENDER["managedResources"]
+COUNT = {"name": "nvidia.com/gpu", "ignoredByScheduler": False}
+HAMI = [
+    COUNT,
+    *({"name": f"nvidia.com/{name}", "ignoredByScheduler": True} for name in ("gpumem", "gpumem-percentage", "gpucores")),
+]
 
 
 @pytest.mark.parametrize(("changes", "of_extender", "expected"), [
@@ -282,6 +287,12 @@ MANAGED = EXTENDER["managedResources"]
     ({}, {"managedResources": MANAGED[:1]}, [(True, "managedResources are tencent.com/vcuda-core; give")]),
     ({}, {"managedResources": [{**each, "ignoredByScheduler": True} for each in MANAGED]},
      [(True, "ignoredByScheduler of tencent.com/vcuda-core"), (True, "ignoredByScheduler of tencent.com/vcuda-memory")]),
+    ({}, {"managedResources": MANAGED + HAMI}, []),
+    ({}, {"managedResources": MANAGED + HAMI[:2]}, [(True, "managedResources are nvidia.com/gpu, nvidia.com/gpumem")]),
+    ({}, {"managedResources": MANAGED + [{**each, "ignoredByScheduler": False} for each in HAMI]},
+     [(True, f"ignoredByScheduler of nvidia.com/{name} is false") for name in ("gpucores", "gpumem", "gpumem-percentage")]),
+    ({}, {"managedResources": [*MANAGED, {**COUNT, "ignoredByScheduler": True}, *HAMI[1:]]},
+     [(True, "ignoredByScheduler of nvidia.com/gpu is true")]),
 ])  # fmt: skip
 def test_faults_of_the_configuration(changes: Json, of_extender: Json, expected: list[tuple[bool, str]]) -> None:
     found = list(problems({**CONFIG, "extenders": [{**EXTENDER, **of_extender}], **changes}))

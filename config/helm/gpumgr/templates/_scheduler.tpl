@@ -49,7 +49,8 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* The settings file of the scheduler: its own section, and what it shares with the agent. */}}
 {{- define "gpumgr.schedulerFile" -}}
-{{- $settings := pick .Values.settings "scheduler" "log" | deepCopy -}}
+{{- $settings := pick .Values.settings "scheduler" "log" "hami" | deepCopy -}}
+{{- with dig "node" "profile" "" .Values.settings -}}{{- $_ := set $settings "node" (dict "profile" .) -}}{{- end -}}
 {{- $_ := set $settings "process" (dict "stop_grace_seconds" (dig "process" "stop_grace_seconds" 5.0 .Values.settings)) -}}
 {{- with include "gpumgr.schedulerHttp" . | fromYaml -}}{{- $_ := set $settings "http" . -}}{{- end -}}
 {{- $own := include "gpumgr.schedulerOwnKeys" . | fromYaml -}}
@@ -99,6 +100,14 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $tls "certFile" (printf "%s/tls.crt" $folder) -}}
 {{- $_ := set $tls "keyFile" (printf "%s/tls.key" $folder) -}}
 {{- $_ := set $extender "tlsConfig" $tls -}}
+{{- if has (dig "node" "profile" "tencent" .Values.settings) (list "hami" "both") -}}
+{{- $names := dict "count_resource" "nvidia.com/gpu" "memory_resource" "nvidia.com/gpumem" "memory_percentage_resource" "nvidia.com/gpumem-percentage" "core_resource" "nvidia.com/gpucores" -}}
+{{- range $key, $name := $names -}}
+{{/* No node has the amounts in its allocatable resources, so kube-scheduler must not look for them there. */}}
+{{- $resource := dict "name" (dig "hami" $key $name $.Values.settings) "ignoredByScheduler" (ne $key "count_resource") -}}
+{{- $_ := set $extender "managedResources" (append $extender.managedResources $resource) -}}
+{{- end -}}
+{{- end -}}
 {{- $profile := first $config.profiles -}}
 {{- $_ := set $profile "schedulerName" .Values.scheduler.kubeScheduler.schedulerName -}}
 {{- $version := .Capabilities.KubeVersion.Version -}}

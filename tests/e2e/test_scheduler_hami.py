@@ -1,0 +1,117 @@
+"""Pods with HAMi's resources under gpumgr's scheduler: the extender chooses, kube-scheduler binds, the agent follows on the real node."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from .agent import Agent
+from .cluster import Cluster
+from .manifests import SLEEP, Json, container, gpu_pod, pod
+from .node import Node
+from .places import NODE, PROJECT
+from .processes import free_ports, wait_until
+from .test_placement import inventory, name_of
+from .test_scheduler import (
+    NODES,
+    SCHEDULER,
+    Scheduled,
+    api_node,
+    grant_rights,
+    start_extender,
+    start_kube_scheduler,
+    withdraw_rights,
+)
+
+COUNT = "nvidia.com/gpu"
+AMOUNTS = ("nvidia.com/gpumem", "nvidia.com/gpumem-percentage", "nvidia.com/gpucores")
+HERE = {"kubernetes.io/hostname": NODE}
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    """An extender and an agent with both profiles. The second node exists in the API only, and offers vcuda resources alone."""
+    node = Node(cluster, running_agent)
+    node.clear()
+    credentials = grant_rights(cluster)
+    (port,) = free_ports(1)
+    cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
+    start_extender(cluster, credentials, port, "node.profile=both")
+    shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
+    managed = [{"name": COUNT, "ignoredByScheduler": False}, *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS)]
+    ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
+    start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
+    try:
+        with running_agent.configured({"node": {"profile": "both"}}):
+            yield node
+            node.clear()
+    finally:
+        cluster.processes.stop("gpu-kube-scheduler")
+        cluster.processes.stop("gpumgr-scheduler")
+        cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
+        withdraw_rights(cluster)
+        node.resources.close()
+
+
+@pytest.fixture
+def node(whole: Node) -> Node:
+    whole.clear()
+    wait_until("replicas offered", lambda: whole.cluster.node()["status"]["allocatable"].get(COUNT) == "80")
+    wait_until("an inventory without pods", lambda: bool(inventory(whole)) and not inventory(whole).get("other"))
+    return whole
+
+
+def hami_pod(name: str, gpus: int = 1, init: bool = False, **amounts: int | str) -> Json:
+    """`amounts`: gpumem, gpumem_percentage, gpucores."""
+    limits = {COUNT: str(gpus), **{f"nvidia.com/{key.replace('_', '-')}": str(number) for key, number in amounts.items()}}
+    main = container(command=SLEEP)
+    main["resources"] = {"limits": limits}
+    first = [{**main, "name": "first", "command": ["/bin/true"]}] if init else []
+    return pod(name, [main], init=first, bound=False, schedulerName=SCHEDULER, nodeSelector=HERE)
+
+
+def placed(node: Node, name: str) -> list[str]:
+    """The GPUs of each container, as the scheduler chose them."""
+    _, gpus = Scheduled(node.cluster).placed(name)
+    return [name_of(gpu) for each in gpus for gpu in each]
+
+
+def test_fifty_pods_at_once_beside_vcuda_pods_on_the_same_gpus(node: Node) -> None:
+    vcuda = [gpu_pod(f"vcuda-{number}", 30, 40, bound=False) for number in range(6)]
+    for each in vcuda:
+        each["spec"] |= {"schedulerName": SCHEDULER, "nodeSelector": HERE}
+    pods = [hami_pod(f"hami-{number}", gpumem=1001 + number, gpucores=number % 3 * 5) for number in range(50)]
+    node.run([pod for pair in zip(pods, [*vcuda, *[None] * 44], strict=True) for pod in pair if pod is not None])
+    gpus: Counter[str] = Counter()
+    for number in range(50):
+        (holding,) = node.ledger_of(f"hami-{number}")
+        assert list(holding.gpus) == placed(node, f"hami-{number}"), "the agent follows the scheduler"
+        gpus[holding.gpus[0]] += 1
+    assert sum(gpus.values()) == 50
+    assert max(gpus.values()) <= 10, "HAMi's number of replicas of a GPU"
+    assert {node.ledger_of(each["metadata"]["name"])[0].gpus[0] for each in vcuda} & gpus.keys(), "a GPU with pods of both kinds"
+
+
+def test_several_shares_percentages_and_init_containers_are_followed(node: Node) -> None:
+    pods = [
+        hami_pod("pair", gpus=2, gpumem=3000, gpucores=30),
+        hami_pod("percent", gpumem_percentage=30),
+        hami_pod("whole"),
+        hami_pod("steps", init=True, gpumem=2000, gpucores=10),
+    ]
+    node.run(pods)
+    assert len(set(placed(node, "pair"))) == 2
+    for each in pods:
+        name = each["metadata"]["name"]
+        assert sorted({gpu for holding in node.ledger_of(name) for gpu in holding.gpus}) == sorted(set(placed(node, name)))
+    alone = placed(node, "whole")
+    assert not any(gpu in alone for name in ("pair", "percent", "steps") for gpu in placed(node, name))
+
+
+def test_a_pod_that_fits_nowhere_or_can_not_be_read_says_why(node: Node) -> None:
+    node.cluster.create([hami_pod("bytes", gpumem="16Gi"), hami_pod("nine", gpus=9, gpumem=1000)])
+    texts = {name: node.event(name, "FailedScheduling") for name in ("bytes", "nine")}
+    assert "the number is in MiB, so that 16 GiB are 16384 and not 16Gi" in texts["bytes"]
+    assert "no room for 9 GPUs with 1000 MiB" in texts["nine"]
+    node.run([hami_pod("fits", gpumem=1000)])
