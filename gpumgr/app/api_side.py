@@ -16,11 +16,12 @@ from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
 from gpumgr.kubeapi.publisher.decisions import DecisionReporter
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
 from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.settings import Settings
-from gpumgr.settings.profile import replica_resources
+from gpumgr.settings.profile import offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
 log = structlog.get_logger(__name__)
@@ -85,6 +86,10 @@ class ApiSide:
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
         )
+        reporters = [("inventory_reporter", inventory.run)]
+        if (registration := _registration(components.settings)) is not None:
+            register = RegisterReporter(self.publisher.node.annotate, registration, report=readers.report, pods=self.pods)
+            reporters.append(("hami_register_reporter", register.run))
         self.apply(components.settings.kubernetes)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
         for name, run in (
@@ -92,7 +97,7 @@ class ApiSide:
             ("decision_reporter", self.decisions.run),
             ("node_reporter", self.node.run),
             # The scheduler extender must not choose GPUs that kube-scheduler gives to claims.
-            *([("inventory_reporter", inventory.run)] if components.dra is None else []),
+            *(reporters if components.dra is None else []),
         ):
             tasks.append(group.create_task(persistently(name, run), name=name))
         if self.delete_failed:
@@ -123,3 +128,16 @@ async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:
                 log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)
         except API_FAILURES as error:
             log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
+
+
+def _registration(settings: Settings) -> Registration | None:
+    """None: the node's GPUs are not registered with HAMi's scheduler."""
+    hami = settings.hami
+    if "replica" not in offered(settings) or hami.scheduler == "none":
+        return None
+    return Registration(
+        scheduler=hami.scheduler,
+        count=hami.device_split_count,
+        memory_scaling=hami.device_memory_scaling,
+        core_scaling=hami.device_core_scaling,
+    )

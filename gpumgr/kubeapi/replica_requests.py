@@ -16,8 +16,6 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 #: The node and the devices of a pod, as HAMi's scheduler writes them.
 HAMI_NODE: Final = "hami.io/vgpu-node"
 HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
-#: On the node: its scheduler binds no other pod to the node while this is there.
-HAMI_LOCK: Final = "hami.io/mutex.lock"
 _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
 

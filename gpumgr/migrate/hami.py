@@ -11,8 +11,9 @@ from shlex import quote
 from typing import Final
 
 from gpumgr.errors import SettingsError
+from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
+from gpumgr.migrate.hami_request import ALLOCATED, advise, gpu_sizes, switched_off, wishes
 from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 

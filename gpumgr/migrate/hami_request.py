@@ -3,20 +3,19 @@
 Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on different GPUs, gpumem is MiB and gpucores percent of each.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
 
+from gpumgr.kubeapi.hami_node import REGISTER, decode_register
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 _BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
 ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
-REGISTER: Final = "hami.io/node-nvidia-register"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +88,10 @@ def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
 def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[str, int]:
     """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation cannot be parsed."""
     try:
-        listed = json.loads(str(annotations.get(REGISTER) or "[]"))
-        return {str(gpu["id"]): int(int(gpu["devmem"]) / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        listed = decode_register(str(annotations.get(REGISTER) or "[]"))
+    except (ValueError, RecursionError):
         return {}
+    return {gpu.uuid: int(gpu.memory_mebibytes / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
 
 
 def advise(wish: Wish, gpu_mebibytes: int | None) -> Advice:

@@ -89,6 +89,8 @@ class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     #: Neither count nor limit the cores of shares.
     disable_core_limit: bool = False
+    #: The scheduler of HAMi for which the node's GPUs are registered (annotation hami.io/node-nvidia-register). legacy: HAMi 2.4 or older.
+    scheduler: Literal["current", "legacy", "none"] = "current"
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import yaml
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import SLEEP, Json, container, gpu_pod, pod
-from .node import Node
+from .node import Node, cleared
 from .places import NODE, PROJECT
 from .processes import free_ports, wait_until
 from .test_placement import inventory, name_of
@@ -32,26 +32,27 @@ HERE = {"kubernetes.io/hostname": NODE}
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     """An extender and an agent with both profiles. The second node exists in the API only, and offers vcuda resources alone."""
-    node = Node(cluster, running_agent)
-    node.clear()
-    credentials = grant_rights(cluster)
-    (port,) = free_ports(1)
-    cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
-    start_extender(cluster, credentials, port, "node.profile=both")
-    shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
-    managed = [{"name": COUNT, "ignoredByScheduler": False}, *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS)]
-    ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
-    start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
-    try:
-        with running_agent.configured({"node": {"profile": "both"}}):
-            yield node
-            node.clear()
-    finally:
-        cluster.processes.stop("gpu-kube-scheduler")
-        cluster.processes.stop("gpumgr-scheduler")
-        cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
-        withdraw_rights(cluster)
-        node.resources.close()
+    with cleared(cluster, running_agent) as node:
+        credentials = grant_rights(cluster)
+        (port,) = free_ports(1)
+        cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
+        start_extender(cluster, credentials, port, "node.profile=both")
+        shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
+        managed = [
+            {"name": COUNT, "ignoredByScheduler": False},
+            *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS),
+        ]
+        ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
+        start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
+        try:
+            with running_agent.configured({"node": {"profile": "both"}}):
+                yield node
+                node.clear()
+        finally:
+            cluster.processes.stop("gpu-kube-scheduler")
+            cluster.processes.stop("gpumgr-scheduler")
+            cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
+            withdraw_rights(cluster)
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.cache import PodCache
+from gpumgr.kubeapi.hami_node import LOCK
 from gpumgr.kubeapi.publisher import event_texts
 from gpumgr.kubeapi.publisher.events import Event, ObjectRef, pod_ref
 from gpumgr.kubeapi.publisher.publisher import Publisher
-from gpumgr.kubeapi.replica_requests import HAMI_LOCK
 
 #: The kubelet's calls for one pod come within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3
@@ -134,7 +134,7 @@ class DecisionReporter:
         if entry.what == "refused":
             self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
         if entry.what == "refused" or next_container(self._agent_state.ledger, view) is None:
-            self._publisher.node.remove_once(HAMI_LOCK)
+            self._publisher.node.remove_once(LOCK)
 
     def _keep_evaluator(self, entry: HistoryEntry) -> None:
         """Only the entry of a container's first call has the evaluator."""

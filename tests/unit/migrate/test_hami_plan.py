@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from gpumgr.errors import InputError
+from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
-from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, Names
+from gpumgr.migrate.hami_request import ALLOCATED, Names
 from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.migrate.plan import Plan
 

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.migrate.hami_request import (
     ALLOCATED,
-    REGISTER,
     Advice,
     Names,
     Wish,

@@ -1,0 +1,112 @@
+"""The annotations by which HAMi's scheduler knows the node: their content, and when they are written."""
+
+import json
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.kubeapi.hami_node import HANDSHAKE, REGISTER, SCORES
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
+from gpumgr.kubeapi.publisher.inventory import RESYNC_SECONDS
+from gpumgr.units import Amounts
+from tests.component.stage.stage import Clock, MemoryPods
+from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, uuid_of, view_of, whole
+
+from .test_inventory import LOW, pod
+
+MEBIBYTES = 256 * BLOCKS
+
+
+@dataclass
+class Node:
+    scheduler: Literal["current", "legacy"] = "current"
+    memory_scaling: float = 1.0
+    pods: MemoryPods = field(default_factory=MemoryPods)
+    clock: Clock = field(default_factory=Clock)
+    written: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.report = NodeReport(view=view_of())
+        registration = Registration(scheduler=self.scheduler, count=10, memory_scaling=self.memory_scaling, core_scaling=1.0)
+        self.reporter = RegisterReporter(
+            lambda *written: self.written.append(written),
+            registration,
+            report=lambda: self.report,
+            pods=self.pods,
+            clock=self.clock,
+            now=lambda: datetime(2026, 1, 2, 3, 4, 5),
+        )
+
+    def look(self, *allocations: Allocation, seconds: float = 1.0, **view: Any) -> list[str]:
+        """The keys that are written one second later, with this state."""
+        self.clock.now += seconds
+        self.report = replace(self.report, view=view_of(*allocations, **view))
+        before = len(self.written)
+        self.reporter.report()
+        return [key for key, _ in self.written[before:]]
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        text = next(text for key, text in reversed(self.written) if key == REGISTER)
+        found: list[dict[str, Any]] = json.loads(text or "[]")
+        return found
+
+
+def test_every_gpu_is_registered_once_in_the_order_of_the_driver() -> None:
+    node = Node()
+    assert node.look() == [REGISTER, SCORES]
+    assert [gpu["id"] for gpu in node.gpus] == [uuid_of(0), uuid_of(1)]
+    assert node.gpus[1] | {"type": ""} == {
+        "id": uuid_of(1), "index": 1, "count": 10, "devmem": MEBIBYTES, "devcore": 100, "type": "", "numa": 1,
+        "mode": "hami-core", "health": True,
+    }  # fmt: skip
+    assert node.look() == []
+    assert node.look(seconds=RESYNC_SECONDS) == [REGISTER, SCORES]
+
+
+def test_what_vcuda_pods_hold_is_subtracted() -> None:
+    node = Node(memory_scaling=2.0)
+    node.look(allocation("a", ("team", "a"), cores={0: LOW}, blocks={0: 0b1111}))
+    assert (node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (2 * (MEBIBYTES - 1024), 70)
+    assert (node.gpus[1]["devmem"], node.gpus[1]["devcore"]) == (2 * MEBIBYTES, 100)
+    node.look(whole("w", ("team", "w"), 0))
+    assert "health" not in node.gpus[0]
+    assert node.gpus[1]["health"]
+
+
+def test_pods_of_hamis_scheduler_are_counted_by_it() -> None:
+    node = Node()
+    held = replace(allocation("h", ("team", "h")), device_ids={"replica": {name_of(0): 1}}, gpus={name_of(0): Amounts(20, 1000)})
+    node.look(held)
+    assert (node.gpus[0]["count"], node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (9, MEBIBYTES - 1000, 80)
+    node.pods.views = {("team", "h"): replace(pod("h"), bound_by_hami=True)}
+    node.look(replace(held, uid="uid-h"))
+    assert (node.gpus[0]["count"], node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (10, MEBIBYTES, 100)
+
+
+def test_a_sick_or_cordoned_gpu_stays_listed_beside_the_others() -> None:
+    node = Node()
+    node.look(failed={uuid_of(0): "XID 79"}, cordoned={uuid_of(1): "by hand"})
+    assert [gpu.get("health") for gpu in node.gpus] == [None, None]
+    node.look()
+    assert [gpu["health"] for gpu in node.gpus] == [True, True]
+
+
+def test_nothing_is_written_before_the_pods_are_known() -> None:
+    node = Node()
+    node.pods.synced = False
+    assert node.look() == []
+    node.pods.synced = True
+    assert node.look() == [REGISTER, SCORES]
+
+
+def test_an_old_scheduler_gets_csv_and_a_handshake() -> None:
+    node = Node(scheduler="legacy")
+    assert node.look() == [REGISTER, SCORES, HANDSHAKE]
+    texts = dict(node.written)
+    assert (texts[REGISTER] or "").startswith(f"{uuid_of(0)},10,{MEBIBYTES},100,NVIDIA")
+    assert texts[HANDSHAKE] == "Reported_2026-01-02 03:04:05"
+    assert node.look(seconds=29.0) == []
+    assert node.look() == [HANDSHAKE]

@@ -1,0 +1,115 @@
+"""HAMi's annotations of a node, both ways."""
+
+import contextlib
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.kubeapi.hami_node import (
+    RegisteredGpu,
+    decode_register,
+    device_type,
+    encode_register,
+    encode_register_csv,
+    encode_scores,
+    reported,
+)
+
+GOLDEN = (
+    '[{"id":"GPU-0fc3","index":1,"count":10,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"hami-core",'
+    '"health":true}]'
+)
+H100 = RegisteredGpu(uuid="GPU-0fc3", index=1, count=10, memory_mebibytes=81559, cores=100, model="NVIDIA H100 80GB HBM3")
+CSV = "GPU-ebe7,10,7680,100,NVIDIA-Tesla P4,0,true:"
+P4 = RegisteredGpu(uuid="GPU-ebe7", count=10, memory_mebibytes=7680, cores=100, model="NVIDIA-Tesla P4")
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters=",:", exclude_categories=["C"]), max_size=40)
+NUMBERS = st.integers(0, 2**31)
+GPUS = st.lists(
+    st.builds(
+        RegisteredGpu,
+        uuid=TEXTS.filter(bool),
+        index=st.integers(0, 999),
+        count=NUMBERS,
+        memory_mebibytes=NUMBERS,
+        cores=NUMBERS,
+        model=TEXTS,
+        numa=st.integers(0, 63),
+        mode=st.sampled_from(["hami-core", "mig"]),
+        healthy=st.booleans(),
+    ),
+    max_size=4,
+)
+
+
+def test_the_list_is_hamis() -> None:
+    assert encode_register([H100]) == GOLDEN
+    assert decode_register(GOLDEN) == [H100]
+    sick = RegisteredGpu(uuid="a", count=0, memory_mebibytes=0, cores=0, model="NVIDIA-T4", numa=1, healthy=False)
+    assert encode_register([sick]) == '[{"id":"a","type":"NVIDIA-T4","numa":1,"mode":"hami-core"}]'
+    assert (encode_register([]), decode_register("[]"), decode_register("null")) == ("[]", [], [])
+
+
+@pytest.mark.parametrize(("text", "index", "mode"), [(CSV, 0, "hami-core"), (CSV[:-1] + ",1,mig:", 1, "mig")])
+def test_a_list_of_an_old_plugin(text: str, index: int, mode: str) -> None:
+    (gpu,) = decode_register(text)
+    assert (gpu.uuid, gpu.memory_mebibytes, gpu.model, gpu.index, gpu.mode) == ("GPU-ebe7", 7680, "NVIDIA-Tesla P4", index, mode)
+
+
+@given(GPUS)
+def test_what_is_encoded_is_decoded(gpus: list[RegisteredGpu]) -> None:
+    assert decode_register(encode_register(gpus)) == gpus
+    if gpus:
+        assert decode_register(encode_register_csv(gpus)) == gpus
+
+
+@pytest.mark.parametrize("text", [
+    "",
+    CSV[:-1],
+    "GPU-ebe7:",
+    CSV[:-1] + ",1:",
+    CSV[:-1] + ",-1,mig:",
+    CSV.replace("true", "maybe"),
+    CSV.replace("7680", "-7680"),
+    CSV.replace("7680", "7680Mi"),
+    CSV.replace(",0,", ",x,"),
+    CSV.replace("GPU-ebe7", ""),
+    "[",
+    "[1]",
+    "{}",
+    '[{"id":"a","devmem":"1"}]',
+    '[{"id":"a","devmem":-1}]',
+    '[{"id":"a","health":1}]',
+    '[{"count":1}]',
+])  # fmt: skip
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_register(text)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        decode_register(text)
+
+
+def test_a_model_with_separators_keeps_the_list_readable() -> None:
+    odd = RegisteredGpu(uuid="a", count=1, memory_mebibytes=1, cores=1, model="NVIDIA A,B:C")
+    (gpu,) = decode_register(encode_register_csv([odd]))
+    assert gpu.model == "NVIDIA A-B-C"
+
+
+@pytest.mark.parametrize(("model", "expected"), [
+    ("NVIDIA A100", "NVIDIA A100"),
+    ("Tesla P4", "NVIDIA-Tesla P4"),
+    (None, "NVIDIA-GPU"),
+])  # fmt: skip
+def test_the_type_begins_with_the_vendor(model: str | None, expected: str) -> None:
+    assert device_type(model) == expected
+
+
+def test_scores_and_handshake() -> None:
+    assert encode_scores(["a", "b"], ((0, 120), (120, 0))) == '[{"uuid":"a","score":{"b":120}},{"uuid":"b","score":{"a":120}}]'
+    assert reported(datetime(2026, 1, 2, 3, 4, 5)) == "Reported_2026-01-02 03:04:05"
