@@ -91,7 +91,11 @@ def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[
         listed = decode_register(str(annotations.get(REGISTER) or "[]"))
     except (ValueError, RecursionError):
         return {}
-    return {gpu.uuid: int(gpu.memory_mebibytes / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
+    return {
+        gpu.uuid: int(gpu.memory_mebibytes / (memory_scaling if memory_scaling > 0 else 1))
+        for gpu in listed
+        if gpu.memory_mebibytes
+    }
 
 
 def advise(wish: Wish, gpu_mebibytes: int | None) -> Advice:

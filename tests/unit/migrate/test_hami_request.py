@@ -119,7 +119,8 @@ def test_sizes_of_the_nodes_gpus() -> None:
     registered = json.dumps([{"id": "GPU-a", "devmem": 32768}, {"id": "GPU-b", "devmem": 16384}])
     assert gpu_sizes({REGISTER: registered}, 1.0) == {"GPU-a": 32768, "GPU-b": 16384}
     assert gpu_sizes({REGISTER: registered}, 2.0) == {"GPU-a": 16384, "GPU-b": 8192}
-    for broken in ("GPU-a,10,7680,100,NVIDIA-Tesla P4,0,true:", "[1]", "{}", '[{"id": "GPU-a"}]'):
+    assert gpu_sizes({REGISTER: "GPU-a,10,7680,100,NVIDIA-Tesla P4,0,true:"}, 1.0) == {"GPU-a": 7680}
+    for broken in ("GPU-a,10,7680,100:", "[1]", "{}", '[{"id": "GPU-a"}]'):
         assert gpu_sizes({REGISTER: broken}, 1.0) == {}
 
 
