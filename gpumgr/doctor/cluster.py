@@ -15,10 +15,20 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
+from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE
 
 #: Lists of a large cluster take seconds.
+_NAMES: Final = HamiSettings()
+#: Nodes with node.profile hami offer these resources only.
+_HAMI: Final = ReplicaResources(
+    count=_NAMES.count_resource,
+    memory=_NAMES.memory_resource,
+    memory_percentage=_NAMES.memory_percentage_resource,
+    cores=_NAMES.core_resource,
+)
 LIMIT_SECONDS: Final = 60.0
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
@@ -65,7 +75,7 @@ class Cluster:
         return found
 
     async def nodes(self) -> list[WatchedNode]:
-        return [parse_node(each) for each in await self.items("/api/v1/nodes")]
+        return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def installation(self) -> Installation:
         found = await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr")

@@ -5,7 +5,7 @@ pkg/device/devices.go: EncodePodSingleDevice.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,6 +58,14 @@ def replica_request(
         memory_percent=percent or 100,
         memory_scaling=resources.memory_scaling,
         core_scaling=resources.core_scaling,
+    )
+
+
+def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
+    """What `placed_by_hami` reads: the GPUs of each container of a pod, also of those without GPUs."""
+    return "".join(
+        "".join(f"{uuid},NVIDIA,{amounts.memory_mebibytes},{amounts.cores}:" for uuid, amounts in gpus) + ";"
+        for gpus in containers
     )
 
 

@@ -10,8 +10,10 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer, Method
 from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, devices_text
 from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.scheduler.objects import WatchedPod
+from gpumgr.units import Amounts
 
 #: The limit of a write that places a pod; a leader sends none that its Lease does not outlive.
 WRITE_SECONDS: Final = LeaseTimes().bind_seconds
@@ -34,6 +36,7 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
         ASSIGNED: "false",
         PREDICATE_NODE: node.name,
         PREDICATE_TIME: str(now_nanoseconds),
+        **_for_hami(pod, placed, node),
     }
     if node.naming != "none" and placed.shares is not None:
         positions = node.positions
@@ -47,6 +50,19 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
             f"the pod's annotations would have {size} bytes, and Kubernetes allows {MAX_ANNOTATIONS_BYTES}; shorten the pod's own"
         )
     return made
+
+
+def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, str]:
+    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read it. HAMi's scheduler does not count the pod,
+    since the node's name is not beside it."""
+    if not pod.every_container or placed.shares is None or node.naming != "uuid":
+        return {}
+    found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
+    memory = {gpu.uuid: gpu.memory_mebibytes for gpu in node.gpus}
+    for name, container, shares in zip(pod.containers, pod.request.containers, placed.shares, strict=True):
+        if container.replica is not None:
+            found[name] = [(str(gpu), container.replica.limit(memory.get(str(gpu), 0))) for gpu, _ in shares]
+    return {HAMI_ALLOCATED: devices_text(found.values())}
 
 
 def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement:

@@ -52,11 +52,12 @@ class WatchedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
-    """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
-    container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
-    name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
-    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node
-    that the annotations of a pod which is not bound name; kube-scheduler may be binding it there.
+    """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an
+    init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
+    `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
+    annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
+    kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node that the annotations of a pod which
+    is not bound name; kube-scheduler may be binding it there.
     """
 
     uid: str
@@ -66,6 +67,7 @@ class WatchedPod:
     request: PodRequest = NO_REQUEST
     containers: tuple[str, ...] = ()
     places: tuple[int | None, ...] = ()
+    every_container: tuple[str, ...] = ()
     policy: Policy | None = None
     refusal: str | None = None
     shares: tuple[NamedShares, ...] | None = None
@@ -206,6 +208,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         "ending": item["metadata"].get("deletionTimestamp") is not None,
         "containers": tuple(each.name for each in wanted),
         "places": tuple(apps.get(each.name) for each in wanted),
+        "every_container": tuple(each.name for each in view.containers) if any(each.replicas for each in wanted) else (),
         "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
     }
     cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli

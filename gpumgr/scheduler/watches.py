@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypedDict
 
@@ -20,6 +21,7 @@ from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
 from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
+from gpumgr.scheduler.resource_quota import WatchedResourceQuota, parse_resource_quota
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import VCUDA_NAMES
 
@@ -98,6 +100,19 @@ class ClusterWatches:
                 on_change=self._quotas_changed,
                 watch_times=watch_times,
             )
+        #: Limits of the ConfigMap, and of ResourceQuotas by UID.
+        self._configured: Mapping[str, NamespaceQuota] = {}
+        self._hard: dict[str, WatchedResourceQuota] = {}
+        self._resource_quotas: Reflector[WatchedResourceQuota] | None = None
+        if hami is not None:
+            self._resource_quotas = Reflector(
+                server,
+                "/api/v1/resourcequotas",
+                {},
+                parse=lambda item: parse_resource_quota(item, hami),
+                on_change=self._resource_quota_changed,
+                watch_times=watch_times,
+            )
         self._pods: Reflector[WatchedPod | CpuPod] = Reflector(
             server,
             "/api/v1/pods",
@@ -117,7 +132,7 @@ class ClusterWatches:
 
     @property
     def _watched(self) -> list[Reflector[Any]]:
-        return [each for each in (self._nodes, self._pods, self._limits, *self._more) if each is not None]
+        return [each for each in (self._nodes, self._pods, self._limits, self._resource_quotas, *self._more) if each is not None]
 
     async def run(self) -> NoReturn:
         while True:
@@ -218,8 +233,24 @@ class ClusterWatches:
             _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)
 
     def _use_quotas(self, limits: Mapping[str, NamespaceQuota], *, known: bool) -> None:
-        self._quotas.limits, self._quotas.problem, self._quota_known = limits, None, known
+        self._configured, self._quotas.problem, self._quota_known = limits, None, known
+        self._join_quotas()
         _log.info("quotas_changed", configmap=self._quota_source, namespaces=len(limits))
+
+    def _resource_quota_changed(self, before: WatchedResourceQuota | None, after: WatchedResourceQuota | None) -> None:
+        if before is not None:
+            self._hard.pop(before.uid, None)
+        if after is not None and after.limit is not None:
+            self._hard[after.uid] = after
+        self._join_quotas()
+
+    def _join_quotas(self) -> None:
+        """All limits of a namespace hold."""
+        joined = dict(self._configured)
+        for each in self._hard.values():
+            quota = joined.get(each.namespace, NamespaceQuota())
+            joined[each.namespace] = replace(quota, limits=(*quota.limits, *([each.limit] if each.limit else [])))
+        self._quotas.limits = joined
 
 
 def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:

@@ -19,6 +19,7 @@ from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kubeapi.reflector import WatchTimes
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.lease import LeaseTimes
@@ -149,12 +150,13 @@ async def running(
     replica: Replica | None = None,
     times: LeaseTimes | None = None,
     clock: Clock | None = None,
+    hami: ReplicaResources | None = None,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
     quotas, clock = Quotas(), clock or Clock()
     index = ClusterIndex([quotas])
-    watches = ClusterWatches(server, index, quotas, settings, watch_times=FAST)
+    watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=FAST)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
     listener = VerbListener(

@@ -8,7 +8,8 @@
 
 {{/* The settings file of `gpumgr claims`: its own section, the quotas of the scheduler's, and what it shares with the agent. */}}
 {{- define "gpumgr.claimsFile" -}}
-{{- $settings := pick .Values.settings "claims" "log" | deepCopy -}}
+{{- $settings := pick .Values.settings "claims" "log" "hami" | deepCopy -}}
+{{- with dig "node" "profile" "" .Values.settings -}}{{- $_ := set $settings "node" (dict "profile" .) -}}{{- end -}}
 {{- $_ := set $settings "scheduler" (pick (default dict .Values.settings.scheduler) "quota_configmap" "quota_model_label" "quota_pool_label") -}}
 {{- with include "gpumgr.schedulerHttp" . | fromYaml -}}{{- $_ := set $settings "http" . -}}{{- end -}}
 {{- $own := dict "leader_election" true "lease_name" (include "gpumgr.claimsName" .) -}}

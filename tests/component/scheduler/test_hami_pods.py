@@ -1,0 +1,161 @@
+"""Pods with HAMi's resources: from kube-scheduler's call to the binding, refusals, and the quotas that count them."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_objects import WatchedObjects
+
+from .conftest import Json, Stage, inventory, node, pod, running, until
+
+HAMI = ReplicaResources(
+    count="nvidia.com/gpu",
+    memory="nvidia.com/gpumem",
+    memory_percentage="nvidia.com/gpumem-percentage",
+    cores="nvidia.com/gpucores",
+)
+REPLICAS = 3
+
+
+def hami_pod(name: str, *containers: Mapping[str, int | str], annotations: dict[str, str] | None = None) -> Json:
+    """Of each container the limits below nvidia.com/; the first of several is an init container."""
+    made = [
+        {"name": f"c{place}", "resources": {"limits": {f"nvidia.com/{key}": str(value) for key, value in each.items()}}}
+        for place, each in enumerate(containers)
+    ]
+    item = pod(name, annotations=annotations)
+    item["spec"] |= {"initContainers": made[:-1], "containers": made[-1:]}
+    return item
+
+
+def hami_node(name: str, gpus: int, *, vcuda: bool = True) -> Json:
+    made = node(name, gpus, inventory(name, gpus))
+    capacity = {"nvidia.com/gpu": str(REPLICAS * gpus), **(made["status"]["capacity"] if vcuda else {})}
+    made["status"] = {"capacity": capacity, "conditions": [{"type": "Ready", "status": "True"}]}
+    return made
+
+
+class Quotas:
+    """The ResourceQuotas of the simulated API server."""
+
+    def __init__(self, sim: SimApiServer) -> None:
+        self.sim, self.objects = sim, WatchedObjects("resourcequotas", sim._delay)
+        sim.routes.append(web.get("/api/v1/resourcequotas", self._get))
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        watched = request.query.get("watch")
+        return await self.objects.watch(request, lambda _: True) if watched else self.objects.list(lambda _: True)
+
+    def put(self, name: str, **hard: int) -> None:
+        metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}"}
+        keys = {f"limits.nvidia.com/{key}": str(value) for key, value in hard.items()}
+        self.objects.put({"metadata": metadata, "spec": {"hard": {"pods": "9", **keys}}})
+
+
+@pytest.fixture
+def both() -> SimApiServer:
+    """Node a has two GPUs, node b four, for which no vcuda resources are offered."""
+    sim = SimApiServer("a")
+    sim.put_node(hami_node("a", 2))
+    sim.put_node(hami_node("b", 4, vcuda=False))
+    return sim
+
+
+@pytest.fixture
+def quotas(both: SimApiServer) -> Quotas:
+    return Quotas(both)
+
+
+@pytest.fixture
+async def hami(quotas: Quotas, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with quotas.sim, running(quotas.sim, tmp_path, SchedulerSettings(policy="binpack"), hami=HAMI) as made:
+        yield made
+
+
+def annotations(stage: Stage, name: str) -> dict[str, str]:
+    found: dict[str, str] = stage.sim._pods.items[f"uid-{name}"]["metadata"]["annotations"]
+    return found
+
+
+async def test_a_pod_is_bound_with_its_gpus_in_both_spellings(hami: Stage) -> None:
+    shown = hami_pod("one", {}, {"gpu": 2, "gpumem": 1001, "gpucores": 30})
+    assert await hami.schedule(shown, ["a"]) == "a"
+    placement = json.loads(annotations(hami, "one")["gpumgr.io/placement"])
+    assert placement["containers"] == {"c1": [["GPU-a-0", 30, 1001], ["GPU-a-1", 30, 1001]]}
+    assert annotations(hami, "one")["hami.io/vgpu-devices-allocated"] == ";GPU-a-0,NVIDIA,1001,30:GPU-a-1,NVIDIA,1001,30:;"
+    assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(30, 1001, 1)] * 2
+
+
+async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(hami: Stage) -> None:
+    assert await hami.schedule(pod("vcuda", ("app", 60, 40)), ["a"]) == "a"
+    for number in range(2 * REPLICAS):
+        assert await hami.schedule(hami_pod(f"p{number}", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"
+    assert [used.replicas for used in hami.index.used("a")] == [REPLICAS] * 2
+    assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a"]) is None
+    assert await hami.schedule(pod("whole", ("app", 100, 0)), ["a"]) is None
+    assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a", "b"]) == "b"
+
+
+async def test_a_whole_gpu_needs_one_without_pods_and_percentages_are_of_each_gpu(hami: Stage) -> None:
+    assert await hami.schedule(hami_pod("share", {"gpu": 1, "gpumem-percentage": 50}), ["a"]) == "a"
+    assert await hami.schedule(hami_pod("whole", {"gpu": 1}), ["a"]) == "a"
+    assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(0, 8192), (100, 16384)]
+    answer = await hami.filter(hami_pod("more", {"gpu": 1, "gpumem-percentage": 60}), ["a"])
+    assert "no room for 1 GPU with 60 % of the memory" in str(answer)
+
+
+async def test_an_init_container_and_the_app_count_once_on_one_gpu(hami: Stage) -> None:
+    first, main = {"gpu": 1, "gpumem": 3000, "gpucores": 10}, {"gpu": 1, "gpumem": 2000, "gpucores": 60}
+    assert await hami.schedule(hami_pod("steps", first, main), ["a"]) == "a"
+    assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(60, 3000, 1), (0, 0, 0)]
+
+
+@pytest.mark.parametrize(("limits", "reason"), [
+    ({"gpu": 1, "gpumem": "16Gi"}, "container c0: 17179869184 MiB of memory asked: the number is in MiB"),
+    ({"gpu": 65}, "container c0: 65 GPUs asked, and gpumgr supports"),
+])  # fmt: skip
+async def test_a_request_that_no_node_can_grant_is_refused_with_the_reason(
+    hami: Stage, limits: dict[str, int | str], reason: str
+) -> None:
+    assert reason in str(await hami.filter(hami_pod("bad", limits)))
+
+
+async def test_a_pod_with_resources_of_both_kinds_is_refused(hami: Stage) -> None:
+    mixed = hami_pod("mixed", {"gpu": 1, "gpumem": 100}, {"gpu": 1, "gpumem": 100})
+    mixed["spec"]["containers"][0]["resources"]["limits"] = {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "1"}
+    assert "the scheduler supports pods with those of one kind" in str(await hami.filter(mixed))
+
+
+async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Quotas) -> None:
+    """HAMi 2.10 uses the last one only, and counts no percentages."""
+    quotas.put("memory", gpumem=9000)
+    quotas.put("cores", gpucores=50)
+    quotas.put("wide", gpumem=90000)
+    await until(lambda: "team" in hami.quotas.limits and len(hami.quotas.limits["team"].limits) == 3)
+    assert await hami.schedule(hami_pod("one", {"gpu": 1, "gpumem-percentage": 50, "gpucores": 30})) == "a"
+    assert "uses 8 GiB of 9000 MiB of GPU memory; the pod needs 1000 MiB" in str(
+        await hami.filter(hami_pod("two", {"gpu": 1, "gpumem": 1000}))
+    )
+    assert "uses 30 of 50 cores; the pod needs 40" in str(
+        await hami.filter(hami_pod("two", {"gpu": 2, "gpumem": 100, "gpucores": 20}))
+    )
+    quotas.objects.remove("uid-memory")
+    await until(lambda: len(hami.quotas.limits["team"].limits) == 2)
+    assert (await hami.filter(hami_pod("two", {"gpu": 1, "gpumem": 1000})))["NodeNames"] == ["a"]
+
+
+async def test_an_explicit_zero_blocks(hami: Stage, quotas: Quotas) -> None:
+    quotas.put("none", gpumem=0)
+    await until(lambda: "team" in hami.quotas.limits)
+    assert "uses 0 MiB of 0 MiB" in str(await hami.filter(hami_pod("one", {"gpu": 1, "gpumem": 1})))
+
+
+async def test_without_the_profile_such_pods_are_none_of_the_schedulers(stage: Stage) -> None:
+    answer = await stage.filter(hami_pod("other", {"gpu": 1, "gpumem": 1000}))
+    assert answer["NodeNames"] == ["a", "b"]
