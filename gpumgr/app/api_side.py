@@ -12,7 +12,7 @@ from gpumgr.agent.node_report import OutboxState
 from gpumgr.aio import persistently
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
-from gpumgr.app.profile import replica_resources
+from gpumgr.app.profile import mig_resource, replica_resources
 from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -52,7 +52,9 @@ class ApiSide:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         publisher = Publisher(server, settings.node.name)
         try:
-            pods = PodCache(server, settings.node.name, resources=replica_resources(settings))
+            pods = PodCache(
+                server, settings.node.name, resources=replica_resources(settings), mig_resource=mig_resource(settings)
+            )
             yield cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
             await publisher.flush(FLUSH_SECONDS)
         finally:

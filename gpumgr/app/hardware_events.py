@@ -97,7 +97,10 @@ class HardwareEvents:
         bad = {uuid: health for uuid, health in self._health.items() if not health.healthy}
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
-        await self._agent_state.set_health(failed={**self._nodeless, **failed}, cordoned={**cordoned, **cordon_reason})
+        in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
+        await self._agent_state.set_health(
+            failed={**self._nodeless, **failed}, cordoned={**cordoned, **cordon_reason}, in_mig_mode=in_mig_mode
+        )
         self._add_to_history(bad, cordon_reason)
 
     def _add_to_history(self, bad: Mapping[str, GpuHealth], cordon_reason: Collection[str]) -> None:

@@ -92,9 +92,10 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReading:
-    """The GPU answered. None = the driver does not report it."""
+    """The GPU answered. None = the driver does not report it. `mig_instances`: UUIDs of its MIG devices."""
 
     mig_enabled: bool | None = None
+    mig_instances: tuple[str, ...] = ()
     double_bit_errors: int | None = None
     recovery_action: int | None = None
 

@@ -286,7 +286,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 5\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 6\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
