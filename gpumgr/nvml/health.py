@@ -164,6 +164,10 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
         return health
     if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
+    if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
+        health = _improve(health, now, rules)  # apart from its mode the GPU is well, which does not end a fault at once
+        if not health.healthy:
+            return health
     if verdict.reason is None:
         return _improve(health, now, rules)
     return _worsen(health, verdict, now, rules)
@@ -186,8 +190,6 @@ def _judge(observation: HealthReading | Failed | Xid | DoubleBitError, rules: He
 
 
 def _judge_reading(reading: HealthReading) -> _Verdict:
-    if reading.mig_enabled:
-        return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
     if reading.recovery_action:
         need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
@@ -196,6 +198,8 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
         return _Verdict(
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )
+    if reading.mig_enabled:
+        return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
     return _Verdict()
 
 
