@@ -194,7 +194,8 @@ def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
         name, uuid, memory, *rest = row[1:-1]
         if row[-1] != checksum(*map(str, row[1:-1])):
             raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
-        replicas, instances = (*rest, 0, "[]")[:2] if len(rest) != 1 else (rest[0], "[]")
+        replicas = rest[0] if rest else 0
+        instances = rest[1] if rest[1:] else "[]"
         mebibytes = memory * BLOCK_MEBIBYTES if "memory_blocks" in columns else memory
         gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, msgspec.json.decode(instances, type=_INSTANCES)))
     return GpuRegistry(tuple(gpus))
