@@ -3,6 +3,7 @@
 Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GPU, one memory block = 256 MiB).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,12 +18,21 @@ CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: HAMi's resource, as the agent calls it inside: a device id is one replica of a GPU. Adapters translate another name of the settings.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
-#: Which resource a device id, a request or a server is about. Ids of cores and of memory stand for amounts, those of replicas do not.
-Resource = Literal["core", "memory", "replica"]
+#: All resources of MIG devices, as the agent calls them inside; the kubelet has one for each profile, with the profile added.
+MIG_RESOURCE: Final = "nvidia.com/mig"
+MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
+
+#: Which resource a device id, a request or a server is about. Ids of cores and of memory stand for amounts, the others do not.
+Resource = Literal["core", "memory", "replica", "mig"]
 #: Of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
-ALL_RESOURCES: Final[tuple[Resource, ...]] = (*RESOURCES, "replica")
-RESOURCE_NAMES: Final[dict[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE, "replica": REPLICA_RESOURCE}
+ALL_RESOURCES: Final[tuple[Resource, ...]] = (*RESOURCES, "replica", "mig")
+RESOURCE_NAMES: Final[dict[Resource, str]] = {
+    "core": CORE_RESOURCE,
+    "memory": MEMORY_RESOURCE,
+    "replica": REPLICA_RESOURCE,
+    "mig": MIG_RESOURCE,
+}
 RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, name in RESOURCE_NAMES.items()}
 VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
@@ -60,8 +70,13 @@ class Amounts:
         return self.cores >= CORES_PER_GPU
 
 
+def inner_name(resource: str, names: Mapping[str, str]) -> str:
+    """The name by which the agent knows a resource of the kubelet's lists; `names`: those that differ."""
+    return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
+
+
 def other_resource(resource: Resource) -> Resource:
-    """The resource of the container's other call; replicas have none beside them."""
+    """The resource of the container's other call; replicas and MIG devices have none beside them."""
     return {"core": "memory", "memory": "core"}.get(resource, resource)  # type: ignore[return-value]
 
 

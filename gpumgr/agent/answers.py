@@ -4,7 +4,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer, replica_answer
+from gpumgr.allocator.answer import HostPaths, core_answer, instance_answer, memory_answer, replica_answer
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse
@@ -20,11 +20,15 @@ class Answers:
         return self._enforcement.answer(self.base(allocation, resource), resource, allocation, self.tenant(allocation))
 
     def base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
-        """Devices, folder and annotations, which do not depend on the enforcement."""
+        """Devices, folder and annotations, which do not depend on the enforcement. Raises Refusal."""
         if resource == "memory":
             return memory_answer(allocation)
+        gpu_registry = self._agent_state.ledger.gpu_registry
+        granted = self._agent_state.inventory.granted(gpu_registry)
+        if resource == "mig":
+            return instance_answer(allocation, granted, gpu_registry.format("mig", allocation.held("mig")), self._host)
         answer = core_answer if resource == "core" else replica_answer
-        return answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
+        return answer(allocation, granted, self._host)
 
     def tenant(self, allocation: Allocation) -> GpuShare | None:
         """None: the allocation has no limits to enforce."""

@@ -70,11 +70,12 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """A GPU is new or has more memory, or its Healthy cores or replicas have changed."""
+        """A GPU is new or has more memory, or its Healthy cores, replicas or MIG devices have changed."""
         if len(new) != len(self._sent):
             return True
         return any(
-            (n.gpu, n.healthy_cores, n.healthy_replicas) != (s.gpu, s.healthy_cores, s.healthy_replicas)
+            (n.gpu, n.healthy_cores, n.healthy_replicas, n.healthy_instances)
+            != (s.gpu, s.healthy_cores, s.healthy_replicas, s.healthy_instances)
             for n, s in zip(new, self._sent, strict=True)
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from gpumgr.allocator.answer import GrantedGpu
 from gpumgr.allocator.ids import GpuRegistry, Masks
+from gpumgr.allocator.instances import MigStrategy, offered_instances
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.node_devices import NodeDevices, node_devices
@@ -21,7 +22,8 @@ class Inventory:
     """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
-    `replicas`: how many of each GPU are offered.
+    `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their MIG mode.
+    `replicas`: how many of each GPU are offered, `mig_strategy`: which MIG devices are.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -29,12 +31,23 @@ class Inventory:
     cordoned: Mapping[str, str] = field(default_factory=dict)
     quarantine: Quarantine = field(default_factory=Quarantine)
     replicas: int = 0
+    mig_strategy: MigStrategy = "none"
+    in_mig_mode: Collection[str] = ()
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
         """The registry with all GPUs of the snapshot."""
+        instances = offered_instances(self.snapshot.gpus, self.mig_strategy)
         for gpu in self.snapshot.gpus:
-            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_bytes >> 20, self.replicas)
+            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_bytes >> 20, self.replicas, instances.get(gpu.uuid, ()))
         return gpu_registry
+
+    def instances(self, gpu_registry: GpuRegistry) -> Masks:
+        """The MIG devices that exist now and are offered."""
+        found = offered_instances(self.snapshot.gpus, self.mig_strategy)
+        return gpu_registry.known("mig", [each.uuid for instances in found.values() for each in instances])
+
+    def _named(self, gpu_registry: GpuRegistry, uuids: Collection[str]) -> Collection[GpuName]:
+        return [gpu_registry.by_uuid[uuid].name for uuid in uuids if uuid in gpu_registry.by_uuid]
 
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
         """Name -> GPU, of those that the driver lists now."""
@@ -54,7 +67,13 @@ class Inventory:
         """Name -> what a container's response contains of each registered GPU; one that the driver does not list has no device node."""
         shown = self.gpus(gpu_registry)
         return {
-            c.name: GrantedGpu(uuid=c.uuid, minor=shown[c.name].minor if c.name in shown else None) for c in gpu_registry.gpus
+            c.name: GrantedGpu(
+                uuid=c.uuid,
+                minor=gpu.minor if gpu else None,
+                instances={each.uuid: (each.gpu_instance, each.compute_instance) for each in gpu.mig_instances} if gpu else {},
+            )
+            for c in gpu_registry.gpus
+            for gpu in [shown.get(c.name)]
         }
 
     def failures(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
@@ -82,6 +101,8 @@ class Inventory:
             unschedulable={**self.unschedulable_reasons(gpu_registry), **self.failures(gpu_registry)},
             visible_blocks=visible_blocks,
             policy=policy,
+            instances=self.instances(gpu_registry),
+            in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
         )
 
     def node_devices(self, ledger: Ledger, open_ids: Collection[AllocationId]) -> NodeDevices:
@@ -95,6 +116,8 @@ class Inventory:
             memory_blocks={name: gpu.memory_blocks for name, gpu in gpus.items()},
             replicas=self.replicas,
             open_ids=open_ids,
+            instances=self.instances(gpu_registry),
+            in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
         )
 
     def processes(

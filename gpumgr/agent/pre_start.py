@@ -17,7 +17,7 @@ from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import ContainerSpec
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.evaluators.select import check_request
-from gpumgr.units import Resource
+from gpumgr.units import RESOURCES, Resource
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class PreStart:
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         spec = view.container(allocation.container) if view and allocation.container else None
         record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
-        if resource != "replica":
+        if resource in RESOURCES:
             self._check(allocation, spec)
         if agent_state.is_open(allocation.id):
             async with agent_state.lock:

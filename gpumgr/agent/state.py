@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +14,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.allocator import quarantine
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.instances import MigStrategy
 from gpumgr.allocator.ledger import AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import Process, Quarantine
@@ -38,7 +39,7 @@ class AgentState:
 
     `ledger` may be ahead of the disk by frees only; the next grant is committed with them. `before_offer` is awaited under `lock`
     whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that the ledger has no longer.
-    `replicas` of each GPU are offered.
+    `replicas` of each GPU are offered, and MIG devices by `mig_strategy`.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class AgentState:
         on_freed: Callable[[AllocationId], None] = lambda _: None,
         before_offer: Callable[[], Awaitable[None]] | None = None,
         replicas: int = 0,
+        mig_strategy: MigStrategy = "none",
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
         self.ledger = ledger
-        self.inventory = Inventory(replicas=replicas)
+        self.inventory = Inventory(replicas=replicas, mig_strategy=mig_strategy)
         self.meter = meter
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
@@ -177,10 +179,13 @@ class AgentState:
         if self.inventory.snapshot.gpus and self._before_offer is not None:
             await self._before_offer()
 
-    async def set_health(self, *, failed: Mapping[str, str], cordoned: Mapping[str, str]) -> None:
-        """UUID -> why a GPU does not work, and why it accepts no new containers. A GPU in neither is healthy."""
+    async def set_health(
+        self, *, failed: Mapping[str, str], cordoned: Mapping[str, str], in_mig_mode: Collection[str] = ()
+    ) -> None:
+        """UUID -> why a GPU does not work, and why it accepts no new containers. A GPU in neither is healthy. Those `in_mig_mode` are
+        cordoned for this reason alone."""
         async with self.lock:
-            self.inventory = replace(self.inventory, failed=dict(failed), cordoned=dict(cordoned))
+            self.inventory = replace(self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode)
             self.publish()
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:

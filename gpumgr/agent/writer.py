@@ -26,6 +26,7 @@ from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call, HistoryEntry
+from gpumgr.allocator.instances import choose_instances, grant_instances
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.replicas import choose_replicas, grant_replicas
@@ -140,7 +141,7 @@ class Agent:
             self._identified(record, caller)
             self.admission.refuse_guess(ledger, caller, resource, size)
             self._refuse_share(caller, resource, size)
-            choice = await self._choose(caller, request)
+            choice = choose_instances(ledger, request) if resource == "mig" else await self._choose(caller, request)
             self.admission.pending = Pending(record=record, choice=choice)
             self.reconciler.preferred()
             return gpu_registry.format(resource, choice.masks)
@@ -206,7 +207,9 @@ class Agent:
             caller = record.caller
             self._refuse_share(caller, resource, len(device_ids))
             node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
-            if resource == "replica":
+            if resource == "mig":
+                allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
+            elif resource == "replica":
                 allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
             else:
                 allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
@@ -243,7 +246,7 @@ class Agent:
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
         """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
-        whole = allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
+        whole = allocation.whole or allocation.held("mig") or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)
         elif allocation.mechanisms:

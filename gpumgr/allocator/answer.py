@@ -5,12 +5,13 @@ has everything but the annotation `tencent.com/vcuda-memory`, which the memory c
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.errors import Refusal
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
 
 LIBRARY_PATH = "/usr/local/nvidia"
@@ -25,9 +26,11 @@ CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPaths:
-    """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response."""
+    """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
+    driver's list of the capabilities of MIG devices, empty if it has none."""
 
     exists: Callable[[str], bool]
+    mig_minors: Callable[[], str] = str
     device_root: str = "/dev"
     share_driver_dir: str = ""
     whole_driver_dir: str = ""
@@ -37,10 +40,12 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedGpu:
-    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node."""
+    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node. `instances`:
+    UUID of a MIG device -> ids of its GPU instance and compute instance."""
 
     uuid: str
     minor: int | None
+    instances: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
@@ -49,7 +54,7 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
     paths = [*(f"{host.device_root}/{name}" for name in nodes), *control, *host.extra_devices]
-    driver_dir = host.whole_driver_dir if allocation.whole else host.share_driver_dir
+    driver_dir = host.whole_driver_dir if allocation.whole or allocation.held("mig") else host.share_driver_dir
     mounts = (
         [Mount(container_path=LIBRARY_PATH, host_path=driver_dir, read_only=True)]
         if driver_dir and host.exists(driver_dir)
@@ -77,18 +82,38 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
     """Response to the call for `nvidia.com/gpu`. As in HAMi the container's LD_LIBRARY_PATH is its own, unless the driver's files are
     mounted; the amounts are kept for a rebuild of the ledger."""
-    full = core_answer(allocation, gpus, host)
-    driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
     amounts = (
         f"{gpu}={each.cores},{each.memory_mebibytes}"
         + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
         for gpu, each in allocation.gpus.items()
     )
-    return replace(
-        full,
-        envs={name: value for name, value in full.envs.items() if name not in driver},
-        annotations={AMOUNTS_ANNOTATION: ";".join(amounts)},
-    )
+    return _with_own_path(replace(core_answer(allocation, gpus, host), annotations={AMOUNTS_ANNOTATION: ";".join(amounts)}))
+
+
+def instance_answer(
+    allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], uuids: Sequence[str], host: HostPaths
+) -> ContainerResponse:
+    """Response to the call for the MIG devices `uuids`: these, their GPUs, and their capabilities. Raises Refusal if one is gone.
+
+    Source of the list's form and of the nodes: NVIDIA's MIG user guide, device nodes and capabilities.
+    """
+    numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
+    places = {uuid: (gpus[name].minor, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
+    if gone := [uuid for uuid in uuids if uuid not in places]:
+        raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} does not exist any more; delete the pod and create it again")
+    paths = []
+    for minor, gpu_instance, compute_instance in (places[uuid] for uuid in uuids):
+        part = f"gpu{minor}/gi{gpu_instance}"
+        found = [numbers.get(f"{part}/{name}access") for name in ("", f"ci{compute_instance}/")]
+        paths += [f"{host.device_root}/nvidia-caps/nvidia-cap{number}" for number in found if number is not None]
+    full = core_answer(allocation, gpus, replace(host, extra_devices=(*host.extra_devices, *paths)))
+    return _with_own_path(replace(full, envs={**full.envs, "NVIDIA_VISIBLE_DEVICES": ",".join(uuids)}, annotations={}))
+
+
+def _with_own_path(full: ContainerResponse) -> ContainerResponse:
+    """Without LD_LIBRARY_PATH, unless the driver's files are mounted."""
+    driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
+    return replace(full, envs={name: value for name, value in full.envs.items() if name not in driver})
 
 
 def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:

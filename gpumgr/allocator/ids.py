@@ -1,14 +1,14 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A replica is `<UUID>-<number>`, as in HAMi.
+their GPU). A replica is `<UUID>-<number>`, as in HAMi. A MIG device is its own UUID.
 
-A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core or block n.
+A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core, block, or MIG device n.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpumgr.errors import Refusal
@@ -65,15 +65,25 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
     return f"{gpu}-c{number:02d}" if resource == "core" else f"{gpu}-m{number}"
 
 
+@dataclass(frozen=True, slots=True)
+class RegisteredInstance:
+    """A MIG device that was offered once. The memory is its part of that of the GPU instance."""
+
+    uuid: str
+    profile: str
+    memory_mebibytes: int
+
+
 @dataclass(frozen=True)
 class RegisteredGpu:
     """A GPU that was offered once. Its name and UUID never change, and its memory and the number of its replicas never decrease (ids
-    turn Unhealthy, never vanish)."""
+    turn Unhealthy, never vanish). The place of a MIG device in `instances` never changes."""
 
     name: GpuName
     uuid: str
     memory_mebibytes: int
     replicas: int = 0
+    instances: tuple[RegisteredInstance, ...] = ()
 
     @property
     def memory_blocks(self) -> int:
@@ -82,7 +92,10 @@ class RegisteredGpu:
     def all_ids(self, resource: Resource) -> int:
         if resource == "core":
             return ALL_CORES
-        return (1 << (self.memory_blocks if resource == "memory" else self.replicas)) - 1
+        return (1 << {"memory": self.memory_blocks, "replica": self.replicas, "mig": len(self.instances)}[resource]) - 1
+
+    def held_instances(self, mask: int) -> list[RegisteredInstance]:
+        return [self.instances[n] for n in indices(mask)]
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,7 @@ class GpuRegistry:
             "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
             "replica": {c.name: tuple(f"{c.uuid}-{n}" for n in range(c.replicas)) for c in self.gpus},
+            "mig": {c.name: tuple(each.uuid for each in c.instances) for c in self.gpus},
         }
 
     @cached_property
@@ -164,12 +178,23 @@ class GpuRegistry:
         texts = self.ids[resource]
         return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in indices(masks[gpu.name])]
 
-    def register(self, uuid: str, memory_mebibytes: int, replicas: int = 0) -> "GpuRegistry":
-        """The registry with this GPU: a new one gets a name and is last; memory and replicas of a known one never decrease."""
+    def register(
+        self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
+    ) -> "GpuRegistry":
+        """The registry with this GPU: a new one gets a name and is last; memory and replicas of a known one never decrease, and MIG
+        devices that it had stay."""
         known = self.by_uuid.get(uuid)
         if known is None:
-            return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas)))
-        if memory_mebibytes <= known.memory_mebibytes and replicas <= known.replicas:
+            new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))
+            return GpuRegistry((*self.gpus, new))
+        there = {each.uuid for each in known.instances}
+        added = tuple(each for each in instances if each.uuid not in there)
+        if memory_mebibytes <= known.memory_mebibytes and replicas <= known.replicas and not added:
             return self
-        grown = RegisteredGpu(known.name, uuid, max(memory_mebibytes, known.memory_mebibytes), max(replicas, known.replicas))
+        grown = replace(
+            known,
+            memory_mebibytes=max(memory_mebibytes, known.memory_mebibytes),
+            replicas=max(replicas, known.replicas),
+            instances=(*known.instances, *added),
+        )
         return GpuRegistry(tuple(grown if gpu is known else gpu for gpu in self.gpus))

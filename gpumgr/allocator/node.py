@@ -1,6 +1,6 @@
 """The input of one decision: the node's GPUs, which of them may be used, and which ids the kubelet has received."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gpumgr.allocator.ids import NO_IDS, Masks
@@ -14,7 +14,8 @@ class NodeView:
     """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier.
     `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
-    Healthy by now: it allocates no others, also if they are preferred.
+    Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
+    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone.
     """
 
     topology: Topology
@@ -23,6 +24,8 @@ class NodeView:
     unschedulable: Mapping[GpuName, str] = field(default_factory=dict)
     visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
+    instances: Masks = field(default_factory=lambda: NO_IDS)
+    in_mig_mode: Collection[GpuName] = ()
 
     @property
     def gpu_of_row(self) -> Mapping[int, GpuName]:

@@ -10,7 +10,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpumgr.allocator.ids import RegisteredGpu, lowest
+from gpumgr.allocator.ids import NO_IDS, Masks, RegisteredGpu, lowest
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.units import BLOCK_MEBIBYTES, Amounts, GpuName
 
@@ -23,6 +23,7 @@ class GpuDevices:
     healthy_cores: int
     healthy_blocks: int
     healthy_replicas: int = 0
+    healthy_instances: int = 0
     numa_node: int | None = None
 
 
@@ -38,9 +39,12 @@ def node_devices(
     memory_blocks: Mapping[GpuName, int],
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
+    instances: Masks = NO_IDS,
+    in_mig_mode: Collection[GpuName] = (),
 ) -> NodeDevices:
     """`failed` GPUs do not work; `cordoned` ones accept no new containers. `memory_blocks` is what a GPU has now, which may be less than
-    when it was registered (ECC was turned on), and `replicas` how many each GPU may have now."""
+    when it was registered (ECC was turned on), and `replicas` how many each GPU may have now. `instances`: its MIG devices now; those
+    of GPUs that are cordoned because they are `in_mig_mode` accept containers."""
     cores, blocks = ledger.held("core"), ledger.held("memory")
     result = []
     for registered in ledger.gpu_registry.gpus:
@@ -62,7 +66,11 @@ def node_devices(
         left = ledger.available(gpu)
         spare = gpu not in cordoned and min(left.cores, left.memory_mebibytes) > 0
         healthy_replicas = 0 if gpu in failed else held | ((1 << min(replicas, registered.replicas)) - 1 if spare else 0)
-        result.append(GpuDevices(registered, *healthy, healthy_replicas, numa_nodes.get(gpu)))
+        open_instances = (
+            ledger.held("mig").get(gpu, 0) if gpu in cordoned and gpu not in in_mig_mode else registered.all_ids("mig")
+        )
+        healthy_instances = 0 if gpu in failed else instances.get(gpu, 0) & open_instances
+        result.append(GpuDevices(registered, *healthy, healthy_replicas, healthy_instances, numa_nodes.get(gpu)))
     return tuple(result)
 
 

@@ -17,18 +17,19 @@ TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, or `replicas`."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices."""
 
     name: str
     kind: ContainerKind = "app"
     cores: int = 0
     memory_blocks: int = 0
     replicas: ReplicaRequest | None = None
+    instances: int = 0
 
     def wants(self, resource: Resource) -> int:
         if resource == "replica":
             return self.replicas.count if self.replicas else 0
-        return self.cores if resource == "core" else self.memory_blocks
+        return {"core": self.cores, "memory": self.memory_blocks, "mig": self.instances}[resource]
 
     @property
     def wants_gpu(self) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest
+from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
+from gpumgr.allocator.instances import booked
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
@@ -115,7 +116,7 @@ def _claims(
             names[view.key] = entry.uid
         claims[key] = replace(
             old,
-            device_ids={**old.device_ids, entry.resource: masks},
+            device_ids={**old.device_ids, entry.resource: union(old.held(entry.resource), masks)},
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
@@ -148,7 +149,10 @@ def _claims(
 
 
 def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
-    """A container with replicas, with amounts from its pod unless its response has them. None if the pod is not known, either."""
+    """A container with MIG devices, or with replicas: with amounts from its pod unless its response has them, and without if the pod is
+    not known, either."""
+    if claim.held("mig"):
+        return replace(claim, gpus=booked(ledger.gpu_registry, claim.held("mig")))
     spec = view.container(claim.container) if view else None
     if claim.gpus or spec is None or spec.replicas is None:
         return claim

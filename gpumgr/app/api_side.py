@@ -21,7 +21,7 @@ from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.settings import Settings
-from gpumgr.settings.profile import offered, replica_resources
+from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,9 @@ class ApiSide:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         publisher = Publisher(server, settings.node.name)
         try:
-            pods = PodCache(server, settings.node.name, resources=replica_resources(settings))
+            pods = PodCache(
+                server, settings.node.name, resources=replica_resources(settings), mig_resource=mig_resource(settings)
+            )
             yield cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
             await publisher.flush(FLUSH_SECONDS)
         finally:

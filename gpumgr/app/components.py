@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from gpumgr.agent.writer import Agent
 from gpumgr.aio import LatestValue
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.instances import resource_of
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.app.dra_side import DraSide, holders_of_other_mode
@@ -49,7 +51,7 @@ from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings, profile
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import ALL_RESOURCES, RESOURCES, Resource
+from gpumgr.units import MIG_PREFIX, RESOURCES, Resource
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
@@ -90,6 +92,8 @@ class Components:
         self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
         self._processes = HostProcesses(hardware.proc_root)
         self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
+        #: Resource of MIG devices -> its device list.
+        self._instance_lists: dict[str, LatestValue[bytes]] = {}
         self.metrics = self._make_metrics()
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
@@ -104,7 +108,7 @@ class Components:
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
-        self._registrations: dict[Resource, int] = dict.fromkeys(ALL_RESOURCES, 0)
+        self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
         self.monitor = self._make_monitor()
 
@@ -160,6 +164,7 @@ class Components:
             on_freed=self._freed,
             before_offer=lambda: self._take_over.before_offer(),
             replicas=profile.replicas(self.settings),
+            mig_strategy=self.settings.node.mig_strategy,
         )
 
     def _make_nvml(self) -> Nvml:
@@ -204,7 +209,7 @@ class Components:
             reconciler=self.reconciler,
             pods=self._pods,
             enforcement=self.enforcement.limits,
-            host=_host_paths(self.settings),
+            host=_host_paths(self.settings, self._hardware.proc_root),
             make_dir=_make_dir,
             new_id=_new_id,
             share_mode=self.settings.placement.share_mode,
@@ -225,12 +230,14 @@ class Components:
         )
 
     def _make_link(self) -> KubeletLink:
+        as_nvidia = "replica" in self.devices or profile.mig_resource(self.settings) is not None
+
         async def held_back_by() -> str | None:
             """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
             claims hold GPUs."""
             return (
                 await self.other_plugins.gpu_manager()
-                or ("replica" in self.devices and await self.other_plugins.of_nvidia())
+                or (as_nvidia and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
                 or holders_of_other_mode(self.agent_state.ledger, "plugin")
             )
@@ -287,12 +294,24 @@ class Components:
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def _publish(self, node_devices: NodeDevices) -> None:
-        if self.dra is not None:
-            self.dra.update()
+        if isinstance(self.link, DraSide):
+            self.link.update()
             return
         for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():
             self.devices[kind].set(message)
             self.metrics.listed(kind)
+        self._publish_instances(self.link, node_devices)
+
+    def _publish_instances(self, link: KubeletLink, node_devices: NodeDevices) -> None:
+        """A resource is registered when it has its first MIG device."""
+        resource = profile.mig_resource(self.settings)
+        for name, entries in instance_entries(node_devices, resource).items() if resource else ():
+            if name not in self._instance_lists:
+                self._instance_lists[name] = LatestValue(b"")
+                self.metrics.add_resource(name, name)
+                link.add("mig", name, self._instance_lists[name])
+            self._instance_lists[name].set(encode_devices(entries))
+            self.metrics.listed(name)
 
     def _freed(self, allocation: AllocationId) -> None:
         self._remove_folder(allocation)
@@ -308,7 +327,7 @@ class Components:
         if self.enforcement.recovered:
             await self.memory_watcher.evaluate(sample, started)
 
-    def _link_changed(self, kind: Resource, state: LinkState) -> None:
+    def _link_changed(self, kind: str, state: LinkState) -> None:
         self.metrics.linked(kind, registered=state.registered, registrations=state.registrations)
         if state.registrations > max(self._registrations[kind], 1):
             self.reconciler.kubelet_restarted()
@@ -334,6 +353,17 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
     ]
 
 
+def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
+    """Resource -> every MIG device that was ever offered as it. `resource` is the only one, unless it is the prefix of all."""
+    found: dict[str, list[DeviceEntry]] = {}
+    for each in node_devices:
+        for number, instance in enumerate(each.gpu.instances):
+            name = resource_of(instance.profile) if resource == MIG_PREFIX else resource
+            entry = instance.uuid, bool(each.healthy_instances >> number & 1), each.numa_node
+            found.setdefault(name, []).append(entry)
+    return found
+
+
 def _new_id() -> str:
     return secrets.token_hex(8)
 
@@ -355,7 +385,7 @@ def _health_rules(settings: Settings) -> HealthRules:
     return HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids))
 
 
-def _host_paths(settings: Settings) -> HostPaths:
+def _host_paths(settings: Settings, proc_root: Path) -> HostPaths:
     container = settings.container
     return HostPaths(
         exists=os.path.exists,
@@ -364,4 +394,12 @@ def _host_paths(settings: Settings) -> HostPaths:
         whole_driver_dir=str(container.driver_whole_dir),
         allocation_dir=str(container.allocation_dir),
         extra_devices=tuple(map(str, container.extra_devices)),
+        mig_minors=partial(_text_of, proc_root / "driver/nvidia-caps/mig-minors"),
     )
+
+
+def _text_of(path: Path) -> str:
+    """Empty if there is no such file."""
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

@@ -4,12 +4,15 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Final
 
 import structlog
 
+from gpumgr.agent.history import about
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.instances import obstacle_of_single
 from gpumgr.nvml.health import GpuHealth
 from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
@@ -22,6 +25,8 @@ CLOSING_REASONS = frozenset({"mig", "operator"})
 LOST_REASONS = frozenset({"lost", "missing"})
 #: Codes of the entries that this module adds to the history; those of maintenance are added by gpumgr.agent.maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
+#: Reason of the event of a pod that holds a MIG device that was destroyed.
+MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
 
 
 class HardwareEvents:
@@ -58,6 +63,8 @@ class HardwareEvents:
         self._reported: dict[str, str] | None = None
         #: Indices of the reported GPUs without a name; None: none was looked for since the start.
         self._nameless: frozenset[int] | None = None
+        #: Reported sentences about MIG devices.
+        self._instance_problems: set[str] = set()
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
         self.down_reason = None
@@ -66,6 +73,7 @@ class HardwareEvents:
         self._check_device_nodes()
         await self._publish_health()
         self._report_nameless()
+        self._report_instances()
         self._keep(NodeSample())
         self.known.set()
 
@@ -97,7 +105,10 @@ class HardwareEvents:
         bad = {uuid: health for uuid, health in self._health.items() if not health.healthy}
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
-        await self._agent_state.set_health(failed={**self._nodeless, **failed}, cordoned={**cordoned, **cordon_reason})
+        in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
+        await self._agent_state.set_health(
+            failed={**self._nodeless, **failed}, cordoned={**cordoned, **cordon_reason}, in_mig_mode=in_mig_mode
+        )
         self._add_to_history(bad, cordon_reason)
 
     def _add_to_history(self, bad: Mapping[str, GpuHealth], cordon_reason: Collection[str]) -> None:
@@ -141,6 +152,30 @@ class HardwareEvents:
         for index in sorted(nameless.keys() - (self._nameless or ())):
             add(HistoryEntry(what="gpu", code="not_readable", why=nameless[index].sentence))
         self._nameless = frozenset(nameless)
+
+    def _report_instances(self) -> None:
+        """Reports why MIG devices can't be offered by the strategy single, and which ones are gone though a container holds them. What
+        does not change is reported once."""
+        agent_state, before = self._agent_state, self._instance_problems
+        inventory, ledger = agent_state.inventory, agent_state.ledger
+        obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
+        self._instance_problems = {obstacle} if obstacle else set()
+        if obstacle and obstacle not in before:
+            log.error("mig_devices_not_offered", mig_strategy="single", reason=obstacle)
+        present = {each.uuid for gpu in inventory.snapshot.gpus for each in gpu.mig_instances}
+        listed = {gpu.uuid for gpu in inventory.snapshot.gpus}
+        for allocation in ledger.allocations.values():
+            for gpu, mask in allocation.held("mig").items():
+                registered = ledger.gpu_registry.by_name[gpu]
+                for instance in registered.held_instances(mask):
+                    if registered.uuid not in listed or instance.uuid in present:
+                        continue
+                    why = f"MIG device {instance.profile} {instance.uuid}, which {allocation.describe()} holds, does not exist any more"
+                    self._instance_problems.add(why)
+                    if why not in before:
+                        log.error("mig_device_gone", gpu=gpu, holder=allocation.describe(), reason=why)
+                        entry = about(allocation, HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why))
+                        agent_state.history.add_unless_repeated(entry)
 
     def _check_device_nodes(self) -> None:
         """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""

@@ -11,7 +11,7 @@ from gpumgr.allocator.answer import allocation_id_in, amounts_in, mechanisms_in
 from gpumgr.allocator.rebuild import KubeletEntry
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
 from gpumgr.errors import KubeletError
-from gpumgr.units import RESOURCE_BY_NAME
+from gpumgr.units import RESOURCE_BY_NAME, inner_name
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +23,7 @@ async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str])
     """The entries of the kubelet's checkpoint; a resource in `names` is called as there. None, and a log event, if it can't be read."""
     try:
         found = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
-        return [replace(each, resource=names.get(each.resource, each.resource)) for each in found]
+        return [replace(each, resource=inner_name(each.resource, names)) for each in found]
     except KubeletError as error:
         log.warning("kubelet_checkpoint_unreadable", error=str(error))
         return None

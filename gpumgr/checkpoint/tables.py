@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry
-from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
+from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu, RegisteredInstance
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
 from gpumgr.checkpoint.files import CorruptError
@@ -15,16 +17,17 @@ from gpumgr.errors import CheckpointError
 from gpumgr.units import BLOCK_MEBIBYTES
 
 #: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU; 4: allocations
-#: of ResourceClaims; 5: the memory of GPUs in MiB, replicas.
+#: of ResourceClaims; 5: the memory of GPUs in MiB, replicas; 6: MIG devices.
 #: The history was added within schema 2: a version without it leaves that table unchanged.
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 #: `grant_of`: the allocation, if the entry records its grant.
 _HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
 _CARDS: Final = (
     "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_mebibytes INTEGER NOT NULL, "
-    "replicas INTEGER NOT NULL, sum INTEGER NOT NULL)"
+    "replicas INTEGER NOT NULL, instances TEXT NOT NULL, sum INTEGER NOT NULL)"
 )
+_INSTANCES: Final = tuple[RegisteredInstance, ...]
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
     _CARDS,
@@ -92,7 +95,7 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
 def upgrade(connection: sqlite3.Connection) -> None:
     """Sets the schema version to this one, which reads older rows of allocations unchanged. The GPUs' rows of an older schema are
     converted; a history table with another definition is created again. To be called inside a transaction."""
-    if _counts_blocks(connection):
+    if "instances" not in _gpu_columns(connection):
         gpus = _gpus(connection)
         connection.execute("DROP TABLE cards")
         connection.execute(_CARDS)
@@ -179,26 +182,32 @@ def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
         return None
 
 
-def _counts_blocks(connection: sqlite3.Connection) -> bool:
-    """Whether the GPUs' rows are those of schema 4 and older, with blocks of 256 MiB."""
-    return any(column[1] == "memory_blocks" for column in connection.execute("PRAGMA table_info(cards)"))
+def _gpu_columns(connection: sqlite3.Connection) -> list[str]:
+    """Of schema 4 and older with `memory_blocks` of 256 MiB and without `replicas`, of schema 5 and older without `instances`."""
+    return [column[1] for column in connection.execute("PRAGMA table_info(cards)")]
 
 
 def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
-    blocks = _counts_blocks(connection)
-    columns = "memory_blocks, 0" if blocks else "memory_mebibytes, replicas"
+    columns = _gpu_columns(connection)
     gpus = []
-    for name, uuid, memory, replicas, sum_ in connection.execute(f"SELECT name, uuid, {columns}, sum FROM cards ORDER BY place"):
-        if sum_ != checksum(name, uuid, str(memory), *(() if blocks else (str(replicas),))):
+    for row in connection.execute("SELECT * FROM cards ORDER BY place"):
+        name, uuid, memory, *rest = row[1:-1]
+        if row[-1] != checksum(*map(str, row[1:-1])):
             raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
-        gpus.append(RegisteredGpu(name, uuid, memory * BLOCK_MEBIBYTES if blocks else memory, replicas))
+        replicas = rest[0] if rest else 0
+        instances = rest[1] if rest[1:] else "[]"
+        mebibytes = memory * BLOCK_MEBIBYTES if "memory_blocks" in columns else memory
+        gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, msgspec.json.decode(instances, type=_INSTANCES)))
     return GpuRegistry(tuple(gpus))
 
 
 def _write_gpus(connection: sqlite3.Connection, gpu_registry: GpuRegistry) -> None:
-    rows = [(gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas) for gpu in gpu_registry.gpus]
+    rows = [
+        (gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas, msgspec.json.encode(gpu.instances).decode())
+        for gpu in gpu_registry.gpus
+    ]
     connection.executemany(
-        "INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?, ?)",
         [(place, *row, checksum(*map(str, row))) for place, row in enumerate(rows)],
     )
 

@@ -89,6 +89,7 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
         "amounts": {gpu: asdict(amounts) for gpu, amounts in a.gpus.items()},
         "core_ids": ledger.gpu_registry.format("core", a.held("core")),
         "memory_ids": ledger.gpu_registry.format("memory", a.held("memory")),
+        "mig_devices": ledger.gpu_registry.format("mig", a.held("mig")),
         "anonymous": a.anonymous,
         "mechanisms": list(a.mechanisms),
         "granted_at": a.granted_at,

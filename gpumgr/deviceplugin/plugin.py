@@ -29,7 +29,7 @@ SERVICE: Final = "/v1beta1.DevicePlugin/"
 OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
 
 #: Called after each RPC with its name, resource, outcome ("ok", a refusal's code, "cancelled") and duration in seconds.
-Observer = Callable[[str, Resource, str, float], None]
+Observer = Callable[[str, str, str, float], None]
 
 
 class Allocator(Protocol):

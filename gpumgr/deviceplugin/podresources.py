@@ -18,6 +18,7 @@ from gpumgr.allocator.listing import Containers, Listing, PodKey
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
+from gpumgr.units import inner_name
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"
@@ -78,7 +79,7 @@ def _read_container(
             devices.setdefault(resource, []).extend(ids)
     container = held.setdefault(name, {})
     for resource, ids in devices.items():
-        name = names.get(resource, resource)
+        name = inner_name(resource, names)
         container[name] = tuple(dict.fromkeys((*container.get(name, ()), *ids)))
 
 

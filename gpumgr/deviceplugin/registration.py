@@ -37,6 +37,7 @@ SOCKET_NAMES: Final[dict[Resource, str]] = {
     "core": "gpumgr-core.sock",
     "memory": "gpumgr-memory.sock",
     "replica": "gpumgr-gpu.sock",
+    "mig": "gpumgr-mig.sock",
 }
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
 _REMEDY: Final = (
@@ -81,7 +82,7 @@ class KubeletLink:
         devices: Mapping[Resource, LatestValue[bytes]],
         *,
         timing: LinkTiming | None = None,
-        on_state: Callable[[Resource, LinkState], None] = lambda _kind, _state: None,
+        on_state: Callable[[str, LinkState], None] = lambda _key, _state: None,
         observe: Observer = lambda *_: None,
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         random: Random | None = None,
@@ -95,39 +96,56 @@ class KubeletLink:
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
         self._free = asyncio.Event()
-        self._resources = {
-            kind: _ResourceLink(
-                folder,
-                kind,
-                names[kind],
-                partial(DevicePlugin, kind, allocator, watched, observe),
-                self._timing,
-                on_state,
-                random or Random(),
-                self._free,
-            )
-            for kind, watched in devices.items()
-        }
+        self._make = partial(self._make_link, folder, allocator, on_state, observe, random or Random())
+        self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
         self._daemons: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup | None = None
+
+    def _make_link(
+        self,
+        folder: Path,
+        allocator: Allocator,
+        on_state: Callable[[str, LinkState], None],
+        observe: Observer,
+        random: Random,
+        key: str,
+        kind: Resource,
+        name: str,
+        watched: LatestValue[bytes],
+    ) -> "_ResourceLink":
+        make_plugin = partial(DevicePlugin, kind, allocator, watched, lambda rpc, _, *call: observe(rpc, key, *call))
+        socket = SOCKET_NAMES[kind] if key == kind else f"gpumgr-{key.rpartition('/')[2]}.sock"
+        return _ResourceLink(folder, socket, name, make_plugin, self._timing, partial(on_state, key), random, self._free)
+
+    def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
+        """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
+        self._resources[name] = self._make(name, kind, name, watched)
+        if self._group is not None:
+            self._keep(self._group, name)
+
+    def _keep(self, group: asyncio.TaskGroup, key: str) -> None:
+        name = f"kubelet_link_{key}"
+        self._daemons.append(group.create_task(forever(name, self._resources[key].keep), name=name))
 
     @property
     def registered(self) -> bool:
         return all(resource.state.registered for resource in self._resources.values())
 
     @property
-    def states(self) -> dict[Resource, LinkState]:
-        return {kind: resource.state for kind, resource in self._resources.items()}
+    def states(self) -> dict[str, LinkState]:
+        return {key: resource.state for key, resource in self._resources.items()}
 
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
         async with asyncio.TaskGroup() as group:
             self._daemons.append(group.create_task(self._wait_until_free(), name="kubelet_link_held_back"))
-            for kind, resource in self._resources.items():
-                name = f"kubelet_link_{kind}"
-                self._daemons.append(group.create_task(forever(name, resource.keep), name=name))
+            for key in self._resources:
+                self._keep(group, key)
+            self._group = group
 
     async def stop(self, grace_seconds: float) -> None:
         """Ends `run`; running calls may take `grace_seconds`, then the streams are ended and the sockets removed."""
+        self._group = None
         for daemon in self._daemons:
             daemon.cancel()
         if self._daemons:
@@ -152,19 +170,18 @@ class _ResourceLink:
     def __init__(
         self,
         folder: Path,
-        kind: Resource,
+        socket: str,
         name: str,
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
-        on_state: Callable[[Resource, LinkState], None],
+        on_state: Callable[[LinkState], None],
         random: Random,
         free: asyncio.Event,
     ) -> None:
         """`free`: nothing is registered before it is set."""
-        self._kind: Resource = kind
         self._name = name
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
-        self._own_socket = folder / SOCKET_NAMES[kind]
+        self._own_socket = folder / socket
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
@@ -284,4 +301,4 @@ class _ResourceLink:
     def _become(self, state: LinkState) -> None:
         if state != self.state:
             self.state = state
-            self._on_state(self._kind, state)
+            self._on_state(state)

@@ -86,7 +86,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
         Check("driver", driver, gpus.IF_HUNG),
-        Check("nvml", partial(gpus.look_at_nvml, seen), gpus.IF_HUNG),
+        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=settings.node.mig_strategy != "none"), gpus.IF_HUNG),
         Check("device-nodes", nodes, gpus.IF_HUNG),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),

@@ -70,24 +70,26 @@ def _driver(proc_root: Path) -> CheckResult:
     return ok(shown)
 
 
-async def look_at_nvml(gpus: SharedNvml) -> CheckResult:
+async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
+    """`mig_offered`: node.mig_strategy is not none, so that the MIG mode is no trouble."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
         return error_of(exception, INSTALL)
     about = f"driver {snapshot.driver_version or 'unknown'}, CUDA {snapshot.cuda_version or 'unknown'}"
-    trouble = list(_trouble(snapshot))
-    if trouble:
-        remedy = "these are not offered: reset or replace what failed (`nvidia-smi -q`), turn MIG off with `nvidia-smi -mig 0`"
+    failed, in_mig_mode = [f"GPU{each.index}: {each.reason}" for each in snapshot.failures], list(_in_mig_mode(snapshot))
+    if trouble := failed + ([] if mig_offered else in_mig_mode):
+        remedy = (
+            "these are not offered: reset or replace what failed (`nvidia-smi -q`); for MIG set node.mig_strategy, or turn it off with "
+            "`nvidia-smi -mig 0`"
+        )
         return warning(f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
     if not snapshot.gpus:
         return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
-    return ok(f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}")
+    return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode]))
 
 
-def _trouble(snapshot: NodeSnapshot) -> Iterator[str]:
-    for failure in snapshot.failures:
-        yield f"GPU{failure.index}: {failure.reason}"
+def _in_mig_mode(snapshot: NodeSnapshot) -> Iterator[str]:
     for gpu in snapshot.gpus:
         if gpu.mig_enabled:
             profiles = Counter(instance.profile for instance in gpu.mig_instances)

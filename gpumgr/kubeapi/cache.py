@@ -26,9 +26,10 @@ class PodCache:
         *,
         watch_times: WatchTimes | None = None,
         resources: ReplicaResources | None = None,
+        mig_resource: str | None = None,
     ) -> None:
-        """`resources`: HAMi's, where they count."""
-        self._server, self._resources = server, resources
+        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`."""
+        self._server, self._resources, self._mig_resource = server, resources, mig_resource
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
@@ -97,7 +98,7 @@ class PodCache:
 
     def _parse(self, item: Mapping[str, Any]) -> PodView:
         """Raises what `parse_pod` raises."""
-        view = parse_pod(item, self._resources)
+        view = parse_pod(item, self._resources, self._mig_resource)
         ours = {key: str(value) for key, value in (item["metadata"].get("annotations") or {}).items() if is_ours(key)}
         if ours:
             self._annotations[view.uid] = ours

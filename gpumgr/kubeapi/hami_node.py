@@ -64,7 +64,7 @@ def encode_register_csv(gpus: Iterable[RegisteredGpu]) -> str:
 
 def decode_register(text: str) -> Sequence[RegisteredGpu]:
     """Both forms. Raises ValueError."""
-    if text.lstrip()[:1] not in ("[", "n"):
+    if not text.startswith("[") and text != "null":
         *rows, rest = text.split(":")
         if rest or not rows:
             raise ValueError(f"{text[:64]!r} does not end with a colon")

@@ -34,14 +34,15 @@ _MAX_SENTENCE: Final = 1024
 _NO_GPUS: Final = (("", ()),)
 
 
-def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None) -> PodView:
-    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's, where they count.
+def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None, mig_resource: str | None = None) -> PodView:
+    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's, where they count;
+    `mig_resource`: that of MIG devices, or the beginning of such resources if it ends in "-".
 
     Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
-    containers = tuple(_containers(spec, resources))
+    containers = tuple(_containers(spec, resources, mig_resource))
     return PodView(
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
@@ -116,15 +117,17 @@ def _decimal(text: str) -> Decimal:
     return value
 
 
-def _containers(spec: Mapping[str, Any], resources: ReplicaResources | None) -> Iterator[ContainerSpec]:
+def _containers(spec: Mapping[str, Any], resources: ReplicaResources | None, mig: str | None) -> Iterator[ContainerSpec]:
     """The pod's containers in the order in which the kubelet allocates."""
     for container in spec.get("initContainers") or ():
-        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init", resources)
+        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init", resources, mig)
     for container in spec.get("containers") or ():
-        yield _container(container, "app", resources)
+        yield _container(container, "app", resources, mig)
 
 
-def _container(container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaResources | None) -> ContainerSpec:
+def _container(
+    container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaResources | None, mig: str | None
+) -> ContainerSpec:
     resources = container.get("resources") or {}
     # For extended resources requests and limits are equal where both are given; the API server does not fill in a missing one.
     wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
@@ -134,7 +137,12 @@ def _container(container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaR
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
         replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
+        instances=sum(parse_quantity(str(wanted[name])) for name in wanted if mig and _is_mig(name, mig)),
     )
+
+
+def _is_mig(name: str, mig: str) -> bool:
+    return name.startswith(mig) if mig.endswith("-") else name == mig
 
 
 def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:

@@ -66,7 +66,7 @@ class Metrics:
     ) -> None:
         self._node, self._pods, self._clock, self._wall_clock = node, pods, clock, wall_clock
         self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
-        self._resources: Mapping[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
+        self._resources: dict[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
         # The start time of each counter would double the series; process_start_time_seconds has it once.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
@@ -82,26 +82,25 @@ class Metrics:
 
     def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
         """`served`: the RPCs of the node's mode. All their series exist from the start, so that a first event shows as an increase."""
+        self._served: dict[str, tuple[Counter, Histogram]] = {}
         self._requests: dict[tuple[str, str, str], Counter] = {}
         self._seconds: dict[tuple[str, str], Histogram] = {}
         for rpc, name in (*_CALLS.items(), *_CLAIM_CALLS.items()):
             requests = self._counter(f"{name}_requests_total", f"{rpc} calls of the kubelet.", "resource", "outcome")
             about = f"How long {rpc} took, refusals included."
             seconds = self._histogram(f"{name}_duration_seconds", about, "resource", buckets=_CALL_BUCKETS)
-            for kind, resource in self._resources.items() if rpc in served else ():
-                self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
-                self._seconds[rpc, kind] = seconds.labels(resource)
+            if rpc in served:
+                self._served[rpc] = requests, seconds
         self._registered = self._gauge(
             "kubelet_registered", "1 while the resource, or the DRA driver, is registered with the kubelet.", "resource"
         )
         self._registrations = self._counter(
             "kubelet_registrations_total", "Successful registrations with the kubelet.", "resource"
         )
-        self._counted_registrations = dict.fromkeys(self._resources, 0)
+        self._counted_registrations: dict[str, int] = {}
         self._updates = self._counter("listandwatch_updates_total", "Device lists that were sent to the kubelet.", "resource")
-        for resource in self._resources.values():
-            for family in (self._registered, self._registrations, *([self._updates] if served is _CALLS else [])):
-                family.labels(resource)
+        for kind, resource in self._resources.items():
+            self.add_resource(kind, resource, listed=served is _CALLS)
         self._drift = self._counter("book_reconcile_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
         for drift in get_args(Drift):
             self._drift.labels(drift)
@@ -149,6 +148,15 @@ class Metrics:
         """Counts from the next rendering on."""
         self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
 
+    def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
+        """All series of this resource exist from now on. `listed`: the kubelet is offered device lists."""
+        self._resources[kind], self._counted_registrations[kind] = resource, 0
+        for rpc, (requests, seconds) in self._served.items():
+            self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
+            self._seconds[rpc, kind] = seconds.labels(resource)
+        for family in (self._registered, self._registrations, *([self._updates] if listed else [])):
+            family.labels(resource)
+
     # -- events ------------------------------------------------------------------------------------------------------------
 
     def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
@@ -169,7 +177,7 @@ class Metrics:
         self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
         self._counted_registrations[kind] = registrations
 
-    def listed(self, kind: Resource) -> None:
+    def listed(self, kind: str) -> None:
         """The kubelet is offered another device list."""
         self._updates.labels(self._resources[kind]).inc()
 

@@ -92,9 +92,10 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReading:
-    """The GPU answered. None = the driver does not report it."""
+    """The GPU answered. None = the driver does not report it. `mig_instances`: UUIDs of its MIG devices."""
 
     mig_enabled: bool | None = None
+    mig_instances: tuple[str, ...] = ()
     double_bit_errors: int | None = None
     recovery_action: int | None = None
 
@@ -163,6 +164,10 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
         return health
     if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
+    if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
+        health = _improve(health, now, rules)  # apart from its mode the GPU is well, which does not end a fault at once
+        if not health.healthy:
+            return health
     if verdict.reason is None:
         return _improve(health, now, rules)
     return _worsen(health, verdict, now, rules)
@@ -185,8 +190,6 @@ def _judge(observation: HealthReading | Failed | Xid | DoubleBitError, rules: He
 
 
 def _judge_reading(reading: HealthReading) -> _Verdict:
-    if reading.mig_enabled:
-        return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
     if reading.recovery_action:
         need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
@@ -195,6 +198,8 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
         return _Verdict(
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )
+    if reading.mig_enabled:
+        return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
     return _Verdict()
 
 

@@ -195,8 +195,9 @@ class Monitor:
             await self._listener.sample_taken(sample)
             await self._pause()
             readings = await self._nvml.read_health()
-            readable = {gpu.uuid for gpu in snapshot.gpus}
-            if self._stale or any(isinstance(each, HealthReading) and uuid not in readable for uuid, each in readings.items()):
+            instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
+            answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
+            if self._stale or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)

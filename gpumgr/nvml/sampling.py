@@ -15,7 +15,7 @@ from gpumgr.nvml.binding import (
     Handle,
 )
 from gpumgr.nvml.health import Failed, HealthReading, Observation, Reason
-from gpumgr.nvml.mig import read_mig_enabled
+from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 
@@ -133,8 +133,10 @@ def read_health(nvml: Binding, *, seen: Mapping[int, str]) -> dict[str, Observat
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
     nvml.call("nvmlDeviceGetMemoryInfo", handle)
+    mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
-        mig_enabled=read_mig_enabled(nvml, handle),
+        mig_enabled=mig_enabled,
+        mig_instances=tuple(each.uuid for each in read_mig_instances(nvml, handle)) if mig_enabled else (),
         double_bit_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
         recovery_action=_read_recovery_action(nvml, handle),
     )

@@ -276,6 +276,11 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
             yield found
     if settings.node.profile != "tencent":
         yield from _hami(settings)
+    if settings.node.mig_strategy != "none" and settings.node.mode == "dra":
+        yield "node.mig_strategy", f"{settings.node.mig_strategy} needs node.mode plugin: with mode dra no device plugin runs"
+    if settings.node.mig_strategy == "single" and settings.node.profile != "tencent":
+        name = settings.hami.count_resource
+        yield "node.mig_strategy", f"single offers MIG devices as {name}, which node.profile {settings.node.profile} offers, too"
     yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
     yield from _twice("enforcement.overrides", settings.enforcement.overrides)
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings import Settings
-from gpumgr.units import ALL_RESOURCES, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
 
 
 def offered(settings: Settings) -> Sequence[Resource]:
     """The resources that are registered with the kubelet in mode plugin."""
-    return {"tencent": RESOURCES, "hami": ("replica",), "both": ALL_RESOURCES}[settings.node.profile]
+    return {"tencent": RESOURCES, "hami": ("replica",), "both": (*RESOURCES, "replica")}[settings.node.profile]
 
 
 def replicas(settings: Settings) -> int:
@@ -21,9 +21,15 @@ def resource_names(settings: Settings) -> Mapping[Resource, str]:
     return {**RESOURCE_NAMES, "replica": settings.hami.count_resource}
 
 
+def mig_resource(settings: Settings) -> str | None:
+    """The resource of MIG devices, or the beginning of such resources; None if they are not offered."""
+    return {"none": None, "single": settings.hami.count_resource, "mixed": MIG_PREFIX}[settings.node.mig_strategy]
+
+
 def inner_names(settings: Settings) -> Mapping[str, str]:
     """Resource in the kubelet's lists -> the name by which the agent knows it. Under another name, nvidia.com/gpu is another plugin's."""
-    return {REPLICA_RESOURCE: "", settings.hami.count_resource: REPLICA_RESOURCE}
+    count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
+    return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 
 
 def replica_resources(settings: Settings) -> ReplicaResources | None:

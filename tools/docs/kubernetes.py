@@ -9,6 +9,7 @@ from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
 from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.app.hardware_events import MIG_DEVICE_GONE
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
@@ -151,6 +152,7 @@ EVENTS: Final = (
         f"The annotation `{PLACEMENT_ANNOTATION}` is not valid or is about another node. The agent chose the GPUs.",
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
+    ("pod", MIG_DEVICE_GONE, True, "A container holds a MIG device that was destroyed. It can't start again: delete the pod."),
     ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),
     *(
         ("node", event.reason, event.warning, about)

@@ -76,6 +76,8 @@ MEANINGS: Final = {
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on, and the agent retries.",
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
     "nvml_not_reopened": "The driver did not answer after `gpumgr gpu reset`. The agent retries.",
+    "mig_device_gone": "A MIG device was destroyed that a container holds. It can't start again: delete the pod.",
+    "mig_devices_not_offered": "`node.mig_strategy` is `single`, and the MIG devices are not equal; the reason says what to do.",
     "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
     "device_node_back": "The missing device node exists again.",
     "kernel_modules_loaded": "The agent ran `modprobe` (`nvml.load_kernel_modules`).",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, HistoryEntry
-from gpumgr.allocator.ids import ALL_CORES
+from gpumgr.allocator.ids import ALL_CORES, RegisteredInstance
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.checkpoint.codec import checksum
 from gpumgr.checkpoint.files import NAME, translate
@@ -286,7 +286,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 5\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 6\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -466,3 +466,22 @@ async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: O
     with closing(sqlite3.connect(tmp_path / NAME)) as file:
         assert file.execute("SELECT version FROM schema").fetchall() == [(SCHEMA_VERSION,)]
     assert read_checkpoint(tmp_path).ledger == LEDGER.free(("id-a",)).occupy(whole)
+
+
+async def test_mig_devices_are_stored_and_a_file_of_schema_5_has_none(tmp_path: Path, open_checkpoint: Open) -> None:
+    await save_ledger(open_checkpoint())
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
+        file.execute("DROP TABLE cards")
+        columns = "place INTEGER PRIMARY KEY, name TEXT, uuid TEXT, memory_mebibytes INTEGER, replicas INTEGER, sum INTEGER"
+        file.execute(f"CREATE TABLE cards ({columns})")
+        for place, gpu in enumerate(REGISTRY.gpus):
+            row = (gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas)
+            file.execute("INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?)", (place, *row, checksum(*map(str, row))))
+        file.execute("UPDATE schema SET version = 5")
+    assert read_checkpoint(tmp_path).ledger == LEDGER
+    checkpoint = open_checkpoint()
+    assert checkpoint.load().ledger == LEDGER
+    first = REGISTRY.gpus[0]
+    registry = REGISTRY.register(first.uuid, 0, 0, [RegisteredInstance("MIG-a", "1g.10gb", 9728)])
+    await checkpoint.save(Change(gpu_registry=registry))
+    assert read_checkpoint(tmp_path).ledger.gpu_registry == registry

@@ -40,7 +40,7 @@ class Link:
             "core": LatestValue(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
             "memory": LatestValue(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
         }
-        self.history: list[tuple[Resource, LinkState]] = []
+        self.history: list[tuple[str, LinkState]] = []
         self.states = LatestValue(0)
         self.link = KubeletLink(
             folder, self.allocator, self.devices, timing=timing, on_state=self._told, held_back_by=self._held_back_by
@@ -51,7 +51,7 @@ class Link:
         self.asked += 1
         return self.reasons.pop(0) if self.reasons else None
 
-    def _told(self, kind: Resource, state: LinkState) -> None:
+    def _told(self, kind: str, state: LinkState) -> None:
         self.history.append((kind, state))
         self.states.set(len(self.history))
 

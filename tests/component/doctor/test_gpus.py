@@ -65,6 +65,9 @@ async def test_the_mig_devices_of_a_gpu_in_mig_mode_are_counted(sim_node: Prepar
     found = await look_at_nvml(gpus(sim_node("mig-4")))
     assert found.state == "warning"
     assert "GPU2 is in MIG mode (MIG devices: 1 x 3g.20gb, 1 x 2g.10gb, 2 x 1g.5gb)" in found.message
+    offered = await look_at_nvml(gpus(sim_node("mig-4")), mig_offered=True)
+    assert (found.state, offered.state) == ("warning", "ok")
+    assert "GPU2 is in MIG mode" in offered.message
 
 
 async def test_no_driver_is_an_error_with_a_sentence(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
 
+#: The resources of a node with the profile both.
+WITHOUT_MIG: tuple[Resource, ...] = (*RESOURCES, "replica")
 HAMI = ReplicaResources(
     count="nvidia.com/gpu",
     memory="nvidia.com/gpumem",

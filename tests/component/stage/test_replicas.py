@@ -12,9 +12,9 @@ import pytest
 from gpumgr.app.recovery import ours_of
 from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.units import ALL_RESOURCES, CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
-from .stage import HAMI, Stage, app, snapshot, stage
+from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
 
 #: Memory of each simulated GPU.
 MEBIBYTES = 16 * 256
@@ -31,7 +31,7 @@ def granted(node: Stage, pod: str) -> list[Mapping[str, Amounts]]:
 
 
 async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
         vcuda, shared = node.pod("vcuda", app(30, 8)), node.pod("hami", hami(gpumem=1001, gpucores=20))
         await node.run_all(vcuda, shared)
         node.check_agreement(vcuda, shared)
@@ -57,13 +57,13 @@ async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
     ],
 )
 async def test_what_is_requested_is_granted(folder: Path, amounts: Mapping[str, int], gpus: Amounts) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES) as node:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
         await node.run_all(node.pod("a", hami(1, "main", "app", **amounts)))
         assert [[*each.values()] for each in granted(node, "a")] == [[gpus]]
 
 
 async def test_memory_without_cores_is_limited_and_several_gpus_are_different_ones(folder: Path) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES) as node:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
         pair = node.pod("pair", hami(2, gpumem=2500))
         await node.run_all(pair, node.pod("third", hami(2, gpumem=2500)))
         node.check_agreement(pair)
@@ -77,7 +77,7 @@ async def test_memory_without_cores_is_limited_and_several_gpus_are_different_on
 async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
     """Pods of both kinds in random order; the kubelet's ids, the ledger and the amounts agree after each."""
     random = Random(5)
-    async with stage(folder, kinds=ALL_RESOURCES, seed=5) as node:
+    async with stage(folder, kinds=WITHOUT_MIG, seed=5) as node:
         running = []
         for number in range(60):
             kind = random.random()
@@ -101,7 +101,7 @@ async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
 
 
 async def test_a_whole_gpu_has_no_free_replicas(folder: Path) -> None:
-    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         await node.run_all(node.pod("whole", app(100)))
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
         whole = node.pod("hami", hami())
@@ -118,7 +118,7 @@ async def test_a_whole_gpu_has_no_free_replicas(folder: Path) -> None:
 
 @pytest.mark.hami_bug("B15: sidecars count as init containers that end")
 async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
         pod = node.pod(
             "stages",
             hami(name="fetch", kind="init", gpumem=1000, gpucores=50),
@@ -134,7 +134,7 @@ async def test_an_init_container_and_what_follows_count_at_their_most(folder: Pa
 
 
 async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> None:
-    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         pod = node.pod("stages", hami(name="fetch", kind="init", gpumem=100, gpucores=1), hami(gpumem=3000, gpucores=1))
         await node.run_all(node.pod("other", hami(gpumem=2000, gpucores=50)), pod)
         assert {gpu for gpus in granted(node, "stages") for gpu in gpus} == {"00000001"}
@@ -156,7 +156,7 @@ async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> N
 async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
     folder: Path, containers: tuple[SimContainer, ...], reason: str
 ) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES, resource_order="core_first") as node:
+    async with stage(folder, kinds=WITHOUT_MIG, resource_order="core_first") as node:
         status = await node.run(node.pod("a", *containers))
         assert status.phase == "Failed"
         assert reason in (status.message or "")
@@ -164,14 +164,14 @@ async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
 
 @pytest.mark.hami_bug("B9: it takes the first pending pod, and marks it as failed")
 async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES) as node:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
         status = await node.run(node.pod("a", hami(gpumem=100), known=False))
         assert "which pod this call of 1 GPUs is for is not known yet" in (status.message or "")
         assert node.ledger.allocations == {}
 
 
 async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES) as node:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
         await node.run_all(node.pod("vcuda", app(30, 8)), node.pod("hami", hami(2, gpumem=1001, gpucores=20)))
         before, state = node.ledger, node.agent.agent_state
         async with state.lock:
@@ -188,7 +188,7 @@ async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
 async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
     """vcuda pods beside it never get memory that the GPU does not have."""
     scaled = replace(HAMI, memory_scaling=2.0, core_scaling=1.5)
-    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=scaled) as node:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=scaled) as node:
         await node.run_all(node.pod("a", hami(gpumem=3001, gpucores=50)), node.pod("b", hami(gpumem_percentage=50)))
         a, b = (node.ledger.of(("team", name))[0] for name in ("a", "b"))
         assert (a.gpus, a.limits) == ({"00000000": Amounts(34, 1501)}, {"00000000": Amounts(50, 3001)})
@@ -201,7 +201,7 @@ async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) ->
 
 
 async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(folder: Path) -> None:
-    async with stage(folder, kinds=ALL_RESOURCES) as node:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
         gpus = [gpu.uuid for gpu in node.ledger.gpu_registry.gpus]
         pods = [node.pod(name, hami(gpumem=100)) for name in ("a", "b")]
         for pod, uuid in zip(pods, (gpus[3], "GPU-unknown"), strict=True):
@@ -214,7 +214,7 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
 
 @pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")
 async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
         pods = [
             node.pod(name, hami(name="fetch", kind="init", gpumem=mebibytes), SimContainer(name="main"))
             for name, mebibytes in (("a", 1000), ("b", 2000))
@@ -229,7 +229,7 @@ async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path
 
 @pytest.mark.hami_bug("B3, B24: one failed GPU ends the plugin of the whole node, and none recovers")
 async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(folder: Path) -> None:
-    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         uuid = node.ledger.gpu_registry.gpus[0].uuid
         await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
@@ -242,7 +242,7 @@ async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(fo
 
 @pytest.mark.hami_bug("B27: with scaled cores a container of 100 shares its GPU")
 async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=ALL_RESOURCES, hami=replace(HAMI, core_scaling=1.5)) as node:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=replace(HAMI, core_scaling=1.5)) as node:
         await node.run_all(node.pod("a", hami(gpumem=100, gpucores=10)))
         status = await node.run(node.pod("b", hami(gpumem=100, gpucores=100)))
         assert "is not entirely free: team/a (main) has a part of it" in (status.message or "")
@@ -251,7 +251,7 @@ async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder
 @pytest.mark.hami_bug("B11, I#1741: the kubelet's ids lie on other GPUs than the container has")
 async def test_ids_that_the_kubelet_chose_itself_decide_or_are_refused(folder: Path) -> None:
     """Two replicas of one GPU are no two GPUs."""
-    async with stage(folder, node=snapshot(2), kinds=ALL_RESOURCES) as node:
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         pod = node.pod("pair", hami(2, gpumem=100))
         uuid = node.ledger.gpu_registry.gpus[1].uuid
         node.agent.prefer = lambda *_: _chosen([f"{uuid}-0", f"{uuid}-1"])  # type: ignore[method-assign]

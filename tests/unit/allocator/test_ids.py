@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from gpumgr.allocator.ids import (
     ALL_CORES,
     GpuRegistry,
+    RegisteredInstance,
     common,
     count,
     gpu_name,
@@ -53,7 +54,8 @@ def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
 
 @given(st.data())
 def test_ids_and_masks_are_equivalent(data: st.DataObject) -> None:
-    gpu_registry = cards_of([5, 7])
+    instances = [RegisteredInstance(f"MIG-{number}", "1g.10gb", 9000) for number in range(5)]
+    gpu_registry = cards_of([5, 7]).register("GPU-3", 4096, 3, instances)
     for kind in ALL_RESOURCES:
         every = [text for texts in gpu_registry.ids[kind].values() for text in texts]
         chosen = data.draw(st.lists(st.sampled_from(every), unique=True))

@@ -30,7 +30,7 @@ NUMBERS = st.integers(0, 2**31)
 GPUS = st.lists(
     st.builds(
         RegisteredGpu,
-        uuid=TEXTS.filter(bool),
+        uuid=TEXTS.filter(lambda text: text[:1] not in ("", "[")),
         index=st.integers(0, 999),
         count=NUMBERS,
         memory_mebibytes=NUMBERS,

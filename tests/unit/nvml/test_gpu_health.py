@@ -116,7 +116,16 @@ def test_the_first_xid_stays_in_the_message() -> None:
     assert after(Xid(number=154), DOUBT).message == f"XID 154, then: {DOUBT.message}"
     assert after(LOST, Xid(number=154), LOST).message == LOST.message  # it came of the loss, and not before it
     assert after(Xid(number=79), GOOD, GOOD, GOOD, LOST).message == LOST.message
-    assert after(Xid(number=79), HealthReading(mig_enabled=True)).message == "MIG is enabled: the GPU is not offered as vcuda"
+
+
+def test_a_fault_of_a_gpu_in_mig_mode_ends_after_as_many_good_readings_as_any_other() -> None:
+    mig = HealthReading(mig_enabled=True)
+    reasons = [after(Xid(number=79), *[mig] * times).reason for times in range(5)]
+    assert reasons == ["xid", "xid", "xid", "mig", "mig"]
+    assert not after(Xid(number=79), mig, mig, mig).healthy
+    assert after(Xid(number=79), mig, mig, mig).message == "MIG is enabled: the GPU is not offered as vcuda"
+    assert after(mig, Xid(number=79), mig).reason == "xid"
+    assert after(HealthReading(mig_enabled=True, recovery_action=1)).reason == "reset"
 
 
 def test_only_the_operator_ends_a_hold() -> None:

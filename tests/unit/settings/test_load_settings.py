@@ -172,6 +172,12 @@ MISTAKES = {
     "http: {client_ca_file: /a, tls_cert_file: /c}": [
         "FILE:1: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
     ],
+    "node: {mig_strategy: single, profile: hami}": [
+        "FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"
+    ],
+    "node: {mig_strategy: mixed, mode: dra}": [
+        "FILE:1: node.mig_strategy: mixed needs node.mode plugin: with mode dra no device plugin runs"
+    ],
     "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' has 2 values; allowed: one"],
     "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}": [
         "FILE:1: enforcement.overrides: 'x' has 2 values; allowed: one",

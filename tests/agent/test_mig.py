@@ -1,0 +1,134 @@
+"""The whole agent with GPUs in MIG mode, behind the real binding of NVML: both strategies, changes while it runs, a lost ledger."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpumgr.demo.node import SimulatedNode, open_node
+from gpumgr.sim.kubelet import SimContainer
+from gpumgr.sim.nodes import load_node
+from gpumgr.units import REPLICA_RESOURCE
+
+from .stage import app
+
+PREFIX = "nvidia.com/mig-"
+MIXED = {"GPUMGR_NODE_MIG_STRATEGY": "mixed"}
+SINGLE = {"GPUMGR_NODE_MIG_STRATEGY": "single"}
+NODE = load_node("mig-4")
+
+
+def mig(profile: str, number: int = 1) -> SimContainer:
+    return SimContainer(name="main", others=((PREFIX + profile, number),))
+
+
+def offered(node: SimulatedNode) -> Mapping[str, int]:
+    return {name: each.allocatable for name, each in node.kubelet.node_status().items() if name.startswith("nvidia.com/")}
+
+
+async def until_offered(node: SimulatedNode, wanted: Mapping[str, int]) -> None:
+    await node.agent.while_running(node.kubelet.until(lambda: offered(node) == wanted))
+
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, environ: Mapping[str, str], sim: str = "mig-4") -> AsyncIterator[SimulatedNode]:
+    async with asyncio.timeout(90), open_node(folder, sim=sim) as node:
+        await node.agent.start(environ)
+        try:
+            yield node
+        except BaseException as error:
+            error.add_note(f"the agent's log ends with:\n{node.agent_log.tail()}")
+            raise
+
+
+async def test_each_profile_is_a_resource_and_each_mig_device_has_one_holder(folder: Path) -> None:
+    async with started(folder, MIXED) as node:
+        await until_offered(
+            node,
+            {PREFIX + name: 2 if name == "1g.5gb" else 1 for name in ("3g.20gb", "2g.10gb", "1g.5gb", "1c.3g.20gb", "1g.5gb.me")},
+        )
+        small = [node.pod(f"small-{number}", mig("1g.5gb")) for number in range(2)]
+        others = [node.pod("part", mig("1c.3g.20gb")), node.pod("media", mig("1g.5gb.me")), node.pod("vcuda", app(100))]
+        for pod in (*small, *others):
+            assert (await node.run(pod)).phase == "Running"
+        expected = {each.uuid for each in NODE.mig_instances_of(2) if each.profile == "1g.5gb"}
+        ids = [node.kubelet.held(pod.uid, "main", PREFIX + "1g.5gb") for pod in small]
+        assert (set().union(*ids), [len(each) for each in ids]) == (expected, [1, 1])
+        response = await node.kubelet.start_container(small[0], "main")
+        assert {response.envs["NVIDIA_VISIBLE_DEVICES"]} == ids[0]
+        before = node.ledger()
+        (part,) = before.of(None, others[0].uid)
+        assert [(each.cores, each.memory_mebibytes) for each in part.gpus.values()] == [(0, 20 * 1024 // 3)]
+        for lost in (False, True):
+            await node.agent.kill()
+            for file in (folder / "checkpoint").iterdir() if lost else ():
+                file.unlink()
+            await node.start_agent(MIXED)
+            await node.kubelet.until_allocatable(PREFIX + "1g.5gb")
+            assert {key: (each.gpus, each.device_ids) for key, each in node.ledger().allocations.items()} == {
+                key: (each.gpus, each.device_ids) for key, each in before.allocations.items()
+            }
+            await node.kubelet.start_container(small[0], "main")
+
+
+async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_forgotten(folder: Path) -> None:
+    instances = NODE.mig_instances_of(2)
+    async with started(folder, MIXED) as node:
+        await node.kubelet.until_allocatable(PREFIX + "3g.20gb")
+        pod = node.pod("holder", mig("3g.20gb"))
+        assert (await node.run(pod)).phase == "Running"
+        new = replace(instances[1], uuid="MIG-ffffffff-1111-2222-3333-444444444444", profile="4g.20gb")
+        node.control.set_mig_instances(2, {0: new, 2: instances[2]})
+        await until_offered(
+            node,
+            {PREFIX + name: 1 for name in ("1g.5gb", "1c.3g.20gb", "1g.5gb.me", "4g.20gb")}
+            | dict.fromkeys((PREFIX + "3g.20gb", PREFIX + "2g.10gb"), 0),
+        )
+        await node.agent.while_running(node.agent_log.until("mig_device_gone"))
+        (line,) = node.agent_log.find("mig_device_gone")
+        assert instances[0].uuid in str(line["reason"])
+        assert node.ledger().of(None, pod.uid)
+        node.control.set_mig_instances(2, dict(enumerate(instances)))
+        await node.agent.while_running(node.kubelet.until(lambda: offered(node)[PREFIX + "3g.20gb"] == 1))
+        assert (await node.run(node.pod("more", mig("1g.5gb", 2)))).phase == "Running"
+
+
+async def test_without_a_strategy_no_mig_device_is_offered(folder: Path) -> None:
+    async with started(folder, {}) as node:
+        await node.until_offered()
+        assert offered(node) == {}
+
+
+def node_of(folder: Path, profiles: Sequence[str]) -> str:
+    """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
+    card = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}
+    gpus = [
+        {"card": "a100", "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"], "mig_instances": [profile] * 2}
+        for n, profile in enumerate(profiles)
+    ]
+    node = {"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "cards": {"a100": card}, "gpus": gpus}
+    path = folder / "node.yaml"
+    path.write_text(json.dumps(node))
+    return str(path)
+
+
+async def test_with_single_all_mig_devices_are_one_resource(folder: Path) -> None:
+    async with started(folder, SINGLE, node_of(folder, ["3g.20gb", "3g.20gb"])) as node:
+        await until_offered(node, {REPLICA_RESOURCE: 4})
+        pods = [node.pod(f"pod-{number}", SimContainer(name="main", others=((REPLICA_RESOURCE, 2),))) for number in range(2)]
+        for pod in pods:
+            assert (await node.run(pod)).phase == "Running"
+        assert len(set().union(*(node.kubelet.held(pod.uid, "main", REPLICA_RESOURCE) for pod in pods))) == 4
+        node.control.lose_gpu(0)
+        await until_offered(node, {REPLICA_RESOURCE: 2})
+
+
+async def test_with_single_unequal_mig_devices_are_not_offered(folder: Path) -> None:
+    async with started(folder, SINGLE, node_of(folder, ["3g.20gb", "2g.10gb"])) as node:
+        await node.agent.while_running(node.agent_log.until("mig_devices_not_offered"))
+        await node.agent.while_running(node.agent_log.until("registered"))
+        (line,) = node.agent_log.find("mig_devices_not_offered")
+        assert "have 2g.10gb, 3g.20gb: set node.mig_strategy to mixed" in str(line["reason"])
+        assert offered(node) == {}

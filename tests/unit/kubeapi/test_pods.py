@@ -1,0 +1,19 @@
+"""The MIG devices that a container requests."""
+
+import pytest
+
+from gpumgr.kubeapi.pods import parse_pod
+
+
+@pytest.mark.parametrize(
+    ("mig_resource", "wanted"),
+    [("nvidia.com/mig-", 3), ("nvidia.com/gpu", 4), (None, None)],
+)
+def test_mig_devices_count_by_the_strategys_resources(mig_resource: str | None, wanted: int | None) -> None:
+    limits = {"nvidia.com/mig-1g.10gb": "2", "nvidia.com/mig-2g.20gb": "1", "nvidia.com/gpu": "4", "nvidia.com/gpumem": "8"}
+    pod = {
+        "metadata": {"namespace": "team", "name": "p", "uid": "u"},
+        "spec": {"containers": [{"name": "main", "resources": {"limits": limits}}]},
+    }
+    view = parse_pod(pod, mig_resource=mig_resource)
+    assert [each.instances for each in view.containers] == ([] if wanted is None else [wanted])
