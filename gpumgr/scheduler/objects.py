@@ -196,6 +196,9 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     node = (item.get("spec") or {}).get("nodeName") or None
     base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
     wanted = [each for each in view.containers if each.wants_gpu]
+    if hami is not None and not view.ended and (bare := _without_count(item.get("spec") or {}, hami)):
+        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count}: 1"
+        return replace(base, containers=tuple(bare), refusal=text)
     if not wanted or view.ended:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
@@ -229,6 +232,19 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         return replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
         return replace(pod, problem=str(error))
+
+
+def _without_count(spec: Mapping[str, Any], hami: ReplicaResources) -> list[str]:
+    """Containers with HAMi's amounts that would get no GPU."""
+    amounts = (hami.memory, hami.memory_percentage, hami.cores)
+    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    decoded = msgspec.convert(spec, PodSpec)
+    parts = [*(decoded.init_containers or ()), *(decoded.containers or ())]
+    return [
+        str(each["name"])
+        for each, part in zip(containers, parts, strict=True)
+        if part.wants_any(amounts) and not part.wants_any((hami.count,))
+    ]
 
 
 def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
