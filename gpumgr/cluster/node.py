@@ -36,10 +36,10 @@ class GpuState:
         return self.healthy and not self.cordoned
 
     def has_room(self, used: Amounts, wanted: Amounts) -> bool:
-        """Beside what is used of it. A replica without cores needs some that are free, as HAMi demands."""
+        """Beside what is used of it."""
         after = used + wanted
-        replica = not wanted.replicas or (after.replicas <= self.replicas and used.cores < CORES_PER_GPU)
-        return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replica
+        replicas = not wanted.replicas or after.replicas <= self.replicas
+        return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,11 @@ class ContainerRequest:
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
     def on(self, gpu_mebibytes: int) -> Amounts:
-        """What it takes of one GPU with so much memory; a whole GPU has all of it."""
+        """What it takes of one GPU with so much memory; a whole GPU has all of it. A replica without cores counts with one: the agent
+        demands a free core for it, and the kubelet may admit pods in another order."""
         if self.replica is not None:
-            return replace(self.replica.counted(gpu_mebibytes), replicas=1)
+            counted = self.replica.counted(gpu_mebibytes)
+            return replace(counted, cores=max(1, counted.cores), replicas=1)
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 

@@ -102,10 +102,20 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
     assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a", "b"]) == "b"
 
 
+async def test_a_core_remains_for_a_share_without_cores(hami: Stage) -> None:
+    """The agent demands one, in whatever order the kubelet admits the pods."""
+    assert await hami.schedule(hami_pod("none", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"
+    for number in range(2):
+        assert await hami.schedule(pod(f"half-{number}", ("app", 50, 4)), ["a"]) == "a"
+    assert sorted(hami.cores("a")) == [50, 51]
+    assert await hami.schedule(pod("more", ("app", 50, 4)), ["a"]) == "a"
+    assert await hami.schedule(pod("last", ("app", 50, 4)), ["a"]) is None
+
+
 async def test_a_whole_gpu_needs_one_without_pods_and_percentages_are_of_each_gpu(hami: Stage) -> None:
     assert await hami.schedule(hami_pod("share", {"gpu": 1, "gpumem-percentage": 50}), ["a"]) == "a"
     assert await hami.schedule(hami_pod("whole", {"gpu": 1}), ["a"]) == "a"
-    assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(0, 8192), (100, 16384)]
+    assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(1, 8192), (100, 16384)]
     answer = await hami.filter(hami_pod("more", {"gpu": 1, "gpumem-percentage": 60}), ["a"])
     assert "no room for 1 GPU with 60 % of the memory" in str(answer)
 
