@@ -103,7 +103,7 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
 
 
 async def test_a_core_remains_for_a_share_without_cores(hami: Stage) -> None:
-    """The agent demands one, in whatever order the kubelet admits the pods."""
+    """The agent demands one, and the kubelet may admit the pods in another order."""
     assert await hami.schedule(hami_pod("none", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"
     for number in range(2):
         assert await hami.schedule(pod(f"half-{number}", ("app", 50, 4)), ["a"]) == "a"
