@@ -144,6 +144,10 @@ class Cluster:
         """Access with such a token."""
         return Api(self._server, self._authority, self.token_of(account, pod))
 
+    def admin(self) -> Api:
+        """Access of its own to everything, for another thread."""
+        return Api(self._server, self._authority, self._tokens["admin"])
+
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig file of `admin` (everything), `node` (the kubelet) or `gpumgr` (the agent)."""
         path = STATE / f"{name}.kubeconfig"

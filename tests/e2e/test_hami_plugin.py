@@ -10,15 +10,17 @@ import pytest
 from .agent import Agent
 from .api import ApiError
 from .cluster import Cluster
+from .hami_scheduler import HANDSHAKE, LOCK, MANAGED, REGISTER, HamiScheduler, devices_of
 from .manifests import MEMORY, SLEEP, Json
 from .node import Node
 from .places import AGENT_STATE, NODE, PROJECT
 from .processes import wait_until
 from .tenants import library, limited, lines, tenant, wait_line
+from .test_placement import name_of
+from .test_scheduler import SCHEDULER, start_kube_scheduler
 
 REPLICA = "nvidia.com/gpu"
 REGION = "/programs/region_client"
-LOCK = "hami.io/mutex.lock"
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +156,47 @@ def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_remov
     (device_id,) = replicas(both)["good"]
     assert device_id.rpartition("-")[0] == uuid
     assert "it names 0 GPUs, but the container requests 1" in str(both.cluster.pods.all()["wrong"]["status"])
+
+
+@pytest.fixture
+def scheduler(both: Node) -> Iterator[HamiScheduler]:
+    """HAMi's, as far as a node agent gets to see it, below a real kube-scheduler."""
+    made = HamiScheduler(both.cluster.admin)
+    verbs = {"filterVerb": "filter", "bindVerb": "bind", "prioritizeVerb": "", "preemptVerb": ""}
+    with made.running():
+        start_kube_scheduler(both.cluster, {"urlPrefix": made.url, "managedResources": MANAGED, **verbs})
+        try:
+            yield made
+        finally:
+            both.cluster.processes.stop("gpu-kube-scheduler")
+            both.cluster.delete_all()
+            annotate_node(both, {REGISTER: None, HANDSHAKE: None, LOCK: None})
+
+
+def annotate_node(node: Node, annotations: dict[str, str | None]) -> None:
+    node.cluster.api.request("PATCH", f"/api/v1/nodes/{NODE}", {"metadata": {"annotations": annotations}})
+
+
+def test_fifty_pods_of_hamis_scheduler_run_with_what_it_chose(both: Node, scheduler: HamiScheduler) -> None:
+    """It binds one pod after another, since each bind locks the node; the vcuda pod was subtracted from what is registered."""
+    both.run([tenant("vcuda", SLEEP, cores=90, memory=16)])
+    (vcuda,) = both.ledger_of("vcuda")
+
+    def registered() -> dict[str, Json]:
+        text = both.cluster.node()["metadata"]["annotations"].get(REGISTER, "[]")
+        return {name_of(gpu["id"]): gpu for gpu in json.loads(text)}
+
+    wait_until("the vcuda pod in what is registered", lambda: registered().get(vcuda.gpus[0], {}).get("devcore") == 10)
+    pods = [hami_pod(f"many-{number}", gpumem=1001 + number, gpucores=11) for number in range(50)]
+    for each in pods:
+        each["spec"].pop("nodeName")
+        each["spec"] |= {"schedulerName": SCHEDULER}
+    running = both.run(pods, timeout=240)
+    for name, pod in running.items():
+        ((chosen,),) = devices_of(pod)
+        (holding,) = both.ledger_of(name)
+        assert holding.gpus == (name_of(chosen[0]),)
+        assert holding.gpus != vcuda.gpus, "10 cores are left there"
+        assert pod["metadata"]["annotations"]["hami.io/bind-phase"] == "success"
+    assert scheduler.locked > 0, "two pods were bound at the same time"
+    wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])
