@@ -156,7 +156,11 @@ def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Al
     spec = view.container(claim.container) if view else None
     if claim.gpus or spec is None or spec.replicas is None:
         return claim
-    gpus, registry = [*claim.held("replica")], ledger.gpu_registry
+    registry = ledger.gpu_registry
+    # HAMi's plugin gave the container the GPUs that its scheduler chose, whichever GPUs the kubelet's ids are of.
+    named = dict(view.placed).get(spec.name, ()) if view is not None and view.bound_by_hami else ()
+    chosen = [registry.by_uuid[uuid].name for uuid, _ in named if uuid in registry.by_uuid]
+    gpus = chosen if len(chosen) == spec.replicas.count else [*claim.held("replica")]
     return replace(claim, gpus=counted_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
 
 

@@ -1,16 +1,18 @@
 """A ledger out of what others remember."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from gpumgr.allocator.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
-from gpumgr.allocator.ids import ALL_CORES
+from gpumgr.allocator.ids import ALL_CORES, GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
+from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts, Resource
 from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, pod
@@ -94,6 +96,45 @@ def test_a_half_is_completed() -> None:
     both = adopted(half.ledger, entry("core", 1), entry("memory", 2), views=(view,))
     assert [a.id for a in both.added] == [a.id for a in half.added]
     assert [block_count(a) for a in both.ledger.allocations.values()] == [1]
+
+
+def hami_view(name: str, *gpus: str, memory: int = 1000, bound_by_hami: bool = True) -> PodView:
+    """A pod with 20 cores and so many MiB of each of these GPUs (UUIDs), as HAMi's scheduler chose them."""
+    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=len(gpus), cores=20, memory_mebibytes=memory))
+    placed = (("main", tuple((uuid, Amounts(20, memory)) for uuid in gpus)),)
+    return replace(pod(name, main), placed=placed, bound_by_hami=bound_by_hami)
+
+
+def with_replicas(replicas: int = 10) -> tuple[Ledger, list[str]]:
+    """A ledger of two GPUs, and their UUIDs."""
+    uuids = [f"GPU-{number:08x}" for number in range(2)]
+    registry = GpuRegistry()
+    for uuid in uuids:
+        registry = registry.register(uuid, 4096, replicas)
+    return Ledger(registry), uuids
+
+
+@pytest.mark.hami_bug("B11: the kubelet's ids lie on other GPUs than the container has")
+def test_a_pod_of_hamis_plugin_counts_on_the_gpus_that_its_scheduler_chose() -> None:
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
+    (a,) = adopted(ledger, kubelets, views=(hami_view("a", second),)).added
+    one, two = (ledger.gpu_registry.by_uuid[uuid].name for uuid in (first, second))
+    assert (a.held("replica"), a.gpus) == ({one: 0b1000}, {two: Amounts(20, 1000)})
+    (again,) = adopted(ledger, kubelets, views=(hami_view("a", second, bound_by_hami=False),)).added
+    assert again.gpus == {one: Amounts(20, 1000)}
+    (unknown,) = adopted(ledger, kubelets, views=(hami_view("a", "GPU-gone"),)).added
+    assert unknown.gpus == {one: Amounts(20, 1000)}
+
+
+def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
+    ledger, (first, second) = with_replicas()
+    entries = [
+        KubeletEntry(uid=f"uid-{name}", container="main", resource="replica", device_ids=(f"{first}-{place}",))
+        for place, name in enumerate("ab")
+    ]
+    rebuilt = adopted(ledger, *entries, views=(hami_view("a", second, memory=3000), hami_view("b", second, memory=3000)))
+    assert len(rebuilt.added) == len(rebuilt.problems) == 1
 
 
 def test_a_contradiction_is_reported_and_skipped() -> None:
