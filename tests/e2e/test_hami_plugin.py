@@ -158,6 +158,39 @@ def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_remov
     assert "it names 0 GPUs, but the container requests 1" in str(both.cluster.pods.all()["wrong"]["status"])
 
 
+def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
+    """Its scheduler chose the GPUs, and the kubelet took ids of any: both are kept from others."""
+    uuids = [gpu["uuid"] for gpu in program("checkpoint", "show")["gpus"]]
+    both.agent.stop()
+    ids = [f"{uuid}-{number}" for uuid in uuids for number in range(10)]
+    both.cluster.processes.start("hami-plugin", [sys.executable, "-m", "tests.e2e.nvidia_plugin", *ids], cwd=PROJECT)
+    try:
+        wait_until("HAMi's replicas", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
+        chosen = {"one": uuids[5], "two": uuids[6]}
+        for name, uuid in chosen.items():
+            body = hami_pod(name, gpumem=1001, gpucores=20)
+            body["metadata"]["annotations"] = {
+                "hami.io/vgpu-node": NODE,
+                "hami.io/vgpu-devices-allocated": f"{uuid},NVIDIA,1001,20:;",
+                "hami.io/bind-phase": "success",
+            }
+            both.run([body])
+        held = replicas(both)
+    finally:
+        both.cluster.processes.stop("hami-plugin")
+    both.agent.start()
+    wait_until("replicas offered", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
+    for name, uuid in chosen.items():
+        (holding,) = both.ledger_of(name)
+        assert holding.gpus[0] == name_of(uuid)
+    assert {both.cluster.pods.all()[name]["status"]["phase"] for name in chosen} == {"Running"}
+    others = [hami_pod(f"whole-{number}") for number in range(4)]
+    both.run(others)
+    taken = {each.gpus[0] for number in range(4) for each in both.ledger_of(f"whole-{number}")}
+    assert not taken & {name_of(uuid) for uuid in chosen.values()}
+    assert {name: ids for name, ids in replicas(both).items() if name in chosen} == held
+
+
 @pytest.fixture
 def scheduler(both: Node) -> Iterator[HamiScheduler]:
     """HAMi's, as far as a node agent gets to see it, below a real kube-scheduler."""
