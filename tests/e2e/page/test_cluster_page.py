@@ -12,7 +12,7 @@ from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState
 from gpumgr.cluster.quota import Quotas
 from gpumgr.cluster.request import ContainerRequest, PodRequest
-from gpumgr.scheduler.objects import WatchedNode, WatchedPod
+from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
 from gpumgr.scheduler.pages import PAGE, make_pages
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import Level, Topology
@@ -54,6 +54,9 @@ class Watched:
     synced: bool = True
     nodes: dict[str, WatchedNode] = field(default_factory=dict)
     pending: dict[str, WatchedPod] = field(default_factory=dict)
+
+    def parse_pod(self, item: dict[str, Any]) -> WatchedPod:
+        return parse_watched_pod(item)
 
 
 class ClusterStage:
