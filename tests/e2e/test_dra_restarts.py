@@ -43,6 +43,7 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
     node.agent.kill()
     for prepare, unprepare in zip(PREPARE, UNPREPARE, strict=True):
         node.agent.start(wait=False, dies_at=prepare)
+        node.cluster.wait_gone([former])  # its Unprepare may be repeated, and must not be what ends the next agent
         node.cluster.create([claiming(prepare, "share")])
         node.agent.wait_died()
         saved = node.ledger_of(prepare)
@@ -55,7 +56,6 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
         environment, devices = shown(node, prepare)
         assert held[0].gpus[0] in environment["NVIDIA_VISIBLE_DEVICES"]
         assert len(gpu_nodes(devices)) == 1
-        node.cluster.wait_gone([former])
         node.cluster.delete([prepare])
         node.agent.wait_died()
         assert bool(node.ledger_of(prepare)) == (unprepare not in SAVED)
