@@ -118,11 +118,11 @@ class Pods:
             return dict(self._pods)
 
     def wait(self, what: str, condition: Callable[[Mapping[str, Json]], bool], timeout: float) -> dict[str, Json]:
-        """Waits until `condition(pods)`; TimeoutError with the pods' phases otherwise."""
+        """Waits until `condition(pods)`; TimeoutError with the pods' states otherwise."""
         with self._news:
             if not self._news.wait_for(lambda: condition(self._pods), timeout):
-                phases = {name: phase(pod) for name, pod in self._pods.items()}
-                raise TimeoutError(f"{what}: not within {timeout:g} s; pods: {phases}")
+                states = "".join(f"\n  {name}: {state(pod)}" for name, pod in self._pods.items())
+                raise TimeoutError(f"{what}: not within {timeout:g} s; pods:{states}")
             return dict(self._pods)
 
     def _run(self) -> None:
@@ -165,6 +165,15 @@ class Pods:
         name = item["metadata"]["name"]
         self._pods[name] = item
         self.since.setdefault(name, {}).setdefault(phase(item), time.monotonic())
+
+
+def state(pod: Json) -> str:
+    """A pod's phase, and of one that does not run its node and what scheduler, kubelet and containers report."""
+    if phase(pod) == "Running":
+        return "Running"
+    conditions = [each["message"] for each in pod["status"].get("conditions", []) if each.get("message")]
+    waiting = [each["state"].get("waiting") for each in pod["status"].get("containerStatuses", [])]
+    return f"{phase(pod)} on node {pod['spec'].get('nodeName')}; conditions {conditions}; containers wait for {waiting}"
 
 
 def phase(pod: Json) -> str:
