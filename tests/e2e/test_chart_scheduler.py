@@ -86,6 +86,7 @@ def test_hamis_resources_are_managed_with_their_profile() -> None:
         "nvidia.com/gpumem": True,
         "nvidia.com/gpumem-percentage": True,
         "example.com/cores": True,
+        "nvidia.com/priority": True,
     }
     ours = yaml.safe_load(made["ConfigMap", NAME]["data"]["gpumgr.yaml"])
     assert (ours["node"], ours["hami"]) == ({"profile": "both"}, settings["hami"])
@@ -215,6 +216,45 @@ def test_policies_name_the_releases_accounts_and_those_that_are_exempt() -> None
     agent = found["ValidatingAdmissionPolicy", "ml-gpumgr-scheduler-pods"]["spec"]["variables"][-1]["expression"]
     assert '"system:serviceaccount:gpus:ml-gpumgr"' in agent
     assert not any(kind.startswith("Validating") for kind, _ in rendered({"admissionPolicies": {"enabled": False}}))
+
+
+def hami_policies(version: str, **values: Any) -> dict[tuple[str, str], Json]:
+    wanted = {"node": {"profile": "hami"}, "hami": {"core_resource": "example.com/cores"}}
+    found = rendered(values, f"--kube-version={version}", namespace="gpus", settings=wanted)
+    return {key: each["spec"] for key, each in found.items() if "-hami-" in key[1]}
+
+
+def test_hamis_policies_have_the_releases_names_and_the_resources_of_the_settings() -> None:
+    own = {"schedulerName": "gpus", "enabled": True}
+    found = hami_policies("1.36.0", kubeScheduler=own, admissionPolicies={"hamiRuntimeClass": "nvidia"})
+    shipped = [each for each in yaml.safe_load_all((PROJECT / "config/hami/admission-policies.yaml").read_text()) if each]
+    assert {(kind, name.replace("-scheduler-hami-", "-hami-")) for kind, name in found} == {
+        (each["kind"], each["metadata"]["name"]) for each in shipped
+    }
+    text = json.dumps(list(found.values()))
+    assert "kube-system" not in text
+    assert "nvidia.com/gpucores" not in text
+    mutation = found["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
+    assert mutation["variables"][-1] == {"name": "runtimeClass", "expression": '"nvidia"'}
+    assert 'value: "gpus"' in mutation["mutations"][0]["jsonPatch"]["expression"]
+    assert 'jsonpatch.escapeKey("example.com/cores")' in mutation["mutations"][0]["jsonPatch"]["expression"]
+    assert '["default-scheduler", "hami-scheduler", "gpus"]' in mutation["matchConditions"][1]["expression"]
+    bound = found["MutatingAdmissionPolicyBinding", f"{NAME}-hami-pods"]
+    assert bound["policyName"] == f"{NAME}-hami-pods"
+
+
+def test_without_a_second_kube_scheduler_hamis_pods_go_to_the_default_one() -> None:
+    found = hami_policies("1.36.0", kubeScheduler={"enabled": False})
+    mutation = found["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
+    assert 'value: "default-scheduler"' in mutation["mutations"][0]["jsonPatch"]["expression"]
+    assert mutation["variables"][-1]["expression"] == '""'
+
+
+def test_an_older_cluster_has_only_the_policies_that_it_knows() -> None:
+    kinds = {kind for kind, _ in hami_policies("1.35.0")}
+    assert kinds == {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert not hami_policies("1.29.0")
+    assert not any("hami" in name for _, name in rendered())
 
 
 def test_generated_certificates_are_of_one_authority_and_for_the_service(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from .manifests import SLEEP, Json, container, gpu_pod, pod
 from .node import Node, cleared
 from .places import NODE, PROJECT
 from .processes import free_ports, wait_until
+from .test_hami_admission import policies
 from .test_placement import inventory, name_of
 from .test_scheduler import (
     NODES,
@@ -116,3 +117,15 @@ def test_a_pod_that_fits_nowhere_or_can_not_be_read_says_why(node: Node) -> None
     assert "the number is in MiB, so that 16 GiB are 16384 and not 16Gi" in texts["bytes"]
     assert "no room for 9 GPUs with 1000 MiB" in texts["nine"]
     node.run([hami_pod("fits", gpumem=1000)])
+
+
+def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node: Node) -> None:
+    """The scheduler's own annotations pass, too."""
+    made = hami_pod("as-written", gpumem=3000)
+    del made["spec"]["schedulerName"], made["spec"]["containers"][0]["resources"]["limits"][COUNT]
+    with policies(node.cluster):
+        found = node.run([made])["as-written"]
+    assert found["spec"]["schedulerName"] == SCHEDULER
+    assert "hami.io/vgpu-devices-allocated" in found["metadata"]["annotations"]
+    (holding,) = node.ledger_of("as-written")
+    assert list(holding.gpus) == placed(node, "as-written")

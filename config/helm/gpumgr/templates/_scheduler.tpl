@@ -101,10 +101,9 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $tls "keyFile" (printf "%s/tls.key" $folder) -}}
 {{- $_ := set $extender "tlsConfig" $tls -}}
 {{- if has (dig "node" "profile" "tencent" .Values.settings) (list "hami" "both") -}}
-{{- $names := dict "count_resource" "nvidia.com/gpu" "memory_resource" "nvidia.com/gpumem" "memory_percentage_resource" "nvidia.com/gpumem-percentage" "core_resource" "nvidia.com/gpucores" -}}
-{{- range $key, $name := $names -}}
 {{/* No node has the amounts in its allocatable resources, so kube-scheduler must not look for them there. */}}
-{{- $resource := dict "name" (dig "hami" $key $name $.Values.settings) "ignoredByScheduler" (ne $key "count_resource") -}}
+{{- range $key, $name := merge (include "gpumgr.hamiResources" . | fromYaml) (dict "priority" "nvidia.com/priority") -}}
+{{- $resource := dict "name" $name "ignoredByScheduler" (ne $key "count_resource") -}}
 {{- $_ := set $extender "managedResources" (append $extender.managedResources $resource) -}}
 {{- end -}}
 {{- end -}}
@@ -119,6 +118,21 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $config "apiVersion" (printf "kubescheduler.config.k8s.io/%s" $beta) -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* HAMi's resources by the key of their setting: as HAMi names them, ... */}}
+{{- define "gpumgr.hamiDefaults" -}}
+count_resource: nvidia.com/gpu
+memory_resource: nvidia.com/gpumem
+memory_percentage_resource: nvidia.com/gpumem-percentage
+core_resource: nvidia.com/gpucores
+{{- end -}}
+
+{{/* ... and as the settings name them. */}}
+{{- define "gpumgr.hamiResources" -}}
+{{- range $key, $name := include "gpumgr.hamiDefaults" . | fromYaml }}
+{{ $key }}: {{ dig "hami" $key $name $.Values.settings }}
+{{- end }}
 {{- end -}}
 
 {{/* Without a tag: the cluster's own version, without what providers add to it (v1.33.1-gke.100). */}}

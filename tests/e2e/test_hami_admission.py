@@ -1,0 +1,187 @@
+"""The policies for pods with HAMi's resources on the real API server: what they add, what they refuse, and who may write annotations."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+
+from .api import PODS, ApiError
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .places import PROJECT
+from .processes import wait_until
+from .test_scheduler import SCHEDULER
+
+POLICIES: Final = PROJECT / "config" / "hami" / "admission-policies.yaml"
+ACCOUNT: Final = "kube-system/gpumgr-scheduler"
+FORGED: Final = {"hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,1000,30:;"}
+REFUSED: Final = "only the gpumgr scheduler, and the gpumgr agent on the pod's node, may write it"
+
+
+@contextmanager
+def policies(cluster: Cluster) -> Iterator[None]:
+    """The shipped policies, in force."""
+    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={POLICIES}")
+    try:
+        wait_until("HAMi's policies", lambda: in_force(cluster), every=0.2)
+        yield
+    finally:
+        cluster.kubectl("delete", f"--filename={POLICIES}")
+
+
+def in_force(cluster: Cluster) -> bool:
+    """The API server applies new policies one after another, after a while."""
+    try:
+        if made(cluster, [{"gpu": 1}])["spec"]["schedulerName"] != SCHEDULER:
+            return False
+    except ApiError:
+        return False
+    return all(refusal(cluster, *each) for each in (([{"gpu": 1, "gpumem": "16Gi"}],), ([{}], FORGED))) and bind_refused(cluster)
+
+
+def bind_refused(cluster: Cluster) -> bool:
+    body = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": "none", "annotations": FORGED},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": "none"},
+    }
+    try:
+        cluster.api.request("POST", f"{PODS}/none/binding?dryRun=All", body)
+    except ApiError as error:
+        return error.status == 403 and "only the gpumgr scheduler may bind a pod with it" in str(error)
+    return False
+
+
+def written(limits: Sequence[Mapping[str, int | str]], annotations: Mapping[str, str] | None = None, **spec: Any) -> Json:
+    """A pod as a user of HAMi writes it; `limits`: of each container, without `nvidia.com/`."""
+    parts = [container(f"c{number}", 0, 0) for number in range(len(limits))]
+    for part, wanted in zip(parts, limits, strict=True):
+        part["resources"] = {"limits": {f"nvidia.com/{key}": str(amount) for key, amount in wanted.items()}}
+    result = pod("hami", parts, bound=False)
+    result["metadata"]["annotations"] = dict(annotations or {})
+    result["metadata"]["labels"] = spec.pop("labels", {})
+    result["spec"] |= spec
+    return result
+
+
+def made(cluster: Cluster, *arguments: Any, **spec: Any) -> Json:
+    """What the API server would store."""
+    return cluster.api.request("POST", f"{PODS}?dryRun=All", written(*arguments, **spec))
+
+
+def refusal(cluster: Cluster, *arguments: Any, **spec: Any) -> str:
+    """The reason; "" if it is not refused."""
+    try:
+        made(cluster, *arguments, **spec)
+    except ApiError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def ruled(cluster: Cluster) -> Iterator[Cluster]:
+    with policies(cluster):
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        pytest.param([{"gpu": 1}], [{"gpu": 1, "gpucores": 100}], id="whole: neither cores nor memory"),
+        pytest.param([{"gpu": 1, "gpumem": 8192}], [{"gpu": 1, "gpumem": 8192}], id="a part of the memory is a share"),
+        pytest.param([{"gpu": 1, "gpumem-percentage": 50}], [{"gpu": 1, "gpumem-percentage": 50}], id="a percentage is a share"),
+        pytest.param(
+            [{"gpu": 1, "gpumem-percentage": 100}],
+            [{"gpu": 1, "gpumem-percentage": 100, "gpucores": 100}],
+            id="all of the memory is a whole GPU",
+        ),
+        pytest.param([{"gpu": 2, "gpucores": 70}], [{"gpu": 2, "gpucores": 70}], id="cores stay"),
+        pytest.param([{"gpumem": 4096}], [{"gpu": 1, "gpumem": 4096}], id="memory without a count"),
+        pytest.param([{"gpucores": 30}], [{"gpu": 1, "gpucores": 30}], id="cores without a count"),
+        pytest.param([{}, {"gpu": 1}], [{}, {"gpu": 1, "gpucores": 100}], id="a container without GPUs stays as it is"),
+        pytest.param([{"gpu": 0, "gpumem": 4096}], [{"gpu": 0, "gpumem": 4096}], id="no GPU asked"),
+    ],
+)
+def test_a_pod_gets_count_and_cores_as_from_hamis_webhook(
+    ruled: Cluster, limits: list[dict[str, int]], expected: list[dict[str, int]]
+) -> None:
+    found = made(ruled, limits)["spec"]
+    wanted = [{f"nvidia.com/{key}": str(amount) for key, amount in each.items()} for each in expected]
+    assert [each["resources"].get("limits", {}) for each in found["containers"]] == wanted
+    assert [each["resources"].get("requests", {}) for each in found["containers"]] == wanted
+    asks = any(each.get("gpu") for each in expected)
+    assert found["schedulerName"] == (SCHEDULER if asks else "default-scheduler")
+
+
+def test_init_containers_too(ruled: Cluster) -> None:
+    first = {**container("first", 0, 0), "resources": {"limits": {"nvidia.com/gpumem": "1024"}}}
+    found = made(ruled, [{"gpu": 1, "gpumem": 500}], initContainers=[first])["spec"]
+    assert found["initContainers"][0]["resources"]["limits"] == {"nvidia.com/gpumem": "1024", "nvidia.com/gpu": "1"}
+    assert found["schedulerName"] == SCHEDULER
+
+
+@pytest.mark.parametrize(
+    ("spec", "scheduler"),
+    [
+        ({"schedulerName": "hami-scheduler"}, SCHEDULER),
+        ({"schedulerName": SCHEDULER}, SCHEDULER),
+        ({"schedulerName": "volcano"}, "volcano"),
+        ({"labels": {"hami.io/webhook": "ignore"}}, "default-scheduler"),
+    ],
+)
+def test_pods_of_another_scheduler_and_with_hamis_label_stay_as_they_are(ruled: Cluster, spec: Json, scheduler: str) -> None:
+    found = made(ruled, [{"gpu": 1}], **spec)["spec"]
+    assert found["schedulerName"] == scheduler
+    assert ("nvidia.com/gpucores" in found["containers"][0]["resources"]["limits"]) == (scheduler == SCHEDULER)
+
+
+@pytest.mark.parametrize(
+    ("limits", "spec", "reason"),
+    [
+        ([{"gpu": 1, "gpumem": "16Gi"}], {}, "container c0: nvidia.com/gpumem 16Gi is more than a GPU has; the number is in MiB"),
+        ([{}, {"gpu": 1, "gpumem-percentage": 101}], {}, "container c1: nvidia.com/gpumem-percentage 101 must be 1 to 100"),
+        ([{"gpu": 1}], {"nodeName": "a"}, "spec.nodeName: a pod with nvidia.com/gpu must be placed by the scheduler"),
+        (
+            [{"gpu": 1, "gpumem": "16Gi"}],
+            {"labels": {"hami.io/webhook": "ignore"}, "schedulerName": SCHEDULER},
+            "nvidia.com/gpumem 16Gi is more than a GPU has",
+        ),
+    ],
+)
+def test_a_pod_that_can_not_be_served_is_refused(ruled: Cluster, limits: list[Json], spec: Json, reason: str) -> None:
+    assert reason in refusal(ruled, limits, **spec)
+
+
+def test_a_privileged_container_beside_a_gpu_is_refused(ruled: Cluster) -> None:
+    first = {**container("first", 0, 0), "securityContext": {"privileged": True}}
+    text = refusal(ruled, [{"gpu": 1}], initContainers=[first])
+    assert "securityContext.privileged: a privileged container reaches all GPUs of the node" in text
+    assert refusal(ruled, [{}], initContainers=[first]) == ""
+
+
+@pytest.mark.parametrize(
+    "key", ["vgpu-node", "vgpu-time", "vgpu-devices-to-allocate", "vgpu-mig-allocations", "bind-phase", "bind-time"]
+)
+def test_a_tenant_can_not_write_what_hamis_scheduler_writes(ruled: Cluster, key: str) -> None:
+    """For every pod, also of other schedulers, and with the label that the webhook ignores."""
+    for spec in ({}, {"schedulerName": "volcano"}, {"labels": {"hami.io/webhook": "ignore"}}):
+        assert REFUSED in refusal(ruled, [{"gpu": 1}], {f"hami.io/{key}": "x"}, **spec)
+    assert refusal(ruled, [{"gpu": 1}], {"hami.io/gpu-scheduler-policy": "spread"}) == ""
+
+
+def test_the_scheduler_may_write_them(ruled: Cluster) -> None:
+    namespace, _, name = ACCOUNT.partition("/")
+    ruled.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
+    ruled.kubectl(
+        "create", "clusterrolebinding", "hami-admission", "--clusterrole=cluster-admin", f"--serviceaccount={namespace}:{name}"
+    )
+    api = ruled.api_of(ACCOUNT)
+    try:
+        found = api.request("POST", f"{PODS}?dryRun=All", written([{"gpu": 1}], FORGED))
+        assert found["metadata"]["annotations"] == FORGED
+    finally:
+        api.close()
+        ruled.kubectl("delete", "clusterrolebinding", "hami-admission")
+        ruled.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
