@@ -9,7 +9,8 @@ from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _HAMI: Final = HamiSettings()
-_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource)
+#: The priority has no effect, but pods may request it.
+_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource, "nvidia.com/priority")
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
 

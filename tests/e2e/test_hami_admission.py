@@ -37,7 +37,8 @@ def in_force(cluster: Cluster) -> bool:
             return False
     except ApiError:
         return False
-    return all(refusal(cluster, *each) for each in (([{"gpu": 1, "gpumem": "16Gi"}],), ([{}], FORGED))) and bind_refused(cluster)
+    refused = refusal(cluster, [{"gpu": 1, "gpumem": "16Gi"}]) and refusal(cluster, [{}], FORGED)
+    return bool(refused) and bind_refused(cluster)
 
 
 def bind_refused(cluster: Cluster) -> bool:
