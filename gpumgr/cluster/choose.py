@@ -96,11 +96,12 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     for position, container in enumerate(request.containers):
         required = _reused(use, container)
         if container.replica is not None:
-            capacities = _replica_capacities(node, used, use, allowed, request.containers[position:])
+            same = _on_the_same_gpus(request.containers[position:])
+            capacities = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
             placement = _find(node, capacities, _any_share(container), required, policy, constraints)
-            wanted = container
+            wanted = max(same, key=_size)
         else:
-            capacities = _capacities(node, used, use, allowed)
+            capacities = _capacities(node, used, use, allowed, unused=constraints.unused)
             wanted, cores = _together(request.containers[position:])
             placement = None
             if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
@@ -177,14 +178,16 @@ def _free(capacities: Iterable[GpuCapacity]) -> int:
 
 def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
     """GPUs that the container must be on, since the kubelet gives it what an init container leaves there."""
-    pools = {gpu: pool for gpu, pool in use.reusable.items() if pool != NOTHING}
+    pools = {gpu: pool for gpu, pool in use.reusable.items() if pool.replicas or (container.replica is None and pool != NOTHING)}
     return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
 
 
-def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool]) -> list[GpuCapacity]:
+def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], *, unused: bool) -> list[GpuCapacity]:
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position) if use.taken else used[position]
+        if unused and held != NOTHING:
+            held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
         healthy = allowed[position] and gpu.offered
         result.append(_capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy))
     return result
@@ -202,17 +205,32 @@ def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_h
     )
 
 
+def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
+    """The first container, and after an init container those to which the kubelet gives its replicas."""
+    same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
+    for each in chain[1:]:
+        if replicas > 0:
+            same.append(each)
+            replicas -= 0 if each.kind == "init" else each.gpus
+    return same
+
+
+def _size(container: ContainerRequest) -> tuple[int, int]:
+    """Compares requests of one pod, on any GPU."""
+    amounts = container.on(1 << 20)
+    return amounts.memory_mebibytes, amounts.cores
+
+
 def _replica_capacities(
-    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], chain: tuple[ContainerRequest, ...]
+    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], same: Sequence[ContainerRequest], *, unused: bool
 ) -> list[GpuCapacity]:
-    """`entirely_free` and `healthy`: the GPU has what the first container of the chain requests; after an init container the others must
-    fit there, too. The free amounts order the GPUs; here memory is in MiB, not blocks."""
-    follow = chain if chain[0].kind == "init" else chain[:1]
+    """`entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs; here memory is in MiB,
+    not blocks."""
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position)
-        most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in follow))
-        fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most)
+        most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in same))
+        fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most) and not (unused and held != NOTHING)
         result.append(
             GpuCapacity(
                 index=position,

@@ -1,4 +1,4 @@
-"""What a pod demands of its GPUs beside their room: models, UUIDs, and one NUMA node for the GPUs of a container."""
+"""What a pod demands of its GPUs beside their room: models, UUIDs, one NUMA node for the GPUs of a container, no other containers there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _MAX_CHARACTERS: Final = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """Models are substrings without regard to case, UUIDs are exact. Empty "use": any. `same_numa_node` is about each container that has
-    several GPUs.
+    several GPUs. `unused`: GPUs on which no container is yet.
 
     A GPU without a known model satisfies no constraint on models, one without a known UUID none on UUIDs.
     """
@@ -22,9 +22,12 @@ class Constraints:
     use_uuids: tuple[str, ...] = ()
     avoid_uuids: tuple[str, ...] = ()
     same_numa_node: bool = False
+    unused: bool = False
 
     def allowed(self, node: NodeState) -> Sequence[bool]:
         """For each GPU of the node whether the pod may use it. All or none where the node's agent chooses among them."""
+        if self.unused and node.naming == "none" and len(node.gpus) > 1:
+            return [False] * len(node.gpus)
         if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids):
             return [True] * len(node.gpus)
         each = [self._allows(gpu) for gpu in node.gpus]
@@ -44,7 +47,7 @@ class Constraints:
 
     @property
     def text(self) -> str:
-        """To follow "GPU", for example " of model A100 and not of UUID GPU-1"; empty without constraints on models and UUIDs."""
+        """To follow "GPU", for example " of model A100 and not of UUID GPU-1"; empty without constraints on single GPUs."""
         parts = [
             f"{negation}of {each}"
             for negation, models, uuids in (("", self.use_models, self.use_uuids), ("not ", self.avoid_models, self.avoid_uuids))
@@ -54,6 +57,7 @@ class Constraints:
             )
             if each
         ]
+        parts += ["without containers"] if self.unused else []
         text = " and ".join(parts)
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 

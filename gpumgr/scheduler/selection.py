@@ -18,7 +18,8 @@ USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 
-#: HAMi has one policy for GPUs and one for nodes. Those of its values that have no equal here are not followed.
+#: HAMi has one policy for GPUs and one for nodes; each may be a list. `numa` orders GPUs by NUMA node there, which the evaluators do
+#: by themselves.
 _HAMI_POLICIES: Final = ("hami.io/gpu-scheduler-policy", "hami.io/node-scheduler-policy")
 _HAMI_VALUES: Final[Mapping[str, Policy]] = {"binpack": "binpack", "spread": "spread", "topology-aware": "topology"}
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
@@ -37,8 +38,8 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
         if found is None:
             raise _refusal(POLICY, f"{text[:_MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
         return found
-    values = (_HAMI_VALUES.get(str(annotations.get(key, "")).strip()) for key in _HAMI_POLICIES)
-    return next((value for value in values if value), None)
+    words = [word for key in _HAMI_POLICIES for word in _words(annotations, key)]
+    return next((_HAMI_VALUES[word] for word in words if word in _HAMI_VALUES), None)
 
 
 def constraints_of(annotations: Mapping[str, object]) -> Constraints:
@@ -49,7 +50,12 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
         use_uuids=_uuids(annotations, USE_UUIDS),
         avoid_uuids=_uuids(annotations, AVOID_UUIDS),
         same_numa_node=_truth(annotations, SAME_NUMA_NODE),
+        unused="mutex" in _words(annotations, _HAMI_POLICIES[0]),
     )
+
+
+def _words(annotations: Mapping[str, object], key: str) -> list[str]:
+    return [each.strip() for each in str(annotations.get(key, "")).split(",")]
 
 
 def _given(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, str]:

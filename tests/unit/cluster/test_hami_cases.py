@@ -1,7 +1,7 @@
 """Cases of HAMi's own tests that concern the choice of GPUs, with this scheduler's answer. Numbers: their order in HAMi's suite.
 
-The rest of that suite is about HAMi's texts, resources, lock, quota and MIG. HAMi shares several GPUs with one container, here a
-container with several GPUs has them whole. Where the answers differ, the comment says why.
+The rest of that suite is about HAMi's texts, resources, lock, quota and MIG. A vcuda container with several GPUs has them whole, one with
+HAMi's resources may share them. Where the answers differ, the comment says why.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of
+from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import topology_from_matrix
 from gpumgr.units import Amounts
-from tests.cluster_states import constrained, node_state, request, share
+from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
 
 Use = dict[int, tuple[int, int]]
 WHOLE = {count: request(("app", 100 * count, 0)) for count in (1, 2, 3, 4)}
@@ -93,6 +93,87 @@ def test_the_same_choice_or_a_stated_difference(
     assert play(nodes, pods, policy) == expected
 
 
+def annotated(wanted: PodRequest, annotations: dict[str, str]) -> PodRequest:
+    return replace(wanted, constraints=constraints_of(annotations))
+
+
+MUTEX = {"hami.io/gpu-scheduler-policy": "mutex,topology-aware"}
+ONE = node_state("n", 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pods", "policy", "expected"),
+    [
+        pytest.param([node_state("n", 1, **other({0: (0, 16256)}))], [hami(memory=512)], "binpack",
+                     ["has no room for 1 GPU with 512 MiB (closest: GPU 0, 100 cores and 128 MiB)"], id="20"),
+        pytest.param([node_state("n", 1, **other({0: (20, 256)}))], [hami(cores=100)], "binpack",
+                     ["has no room for 1 GPU whole (0 free)"], id="21"),
+        pytest.param([node_state("n", 1, **other({0: (100, 0)}))], [hami(memory=256)], "binpack",
+                     ["has no room for 1 GPU with 256 MiB (closest: GPU 0, 1 cores and 16 GiB)"], id="22"),
+        pytest.param([ONE], [hami(cores=120)], "binpack", ["n:0"], id="23"),
+        pytest.param([node_state("n", 2)], [hami(gpus=3, memory=512)], "binpack",
+                     ["has no room for 3 GPUs with 512 MiB (2 free)"], id="24"),
+        pytest.param([node_state("n", 2, cordoned=(1,))], [hami(memory=512)], "binpack", ["n:0"], id="25"),
+        pytest.param([node_state("n", 2, cordoned=(0, 1))], [hami(memory=512)], "binpack",
+                     ["has no room for 1 GPU with 512 MiB"], id="25, all"),
+        pytest.param([node_state("n", 3, numa=(0, 1, 0), near=((0, 1),), **other({0: (30, 4096)}))],
+                     [annotated(hami(gpus=2, memory=512), {"nvidia.com/numa-bind": "true"})], "spread", ["n:0,2"], id="26"),
+        # HAMi: GPU 1, which has the lowest sum of scores. The evaluator compares groups of the topology, which all GPUs share here.
+        pytest.param([JOINED], [hami(memory=512)], "topology", ["n:0"], id="27"),
+        pytest.param([JOINED], [hami(gpus=2, memory=512)], "topology", ["n:0,2"], id="28"),
+        pytest.param([node_state("n", 3)], [hami(gpus=2, memory=512)], "topology", ["n:0,1"], id="29"),
+        pytest.param(TWO, [hami(cores=20, memory=1000)], "binpack", ["node2:1"], id="30, binpack for both"),
+        pytest.param(TWO, [hami(cores=20, memory=1000)], "spread", ["node1:1"], id="30, spread for both"),
+        # HAMi: node2:0, since it compares nodes first. Here the fullest GPU of all nodes that has the room for both containers.
+        pytest.param(TWO, [together(hami("init", cores=20, memory=5000), hami(cores=20, memory=4000))], "binpack", ["node1:0"],
+                     id="31"),
+        # HAMi begins at the highest index of equal GPUs.
+        pytest.param([EIGHT], [hami(cores=25, memory=2000)] * 10, "spread", [f"n:{gpu % 8}" for gpu in range(10)], id="36"),
+        pytest.param([EIGHT], [hami(cores=25, memory=2000)] * 6, "binpack", ["n:0"] * 4 + ["n:1"] * 2, id="37"),
+        # HAMi never uses NUMA node 0.
+        pytest.param([EIGHT], [annotated(hami(gpus=3, cores=60, memory=2000), {"nvidia.com/numa-bind": "true"})] * 3, "spread",
+                     ["n:0,1,2", "n:4,5,6", "has no room for 3 GPUs with 2000 MiB and 60 cores on one NUMA node (1 free)"], id="38"),
+        pytest.param([EIGHT], [annotated(hami(gpus=4, memory=2000), MUTEX)] * 3, "topology",
+                     ["n:0,1,2,3", "n:4,5,6,7", "has no room for 4 GPUs with 2000 MiB without containers (0 free)"], id="39"),
+    ],
+)  # fmt: skip
+def test_pods_with_hamis_resources(
+    nodes: Sequence[NodeState], pods: Sequence[PodRequest], policy: Policy, expected: list[str]
+) -> None:
+    assert play([with_replicas(node, 10) for node in nodes], pods, policy) == expected
+
+
+def test_a_pod_of_the_policy_mutex_uses_gpus_without_containers_only() -> None:
+    """Also vcuda pods; the agent, where it chooses by itself, does not know of it."""
+    assert policy_of(MUTEX) == "topology"
+    alone = annotated(share(30, 4), MUTEX)
+    assert play([node_state("n", 2)], [share(30, 4), alone, alone], "binpack") == [
+        "n:0",
+        "n:1",
+        "has no GPU without containers with 30 free cores and 1 GiB (closest: GPU 0, 0 cores and 0 MiB)",
+    ]
+    agents = replace(node_state("n", 2), naming="none")
+    assert play([agents], [alone], "binpack") == [
+        "has a Topology Manager policy and not only GPUs without containers",
+    ]
+
+
+def test_only_the_container_that_takes_over_the_gpu_of_an_init_container_must_fit_there() -> None:
+    pod = together(hami("init", memory=3000), hami(memory=2000), hami(memory=15000))
+    node = with_replicas(node_state("n", 2, **other({0: (10, 10000)})), 10)
+    assert play([node], [pod], "binpack") == ["n:1"]
+    # The kubelet gives the app container the replica of the init container.
+    assert play([node], [together(hami("init", memory=3000), hami(memory=15000))] * 2, "binpack") == [
+        "n:1",
+        "has no room for 1 GPU with 15000 MiB (closest: GPU 0, 90 cores and 6384 MiB)",
+    ]
+
+
+def test_an_init_container_of_the_policy_mutex_leaves_its_gpu_to_the_app() -> None:
+    pod = annotated(together(hami("init", memory=3000), hami(memory=2000), hami(memory=2000)), MUTEX)
+    assert play([with_replicas(node_state("n", 2), 10)], [pod], "binpack") == ["n:1"]
+
+
 @pytest.mark.parametrize(
     ("annotations", "allowed"),
     [
@@ -107,6 +188,6 @@ def test_uuids(annotations: dict[str, str], allowed: list[bool]) -> None:
 
 
 def test_more_cores_than_a_gpu_has_are_refused() -> None:
-    """Case 23; HAMi takes 120 cores as 100."""
+    """Case 23 for vcuda pods; HAMi takes 120 cores as 100."""
     with pytest.raises(Refusal, match="multiple of 100"):
         share(120, 4)

@@ -71,7 +71,9 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
         ({"hami.io/gpu-scheduler-policy": "topology-aware", "hami.io/node-scheduler-policy": "binpack"}, "topology"),
         ({"hami.io/node-scheduler-policy": "spread"}, "spread"),
         ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, "spread"),
-        ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, None),
+        ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, "binpack"),
+        ({"hami.io/gpu-scheduler-policy": "mutex, topology-aware"}, "topology"),
+        ({"hami.io/gpu-scheduler-policy": "numa"}, None),
         ({"hami.io/gpu-scheduler-policy": "topology"}, None),  # gpumgr's word under HAMi's key
     ],
 )
