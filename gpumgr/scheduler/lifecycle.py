@@ -20,6 +20,7 @@ from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.binding import pod_path
 from gpumgr.scheduler.extender import Extender
+from gpumgr.scheduler.hami_webhook import webhook_application
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.pages import make_pages, page_server
@@ -70,6 +71,20 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
     return Certificates(cert_file, key_file, client_ca_file, section="scheduler", clients_required=True)
 
 
+def webhook(settings: Settings) -> VerbListener | None:
+    """None: the setting webhook.port is 0. Raises InputError."""
+    wanted, hami = settings.webhook, replica_resources(settings)
+    if not wanted.port:
+        return None
+    if hami is None or wanted.tls_cert_file is None or wanted.tls_key_file is None:
+        raise InputError(
+            "webhook.port needs node.profile hami or both, webhook.tls_cert_file and webhook.tls_key_file; set them, or the port to 0"
+        )
+    application = webhook_application(hami, scheduler=wanted.scheduler_name, runtime_class=wanted.runtime_class)
+    tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")
+    return VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+
+
 def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
     """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
     namespace = settings.lease_namespace or _pod_namespace()
@@ -100,6 +115,7 @@ async def run_scheduler(
     """
     wanted = settings.scheduler
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
+    hami_webhook = webhook(settings)
     replica = this_replica(wanted) if wanted.leader_election else None
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
     quotas = Quotas()
@@ -124,6 +140,8 @@ async def run_scheduler(
     daemons = asyncio.create_task(_run(*running))
     try:
         await listener.start(*listen)
+        if hami_webhook is not None:
+            await hami_webhook.start(listen[0], settings.webhook.port)
         try:
             await web_server.start()
         except ListenError as error:  # pods must not wait for a page
@@ -134,6 +152,8 @@ async def run_scheduler(
             serving.result()
     finally:
         await listener.stop()  # the Lease is renewed until the last request has ended
+        if hami_webhook is not None:
+            await hami_webhook.stop()
         await web_server.stop()
         daemons.cancel()
         await asyncio.wait([daemons])

@@ -1,4 +1,4 @@
-"""The listening socket of the verbs: TLS with client certificates, many connections, and an end that finishes the running requests."""
+"""The listening sockets of the verbs and of the webhook: TLS, many connections, and an end that finishes the running requests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -54,10 +54,12 @@ class VerbListener:
         try:
             self._server = await loop.create_server(lambda: Connection(server, self._listener), host, port, backlog=_BACKLOG)
         except OSError as error:
-            raise InputError(f"can't listen on {host}:{port}: {error.strerror}; give another --listen") from error
+            raise InputError(f"can't listen on {host}:{port}: {error.strerror}; give another address or port") from error
         self._checks = asyncio.create_task(persistently("connection_checks", self._check))
-        transport = "plain HTTP" if self._certificates is None else "TLS with client certificates"
-        _log.info("scheduler_listening", address=self.address[0], port=self.address[1], transport=transport)
+        tls = self._certificates
+        transport = "plain HTTP" if tls is None else "TLS with client certificates" if tls.clients_required else "TLS"
+        serves = ", ".join(sorted({str(each.canonical) for each in self._runner.app.router.resources()}))
+        _log.info("scheduler_listening", address=self.address[0], port=self.address[1], transport=transport, serves=serves)
 
     async def stop(self) -> None:
         """Closes the listening socket at once, and each connection when its request has ended, within `stop_seconds`."""

@@ -317,6 +317,17 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     predicates: bool = False
 
 
+class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Port of the webhook that completes pods with HAMi's resources, on the address of the scheduler's verbs. 0: none.
+    port: Port = 0
+    #: Its certificate, and the key, in PEM.
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    #: What it writes to these pods: spec.schedulerName, and spec.runtimeClassName unless it is empty.
+    scheduler_name: ObjectName = "gpumgr-scheduler"
+    runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
+
+
 class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: ResourceClaimTemplates that `gpumgr claims` keeps in a namespace, one for each shape of a vcuda pod.
     max_templates_per_namespace: Annotated[int, Meta(ge=1, le=100_000)] = 256
@@ -362,6 +373,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     display: DisplaySettings = DisplaySettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    webhook: WebhookSettings = WebhookSettings()
     claims: ClaimsSettings = ClaimsSettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()

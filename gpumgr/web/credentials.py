@@ -64,7 +64,7 @@ class Certificates:
         clients_required: bool = False,
     ) -> None:
         self._files = (cert_file, key_file, client_ca_file)
-        self._section, self._clients_required = section, clients_required
+        self._section, self.clients_required = section, clients_required
         self._stamp = self._now()
         self._context = self._make()
 
@@ -91,7 +91,7 @@ class Certificates:
     def _make(self) -> ssl.SSLContext:
         cert_file, key_file, client_ca_file = self._files
         context = _context(self._section, *self._files)
-        if self._clients_required:
+        if self.clients_required:
             context.verify_mode = ssl.CERT_REQUIRED
             check_serves(self._section, cert_file, key_file)
             check_authorities(self._section, context, client_ca_file)

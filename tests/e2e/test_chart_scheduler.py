@@ -218,10 +218,14 @@ def test_policies_name_the_releases_accounts_and_those_that_are_exempt() -> None
     assert not any(kind.startswith("Validating") for kind, _ in rendered({"admissionPolicies": {"enabled": False}}))
 
 
-def hami_policies(version: str, **values: Any) -> dict[tuple[str, str], Json]:
+def hami_rendered(version: str, **values: Any) -> dict[tuple[str, str], Json]:
     wanted = {"node": {"profile": "hami"}, "hami": {"core_resource": "example.com/cores"}}
-    found = rendered(values, f"--kube-version={version}", namespace="gpus", settings=wanted)
-    return {key: each["spec"] for key, each in found.items() if "-hami-" in key[1]}
+    given = {"tls": {"source": "generated"}, **values}
+    return rendered(given, f"--kube-version={version}", namespace="gpus", settings=wanted)
+
+
+def hami_policies(version: str, **values: Any) -> dict[tuple[str, str], Json]:
+    return {key: each.get("spec", each) for key, each in hami_rendered(version, **values).items() if "-hami-" in key[1]}
 
 
 def test_hamis_policies_have_the_releases_names_and_the_resources_of_the_settings() -> None:
@@ -250,11 +254,88 @@ def test_without_a_second_kube_scheduler_hamis_pods_go_to_the_default_one() -> N
     assert mutation["variables"][-1]["expression"] == '""'
 
 
-def test_an_older_cluster_has_only_the_policies_that_it_knows() -> None:
+def test_an_older_cluster_has_a_webhook_and_only_the_policies_that_it_knows() -> None:
     kinds = {kind for kind, _ in hami_policies("1.35.0")}
-    assert kinds == {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert kinds == {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "MutatingWebhookConfiguration"}
     assert not hami_policies("1.29.0")
     assert not any("hami" in name for _, name in rendered())
+
+
+WEBHOOK: Final = f"{NAME}-webhook"
+
+
+def test_the_webhook_reaches_every_replica_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    found = hami_rendered("1.35.0", webhookPort=9000, admissionPolicies={"hamiRuntimeClass": "nvidia"})
+    (hook,) = found["MutatingWebhookConfiguration", f"{NAME}-hami-pods"]["webhooks"]
+    assert hook["clientConfig"]["service"] == {"name": WEBHOOK, "namespace": "gpus", "path": "/hami/pods", "port": 443}
+    assert '"example.com/cores"' in hook["matchConditions"][0]["expression"]
+    service = found["Service", WEBHOOK]["spec"]
+    assert selects(service["selector"], pod_of(found, NAME))
+    assert "gpumgr.io/scheduler-leader" not in service["selector"]
+    spec = pod_of(found, NAME)["spec"]
+    (container,) = spec["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports[service["ports"][0]["targetPort"]] == 9000
+    settings = yaml.safe_load(found["ConfigMap", NAME]["data"]["gpumgr.yaml"])
+    folder = next(each["mountPath"] for each in container["volumeMounts"] if each["name"] == "webhook-tls")
+    assert settings["webhook"] == {
+        "port": 9000,
+        "tls_cert_file": f"{folder}/tls.crt",
+        "tls_key_file": f"{folder}/tls.key",
+        "scheduler_name": "gpumgr-scheduler",
+        "runtime_class": "nvidia",
+    }
+    secret = found["Secret", f"{WEBHOOK}-tls"]["data"]
+    assert {"name": "webhook-tls", "secret": {"secretName": f"{WEBHOOK}-tls", "defaultMode": 288}} in spec["volumes"]
+    (tmp_path / "ca.crt").write_bytes(base64.b64decode(hook["clientConfig"]["caBundle"]))
+    (tmp_path / "tls.crt").write_bytes(base64.b64decode(secret["tls.crt"]))
+    checked = [
+        "openssl",
+        "verify",
+        "-x509_strict",
+        "-verify_hostname",
+        f"{WEBHOOK}.gpus.svc",
+        "-CAfile",
+        str(tmp_path / "ca.crt"),
+    ]
+    subprocess.run([*checked, tmp_path / "tls.crt"], check=True, capture_output=True)
+    ingress = found["NetworkPolicy", NAME]["spec"]["ingress"]
+    assert {"ports": [{"port": "webhook", "protocol": "TCP"}]} in ingress
+
+
+def test_cert_manager_and_existing_secrets_serve_the_webhook_too() -> None:
+    found = hami_rendered("1.35.0", tls={"source": "cert-manager"})
+    certificate = found["Certificate", WEBHOOK]["spec"]
+    assert (certificate["dnsNames"], certificate["issuerRef"]["name"]) == ([f"{WEBHOOK}.gpus.svc"], f"{NAME}-ca")
+    made = found["MutatingWebhookConfiguration", f"{NAME}-hami-pods"]
+    assert made["metadata"]["annotations"] == {"cert-manager.io/inject-ca-from": f"gpus/{WEBHOOK}"}
+    assert "caBundle" not in made["webhooks"][0]["clientConfig"]
+    existing = {**EXISTING, "webhookSecret": "hook", "webhookAuthority": "PEM"}
+    found = hami_rendered("1.35.0", tls=existing)
+    (hook,) = found["MutatingWebhookConfiguration", f"{NAME}-hami-pods"]["webhooks"]
+    assert hook["clientConfig"]["caBundle"] == base64.b64encode(b"PEM").decode()
+    assert any(each.get("secret", {}).get("secretName") == "hook" for each in pod_of(found, NAME)["spec"]["volumes"])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"tls": EXISTING}, "scheduler.tls.webhookAuthority: the CA certificate, in PEM"),
+        ({"tls": {**EXISTING, "webhookAuthority": "PEM"}}, "needs scheduler.tls.webhookSecret"),
+        ({"webhookPort": 8443}, "scheduler.webhookPort: 8443 is another port of the scheduler"),
+    ],
+)
+def test_what_the_webhook_needs(values: Values, reason: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(reason)):
+        hami_rendered("1.35.0", **values)
+
+
+def test_no_webhook_without_hamis_pods_or_with_the_policy() -> None:
+    for found in (rendered(None, "--kube-version=1.35.0"), hami_rendered("1.36.0"), hami_rendered("1.29.0")):
+        assert ("Service", WEBHOOK) not in found
+        assert "webhook" not in yaml.safe_load(found["ConfigMap", NAME]["data"]["gpumgr.yaml"])
+    with pytest.raises(HelmError, match=r"settings.webhook: given by the chart"):
+        rendered(settings={"webhook": {"port": 1}})
 
 
 def test_generated_certificates_are_of_one_authority_and_for_the_service(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
 """The policies for pods with HAMi's resources on the real API server: what they add, what they refuse, and who may write annotations."""
 
+import json
+import subprocess
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import yaml
 
 from .api import PODS, ApiError
 from .cluster import Cluster
 from .manifests import Json, container, pod
 from .places import PROJECT
-from .processes import wait_until
-from .test_scheduler import SCHEDULER
+from .processes import free_ports, wait_until
+from .test_scheduler import SCHEDULER, grant_rights, start_extender, withdraw_rights
 
 POLICIES: Final = PROJECT / "config" / "hami" / "admission-policies.yaml"
 ACCOUNT: Final = "kube-system/gpumgr-scheduler"
@@ -20,14 +25,41 @@ REFUSED: Final = "only the gpumgr scheduler, and the gpumgr agent on the pod's n
 
 
 @contextmanager
-def policies(cluster: Cluster) -> Iterator[None]:
-    """The shipped policies, in force."""
-    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={POLICIES}")
+def policies(cluster: Cluster, kinds: Sequence[str] = ("Mutating", "Validating"), more: Sequence[Json] = ()) -> Iterator[None]:
+    """The shipped policies of these kinds, and other objects, in force."""
+    shipped = [each for each in yaml.safe_load_all(POLICIES.read_text()) if each["kind"].startswith(tuple(kinds))]
+    stream = "---\n".join(json.dumps(each) + "\n" for each in [*shipped, *more])
+    cluster.kubectl("apply", "--server-side", "--validate=strict", "--filename=-", stdin=stream)
     try:
         wait_until("HAMi's policies", lambda: in_force(cluster), every=0.2)
         yield
     finally:
-        cluster.kubectl("delete", f"--filename={POLICIES}")
+        cluster.kubectl("delete", "--filename=-", stdin=stream)
+
+
+@contextmanager
+def webhook(cluster: Cluster, folder: Path) -> Iterator[Json]:
+    """`gpumgr scheduler` with its webhook, and the shipped configuration with the address of that process."""
+    certificate, key = folder / "tls.crt", folder / "tls.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    credentials = grant_rights(cluster)
+    port, verbs = free_ports(2)
+    files = (f"webhook.tls_cert_file={certificate}", f"webhook.tls_key_file={key}")
+    start_extender(cluster, credentials, verbs, "node.profile=hami", f"webhook.port={port}", *files)
+    made: Json = yaml.safe_load((POLICIES.parent / "webhook.yaml").read_text())
+    (hook,) = made["webhooks"]
+    path = hook["clientConfig"]["service"]["path"]
+    authority = b64encode(certificate.read_bytes()).decode()
+    hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": authority}
+    try:
+        yield made
+    finally:
+        cluster.processes.stop("gpumgr-scheduler")
+        withdraw_rights(cluster)
 
 
 def in_force(cluster: Cluster) -> bool:
@@ -81,10 +113,15 @@ def refusal(cluster: Cluster, *arguments: Any, **spec: Any) -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def ruled(cluster: Cluster) -> Iterator[Cluster]:
-    with policies(cluster):
-        yield cluster
+@pytest.fixture(scope="module", params=["policy", "webhook"])
+def ruled(cluster: Cluster, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Pods are completed by the policy, or by the webhook where the cluster has no such policies; everything else is the same."""
+    if request.param == "policy":
+        with policies(cluster):
+            yield cluster
+    else:
+        with webhook(cluster, tmp_path_factory.mktemp("webhook")) as made, policies(cluster, ["Validating"], [made]):
+            yield cluster
 
 
 @pytest.mark.parametrize(
@@ -174,10 +211,12 @@ def test_a_tenant_can_not_write_what_hamis_scheduler_writes(ruled: Cluster, key:
 
 def test_the_scheduler_may_write_them(ruled: Cluster) -> None:
     namespace, _, name = ACCOUNT.partition("/")
-    ruled.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
-    ruled.kubectl(
-        "create", "clusterrolebinding", "hami-admission", "--clusterrole=cluster-admin", f"--serviceaccount={namespace}:{name}"
-    )
+    account = ["serviceaccount", name, f"--namespace={namespace}"]
+    there = bool(ruled.kubectl("get", *account, "--ignore-not-found"))
+    if not there:
+        ruled.kubectl("create", *account)
+    subject = f"--serviceaccount={namespace}:{name}"
+    ruled.kubectl("create", "clusterrolebinding", "hami-admission", "--clusterrole=cluster-admin", subject)
     api = ruled.api_of(ACCOUNT)
     try:
         found = api.request("POST", f"{PODS}?dryRun=All", written([{"gpu": 1}], FORGED))
@@ -185,4 +224,5 @@ def test_the_scheduler_may_write_them(ruled: Cluster) -> None:
     finally:
         api.close()
         ruled.kubectl("delete", "clusterrolebinding", "hami-admission")
-        ruled.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
+        if not there:
+            ruled.kubectl("delete", *account)

@@ -58,7 +58,18 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{/* An issuer may sign certificates of others too. */}}
 {{- $_ := set $own "client_names" (list "gpumgr-kube-scheduler") -}}
 {{- end -}}
+{{- with include "gpumgr.webhookSettings" . | fromYaml -}}{{- $_ := set $settings "webhook" . -}}{{- end -}}
 {{- toYaml (mergeOverwrite $settings (dict "scheduler" $own)) -}}
+{{- end -}}
+
+{{- define "gpumgr.webhookSettings" -}}
+{{- if include "gpumgr.hasWebhook" . -}}
+port: {{ .Values.scheduler.webhookPort }}
+tls_cert_file: /etc/gpumgr-webhook-tls/tls.crt
+tls_key_file: /etc/gpumgr-webhook-tls/tls.key
+scheduler_name: {{ include "gpumgr.hamiScheduler" . }}
+runtime_class: {{ default "" .Values.scheduler.admissionPolicies.hamiRuntimeClass | quote }}
+{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.schedulerOwnKeys" -}}
@@ -235,10 +246,23 @@ spec:
 
 {{- define "gpumgr.checkScheduler" -}}
 {{- $values := .Values.scheduler -}}
-{{- range $key := list "serverSecret" "clientSecret" -}}
+{{- $secrets := list "serverSecret" "clientSecret" -}}
+{{- if include "gpumgr.hasWebhook" . -}}
+{{- $secrets = append $secrets "webhookSecret" -}}
+{{- if and (eq $values.tls.source "existing") (not $values.tls.webhookAuthority) -}}
+{{- fail "scheduler.tls.source existing needs scheduler.tls.webhookAuthority: the CA certificate, in PEM, of the webhook's certificate" -}}
+{{- end -}}
+{{- end -}}
+{{- range $key := $secrets -}}
 {{- if and (eq $values.tls.source "existing") (not (get $values.tls $key)) -}}
 {{- fail (printf "scheduler.tls.source existing needs scheduler.tls.%s: the name of a Secret with tls.crt, tls.key and ca.crt" $key) -}}
 {{- end -}}
+{{- end -}}
+{{- if .Values.settings.webhook -}}
+{{- fail "settings.webhook: given by the chart, from scheduler.webhookPort and scheduler.admissionPolicies; leave it out" -}}
+{{- end -}}
+{{- if has (int $values.webhookPort) (list (int $values.port) (include "gpumgr.schedulerHttpPort" . | int)) -}}
+{{- fail (printf "scheduler.webhookPort: %d is another port of the scheduler, too; give another one" (int $values.webhookPort)) -}}
 {{- end -}}
 {{- if eq (include "gpumgr.serverSecret" .) (include "gpumgr.clientSecret" .) -}}
 {{- fail "scheduler.tls: serverSecret and clientSecret must be two Secrets, or each program could act as the other" -}}

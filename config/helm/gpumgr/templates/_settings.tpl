@@ -57,7 +57,7 @@
 
 {{/* The agent's settings file: what is given, and what other values mean for it. The scheduler and `gpumgr claims` have files of their own. */}}
 {{- define "gpumgr.file" -}}
-{{- $settings := omit .Values.settings "scheduler" "claims" | deepCopy -}}
+{{- $settings := omit .Values.settings "scheduler" "webhook" "claims" | deepCopy -}}
 {{- if .Values.http.tokenSecret -}}
 {{- $settings = mergeOverwrite $settings (dict "http" (dict "token_file" "/etc/gpumgr-token/token")) -}}
 {{- end -}}
