@@ -3,13 +3,14 @@
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
 
 from gpumgr.doctor.cluster_certificates import handshake
-from gpumgr.doctor.cluster_config import parse_config, problems, profiles_of
+from gpumgr.doctor.cluster_config import manages_hami, parse_config, problems, profiles_of
 from gpumgr.doctor.examine import Check, CheckResult, error, error_of, ok, skipped, warning
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
@@ -20,7 +21,6 @@ from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE
 
-#: Lists of a large cluster take seconds.
 _NAMES: Final = HamiSettings()
 #: Nodes with node.profile hami offer these resources only.
 _HAMI: Final = ReplicaResources(
@@ -29,6 +29,7 @@ _HAMI: Final = ReplicaResources(
     memory_percentage=_NAMES.memory_percentage_resource,
     cores=_NAMES.core_resource,
 )
+#: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
@@ -100,7 +101,7 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
     looks: dict[str, Look] = {
         "configuration": partial(_configuration, given=config),
         "certificates": _certificates,
-        "rbac": _rights,
+        "rbac": partial(_rights, given=config),
         "versions": _versions,
         "leader": _leader,
         "admission": _admission,
@@ -173,11 +174,12 @@ def _secret(deployment: Json, volume: str) -> str:
     return str(volumes[volume]["secret"]["secretName"])
 
 
-def needed(namespace: str, lease: str) -> tuple[Right, ...]:
-    """The rights of the scheduler's account (config/scheduler/rbac.yaml)."""
+def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
+    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
     own: dict[str, str] = {"namespace": namespace}
+    watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
     return (
-        *(Right(verb=verb, resource=resource) for resource in ("nodes", "pods") for verb in ("get", "list", "watch")),
+        *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
         Right(verb="create", resource="pods", subresource="binding"),
         Right(verb="create", resource="leases", group=_LEASES, **own),
         *(Right(verb=verb, resource="leases", group=_LEASES, name=lease, **own) for verb in ("get", "patch")),
@@ -185,11 +187,14 @@ def needed(namespace: str, lease: str) -> tuple[Right, ...]:
     )
 
 
-async def _rights(cluster: Cluster) -> CheckResult:
+async def _rights(cluster: Cluster, given: str | None) -> CheckResult:
     found = await cluster.installation()
     if found.scheduler is None:
         return skipped("no Deployment of the scheduler")
-    wanted = needed(found.namespace, found.name)
+    config = None
+    with suppress(ValueError):  # the check of the configuration names it
+        config = await cluster.config(given)
+    wanted = needed(found.namespace, found.name, hami=manages_hami(config or {}))
     missing = [right for right in wanted if not await allowed(cluster.server, right, user=found.account)]
     if missing:
         return error(f"{found.account} is not allowed: {', '.join(map(str, missing))}", "grant config/scheduler/rbac.yaml")

@@ -9,8 +9,9 @@ from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _HAMI: Final = HamiSettings()
-#: The priority has no effect, but pods may request it.
-_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource, "nvidia.com/priority")
+_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource)
+#: It has no effect, but pods may request it.
+_PRIORITY: Final = "nvidia.com/priority"
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
 
@@ -47,8 +48,13 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             yield False, f"percentageOfNodesToScore of profile {name} is not 100; a pod may wait although a node fits"
 
 
+def manages_hami(config: Mapping[str, Any]) -> bool:
+    """Whether the extender gets pods with HAMi's resources. Raises AttributeError or TypeError for another structure."""
+    return any(_HAMI.count_resource in _managed(each) for each in config.get("extenders") or ())
+
+
 def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
-    found = _managed(extender)
+    found = {name: ignored for name, ignored in _managed(extender).items() if name != _PRIORITY}
     hami = found.keys() & {_HAMI.count_resource, *_HAMI_AMOUNTS}
     if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI_AMOUNTS}):
         yield (

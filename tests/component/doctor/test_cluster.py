@@ -264,6 +264,15 @@ async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Pa
     )
 
 
+async def test_with_hamis_resources_the_account_watches_quotas_too(stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {"list resourcequotas"}
+    assert (await findings(stub, tmp_path))["rbac"].state == "ok"
+    config = {**CONFIG, "extenders": [{**EXTENDER, "managedResources": MANAGED + HAMI}]}
+    stub.objects["/api/v1/configmaps"] = [{"data": {"kube-scheduler.yaml": yaml.safe_dump(config)}}]
+    found = (await findings(stub, tmp_path))["rbac"]
+    assert (found.state, "is not allowed: list resourcequotas" in found.message) == ("error", True)
+
+
 MANAGED = EXTENDER["managedResources"]
 COUNT = {"name": "nvidia.com/gpu", "ignoredByScheduler": False}
 HAMI = [
@@ -288,6 +297,7 @@ HAMI = [
     ({}, {"managedResources": [{**each, "ignoredByScheduler": True} for each in MANAGED]},
      [(True, "ignoredByScheduler of tencent.com/vcuda-core"), (True, "ignoredByScheduler of tencent.com/vcuda-memory")]),
     ({}, {"managedResources": MANAGED + HAMI}, []),
+    ({}, {"managedResources": [*MANAGED, *HAMI, {"name": "nvidia.com/priority", "ignoredByScheduler": True}]}, []),
     ({}, {"managedResources": MANAGED + HAMI[:2]}, [(True, "managedResources are nvidia.com/gpu, nvidia.com/gpumem")]),
     ({}, {"managedResources": MANAGED + [{**each, "ignoredByScheduler": False} for each in HAMI]},
      [(True, f"ignoredByScheduler of nvidia.com/{name} is false") for name in ("gpucores", "gpumem", "gpumem-percentage")]),
