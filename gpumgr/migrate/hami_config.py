@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from gpumgr.errors import InputError
+from gpumgr.migrate.hami_plugin import plugin_settings
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import ConfigMap, KubernetesWorkload, Object, of_type, read_documents
+from gpumgr.migrate.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.tree import legible
 
@@ -74,9 +75,12 @@ class Config:
 def read_config(objects: Sequence[Object], node: str) -> Config:
     """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
     nvidia, override = _device_config(objects), _node_config(objects, node)
-    plugin, selector = _plugin(objects)
+    container, selector = _plugin(objects)
+    plugin = container.environment
     settings: dict[str, object] = {"metrics.hami_names": True}
-    notes: list[str] = []
+    of_plugin, flag_notes = plugin_settings(container.words, plugin)
+    settings |= of_plugin
+    notes = list(flag_notes)
     notes += _scaling_notes({**nvidia, **override})
     policy = _policy(objects)
     if policy is None:
@@ -116,6 +120,12 @@ def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "operatingmode mig has no counterpart: GPUs in MIG mode are not offered"
     if config.get("filterdevices"):
         yield f"filterdevices {_shown(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
+    if config.get("overwriteenv"):
+        yield "overwriteEnv has no counterpart: do not make NVIDIA's runtime the default of the container runtime"
+    if _number(config, "defaultgpunum") != 1:
+        yield f"defaultGPUNum {_shown(config['defaultgpunum'])} has no counterpart: an amount without a count means one GPU"
+    if name := config.get("runtimeclassname"):
+        yield f"runtimeClassName {_shown(name)}: give the chart scheduler.admissionPolicies.hamiRuntimeClass"
     if config.get("preconfigureddevicememory"):
         yield "preConfiguredDeviceMemory has no counterpart: a GPU is not offered if NVML does not report its memory"
 
@@ -168,13 +178,13 @@ def _names(nvidia: Mapping[str, Any]) -> Names:
     )
 
 
-def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Environment and nodeSelector of the device plugin's DaemonSet."""
+def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str, str]]:
+    """Container and nodeSelector of the device plugin's DaemonSet."""
     for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers if workload.kind == "DaemonSet" else ():
             if "hami" in container.image and container.name == "device-plugin":
-                return container.environment, workload.pod_spec.node_selector
-    return {}, {}
+                return container, workload.pod_spec.node_selector
+    return KubernetesContainer(), {}
 
 
 def _policy(objects: Sequence[Object]) -> str | None:

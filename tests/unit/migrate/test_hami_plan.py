@@ -131,6 +131,18 @@ def test_its_dashboards_go_on() -> None:
     assert plan(NODE).settings == {"metrics.hami_names": True}
 
 
+def test_what_its_webhook_did_is_named() -> None:
+    device = "nvidia: {overwriteEnv: true, defaultGPUNum: 2, runtimeClassName: nvidia}"
+    text = " ".join(plan(NODE, config_map("device-config.yaml", device)).notes)
+    for each in (
+        "overwriteEnv has no",
+        "defaultGPUNum 2 has no",
+        'runtimeClassName "nvidia": give the chart scheduler.admission',
+    ):
+        assert each in text
+    assert "defaultGPUNum" not in " ".join(plan(NODE).notes)
+
+
 def test_what_has_no_counterpart_is_named() -> None:
     device = "nvidia: {deviceSplitCount: 4, deviceMemoryScaling: 1.5, deviceCoreScaling: 2, disableCoreLimit: true}"
     override = {
