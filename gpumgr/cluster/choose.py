@@ -301,8 +301,17 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         offered = [each for each in capacities if node.gpus[each.index].offered]
         most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
         closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
+        rooms = [(each, container.on(node.gpus[each.index].memory_mebibytes)) for each in capacities if each not in offered]
+        closed = sum(
+            wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
+        )
         return Misfit(
-            container=container, free_gpus=free, closest=closest, distance=float(container.gpus - free), constraints=constraints
+            container=container,
+            free_gpus=free,
+            closest=closest,
+            distance=float(container.gpus - free),
+            not_offered=free + closed >= container.gpus > free,
+            constraints=constraints,
         )
     if container.whole:
         there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
