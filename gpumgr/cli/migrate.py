@@ -15,8 +15,9 @@ import msgspec
 
 from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import DEFAULT_CONFIG, output_option
+from gpumgr.cli.options import DEFAULT_CONFIG, effective_settings, output_option
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
@@ -27,9 +28,9 @@ from gpumgr.deviceplugin.kubelet_checkpoint import (
 from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
 from gpumgr.kubeapi.client import ApiServer, answer_error
-from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
+from gpumgr.migrate import gpu_manager, gpu_manager_command, hami, hami_takeover
 from gpumgr.migrate.gpu_manager_command import GpuManagerCommand
-from gpumgr.migrate.hami_config import read_config
+from gpumgr.migrate.hami_config import Config, read_config
 from gpumgr.migrate.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
 from gpumgr.settings import Settings
@@ -40,7 +41,7 @@ _Decorated = Callable[..., Any]
 
 _EXIT_CODES: Final = {
     0: "done",
-    1: "something of this node or of the API server can't be read",
+    1: "something of this node or of the API server can't be read, or --verify found a difference",
     2: "wrong usage or input, or the settings file can't be written",
 }
 
@@ -202,21 +203,29 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
     help="Its ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
 )
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Read the node and its pods from the API server.")
+@click.option("--new-requests", is_flag=True, help="Print vcuda requests for each pod, which ends, instead of a take-over.")
+@click.option("--verify", is_flag=True, help="After a take-over: compare the agent's checkpoint with the pods of HAMi.")
 @_options
 def migrate_hami(
     manifests: tuple[Path, ...],
     kubeconfig: Path | None,
+    new_requests: bool,
+    verify: bool,
     pod_files: tuple[Path, ...],
     node: str,
     to: Path,
     apply: bool,
     output: str,
 ) -> None:
-    """Its resources differ: prints the new requests of each pod, and what must end before gpumgr starts.
+    """Its running pods keep their GPUs while gpumgr takes the place of HAMi's device plugin.
+
+    Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. With --new-requests the pods end, and are
+    created anew with vcuda requests. Run it on the node, as root.
 
     \b
     Examples:
       gpumgr migrate hami --kubeconfig /etc/kubernetes/kubelet.conf
+      gpumgr migrate hami --kubeconfig /etc/kubernetes/kubelet.conf --verify
       kubectl get pods -A --field-selector spec.nodeName=gpu-7 -o json > pods.json && kubectl get node gpu-7 -o json > node.json
       kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml
       gpumgr migrate hami --node gpu-7 --pods pods.json --manifest node.json --manifest hami.yaml --apply
@@ -231,14 +240,46 @@ def migrate_hami(
         if kubeconfig is not None:
             objects += asyncio.run(_asked(kubeconfig, node))
         config = read_config(objects, node)
+    folder = Path(str(config.settings.get("kubelet.device_plugin_dir", Settings().kubelet.device_plugin_dir)))
     found = hami.HamiState(
         node=node,
         objects=objects,
-        answering=[path for path in answering(Settings().kubelet.device_plugin_dir) if path.name.startswith("nvidia")],
+        answering=[path for path in answering(folder) if path.name.startswith("nvidia")],
         folders=[folder for folder in (config.library_dir, *_HAMI_FOLDERS) if folder.is_dir()],
         library=_library(config.library_dir),
+        kubelet=asyncio.run(_given_by_kubelet(folder, config.names.count)),
     )
-    _finish(hami.plan_hami(config, found, to=to), "hami", to, apply=apply, as_json=output == "json")
+    if verify:
+        _verify(config, found, to, as_json=output == "json")
+    else:
+        with _reading():
+            plan = (hami.plan_hami if new_requests else hami_takeover.plan_take_over)(config, found, to=to)
+        _finish(plan, "hami", to, apply=apply, as_json=output == "json")
+
+
+async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str, str]] | None:
+    """The containers that have devices of this resource; None: not known."""
+    try:
+        entries = await read_kubelet_checkpoint(folder / FILE_NAME)
+    except (KubeletError, OSError):
+        return None
+    return None if entries is None else frozenset((each.pod_uid, each.container) for each in entries if each.resource == resource)
+
+
+def _verify(config: Config, found: hami.HamiState, to: Path, *, as_json: bool) -> None:
+    """Prints the differences, and exits with 1 if there are any."""
+    folder = effective_settings(to if to.exists() else None).checkpoint.dir
+    loaded = read_checkpoint(folder)
+    if loaded.lost:
+        raise GpumgrError(f"no checkpoint of a running agent in {folder}: {loaded.why}")
+    running, problems = hami_takeover.running_pods(config, found)
+    wrong = [printable(each) for each in (*problems, *hami_takeover.differences(running, loaded.ledger))]
+    if as_json:
+        click.echo(json.dumps({"adopted": [printable(str(each)) for each in running], "differences": wrong}, indent=2))
+    else:
+        click.echo("\n".join(wrong) or f"all {len(running)} containers with GPUs of HAMi are adopted with their GPUs")
+    if wrong:
+        raise SystemExit(1)
 
 
 async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:

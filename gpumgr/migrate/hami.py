@@ -1,6 +1,6 @@
-"""The plan for a node that moves from HAMi to gpumgr. Pure.
+"""The plan for a node that moves from HAMi to gpumgr with new requests. Pure.
 
-The resources differ, so pods cannot be taken over: pods that HAMi placed end before gpumgr starts, and are created with new requests.
+vcuda resources are others than HAMi's, so the pods end and are created anew. `hami_takeover` has the plan in which they keep running.
 """
 
 import re
@@ -10,10 +10,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.hami_node import REGISTER
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import ALLOCATED, advise, gpu_sizes, switched_off, wishes
+from gpumgr.migrate.hami_request import advise, gpu_sizes, switched_off, wishes
 from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
@@ -38,49 +38,44 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HamiState:
     """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and
-    its library with the library's SHA-256."""
+    its library with the library's SHA-256. `kubelet`: the containers (pod's UID, name) to which it has given GPUs of HAMi; None: not
+    known."""
 
     node: str
     objects: Sequence[Object] = ()
     answering: Sequence[Path] = ()
     folders: Sequence[Path] = ()
     library: tuple[Path, str] | None = None
+    kubelet: frozenset[tuple[str, str]] | None = None
 
 
 def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     node = next((node for node in of_type(found.objects, KubernetesNode) if node.metadata.name == found.node), None)
     annotations = node.metadata.annotations if node is not None else {}
-    pods = [pod for pod in _pods_on(found) if [*wishes(pod.spec, pod.metadata.annotations, config.names)]]
+    pods = [pod for pod in pods_on(found) if [*wishes(pod.spec, pod.metadata.annotations, config.names)]]
     return Plan(
         settings=differing(config.settings),
         pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(_kept(config), *config.notes, *_notes(found, annotations)),
+        notes=(*config.notes, *_NEW_REQUESTS, *notes(found), *_odd(annotations)),
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
-        start=(
-            f"gpumgr config check {quote(str(to))}",
-            f"gpumgr doctor --before-start --config {quote(str(to))}",
-            "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:",
-            f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base",
-            f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite",
-            *_cordons(annotations),
-            f"kubectl uncordon {quote(found.node)}",
-        ),
+        start=tuple(start(found.node, annotations, to)),
         rollback=tuple(_rollback(config, found.node)),
-        clean_up=tuple(_clean_up(found, annotations)),
+        clean_up=tuple(clean_up(found, annotations)),
     )
 
 
-def _kept(config: Config) -> str:
-    try:
-        kept = differing(config.replica_settings)
-    except SettingsError as error:
-        return f"pods can't keep HAMi's resources with these values: {error}"
-    values = [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in kept.items()]
-    return f"pods may keep HAMi's resources, too: set {', '.join(['node.profile: both', *values])}"
+def start(node: str, annotations: Mapping[str, str], to: Path) -> Iterator[str]:
+    yield f"gpumgr config check {quote(str(to))}"
+    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
+    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base"
+    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
+    yield from _cordons(annotations)
+    yield f"kubectl uncordon {quote(node)}"
 
 
-def _pods_on(found: HamiState) -> Iterator[Pod]:
+def pods_on(found: HamiState) -> Iterator[Pod]:
     ended = ("Succeeded", "Failed")
     return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
@@ -99,14 +94,14 @@ def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -
             yield f"{pod.full_name}: CUDA_DISABLE_CONTROL does nothing; the operator can set {override}"
 
 
-def _notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
+#: What vcuda requests lack.
+_NEW_REQUESTS: Final = (
+    "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too",
+)
+
+
+def notes(found: HamiState) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
-    yield "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
-    if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
-        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
-    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
-    if odd:
-        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
@@ -115,35 +110,50 @@ def _notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
         )
 
 
+def _odd(annotations: Mapping[str, str]) -> Iterator[str]:
+    if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
+        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
+    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
+    if odd:
+        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
+
+
 def _warnings(pods: Sequence[Pod], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
     if found.answering:
         yield f"HAMi's or NVIDIA's plugin answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
-    running = [pod.full_name for pod in pods if ALLOCATED in pod.metadata.annotations]
+    running = [pod.full_name for pod in pods if HAMI_ALLOCATED in pod.metadata.annotations]
     if running:
-        yield f"gpumgr can't know of GPUs that HAMi gave out, and must not start before these have ended: {', '.join(running)}"
+        yield f"with new requests these pods must end before gpumgr starts (without --new-requests they keep running): {', '.join(running)}"
     if node is None:
         yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
 
 
 def _stop(pods: Sequence[Pod], config: Config, node: str) -> Iterator[str]:
-    node = quote(node)
-    yield f"kubectl cordon {node}"
+    yield f"kubectl cordon {quote(node)}"
     for pod in pods:
         namespace, _, name = pod.full_name.partition("/")
         yield f"kubectl -n {quote(namespace)} delete pod {quote(name)}    # its owner makes it again, with the requests of above"
-    keys = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
-    yield f"kubectl label node {node} {keys}    # HAMi's plugin leaves this node, and only this one"
+    yield from leave(config, node)
+
+
+def leave(config: Config, node: str, *, back: bool = False) -> Iterator[str]:
+    """HAMi's plugin leaves the node; `back`: gpumgr leaves it, and HAMi's plugin comes."""
+    node, labels = quote(node), config.selector or _LABEL
+    if not back:
+        removed = " ".join(quote(f"{key}-") for key in labels)
+        yield f"kubectl label node {node} {removed}    # HAMi's plugin leaves this node, and only this one"
+        return
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
+    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
+    yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
+    yield f"kubectl uncordon {node}"
 
 
 def _rollback(config: Config, node: str) -> Iterator[str]:
-    node = quote(node)
-    yield f"kubectl cordon {node}"
+    yield f"kubectl cordon {quote(node)}"
     yield "gpumgr checkpoint show    # delete these pods; their owners ask for nvidia.com/gpu again"
-    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
-    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
-    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
-    yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
-    yield f"kubectl uncordon {node}"
+    yield from leave(config, node, back=True)
 
 
 def _cordoned(annotations: Mapping[str, str]) -> list[str]:
@@ -155,7 +165,7 @@ def _cordons(annotations: Mapping[str, str]) -> Iterator[str]:
         yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
 
 
-def _clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
+def clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     keys = sorted(key for key in annotations if key.startswith(_PREFIX)) if annotations else [REGISTER]
     if keys:
         yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"

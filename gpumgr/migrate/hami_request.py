@@ -3,19 +3,21 @@
 Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on different GPUs, gpumem is MiB and gpucores percent of each.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
 
+from gpumgr.allocator.pods import ContainerSpec, NamedGpu
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER, decode_register
 from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, placed_by_hami
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 _BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
-ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +63,17 @@ class Advice:
 
 def wishes(pod_spec: PodSpec, annotations: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Wish]]:
     """(container, request) of the containers that request GPUs. The amounts that HAMi granted (annotation) override the requested ones."""
-    granted = decode_allocated(str(annotations.get(ALLOCATED) or ""))
-    for number, container in enumerate(pod_spec.all_containers):
-        wish = _asked(container, names)
+    asked = [(container.name or "?", _asked(container, names)) for container in pod_spec.all_containers]
+    counts = [
+        ContainerSpec(name=str(place), replicas=ReplicaRequest(count=wish.gpus) if wish else None)
+        for place, (_, wish) in enumerate(asked)
+    ]
+    granted: dict[str, tuple[NamedGpu, ...]] = {}
+    with suppress(ValueError):
+        granted = dict(placed_by_hami(str(annotations.get(HAMI_ALLOCATED) or ""), counts))
+    for place, (name, wish) in enumerate(asked):
         if wish is not None:
-            given = granted[number] if number < len(granted) else ()
-            yield container.name or "?", _as_granted(wish, given)
-
-
-def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
-    """For each container its GPUs as (UUID, MiB, cores); empty if the text does not match HAMi's format.
-
-    Grammar: device = "UUID,Type,MiB,cores:", container = devices + ";".
-    """
-    found: list[list[tuple[str, int, int]]] = []
-    for container in text.split(";")[:-1]:
-        devices = [device.split(",") for device in container.split(":") if device]
-        if not all(
-            len(parts) >= 4 and re.fullmatch("[0-9]{1,9}", parts[2]) and re.fullmatch("[0-9]{1,9}", parts[3]) for parts in devices
-        ):
-            return []
-        found.append([(parts[0], int(parts[2]), int(parts[3])) for parts in devices])
-    return found
+            yield name, _as_granted(wish, granted.get(str(place), ()))
 
 
 def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[str, int]:
@@ -147,12 +138,14 @@ def _asked(container: KubernetesContainer, names: Names) -> Wish | None:
     )
 
 
-def _as_granted(wish: Wish, given: Sequence[tuple[str, int, int]]) -> Wish:
+def _as_granted(wish: Wish, given: Sequence[NamedGpu]) -> Wish:
     if not given:
         return wish
     whole = wish.whole
-    memory = None if whole else max(mebibytes for _, mebibytes, _ in given)
-    return Wish(gpus=len(given), memory_mebibytes=memory, cores=CORES_PER_GPU if whole else max(cores for *_, cores in given))
+    memory = None if whole else max(amounts.memory_mebibytes for _, amounts in given)
+    return Wish(
+        gpus=len(given), memory_mebibytes=memory, cores=CORES_PER_GPU if whole else max(amounts.cores for _, amounts in given)
+    )
 
 
 def _quantity(text: object) -> int:

@@ -57,6 +57,26 @@ def program(*arguments: str) -> Json:
     return printed
 
 
+def migration(cluster: Cluster, *arguments: str) -> tuple[int, Json]:
+    """Exit code and output of `gpumgr migrate hami`, which reads the agent's settings."""
+    command = [
+        sys.executable,
+        "-m",
+        "gpumgr",
+        "migrate",
+        "hami",
+        "--kubeconfig",
+        str(cluster.kubeconfig("admin")),
+        "--node",
+        NODE,
+    ]
+    to = ["--to", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"]
+    done = subprocess.run([*command, *to, *arguments], capture_output=True, text=True, cwd=PROJECT, check=False)
+    assert done.stdout, done.stderr
+    printed: Json = json.loads(done.stdout)
+    return done.returncode, printed
+
+
 def test_a_hami_pod_and_a_vcuda_pod_on_one_gpu_outlive_the_agent(both: Node) -> None:
     show = f"env | sort; cat /etc/ld.so.preload; {REGION} show; {SLEEP}"
     both.run([tenant("vcuda", SLEEP, cores=30, memory=16)])
@@ -176,6 +196,14 @@ def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
             }
             both.run([body])
         held = replicas(both)
+        code, plan = migration(both.cluster)
+        assert (code, plan["warnings"], plan["settings"]["node"]["profile"]) == (0, [], "both")
+        assert plan["pods"] == [f"default/{name} (main): keeps {uuid} (1001 MiB, 20 cores)" for name, uuid in chosen.items()]
+        code, before = migration(both.cluster, "--verify")
+        assert (code, [each.partition(":")[0] for each in before["differences"]]) == (
+            1,
+            [f"default/{name} (main) is not adopted" for name in chosen],
+        )
     finally:
         both.cluster.processes.stop("hami-plugin")
     both.agent.start()
@@ -184,6 +212,10 @@ def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
         (holding,) = both.ledger_of(name)
         assert holding.gpus[0] == name_of(uuid)
     assert {both.cluster.pods.all()[name]["status"]["phase"] for name in chosen} == {"Running"}
+    assert migration(both.cluster, "--verify") == (
+        0,
+        {"adopted": [f"default/{name} (main)" for name in chosen], "differences": []},
+    )
     others = [hami_pod(f"whole-{number}") for number in range(4)]
     both.run(others)
     taken = {each.gpus[0] for number in range(4) for each in both.ledger_of(f"whole-{number}")}

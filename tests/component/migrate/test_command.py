@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli.migrate import command
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.settings import check_settings, load_settings
@@ -188,11 +189,32 @@ def test_hami_from_files(folder: Path) -> None:
     (folder / "hami.yaml").write_text(yaml.safe_dump_all([deployment, {"kind": "ConfigMap", "metadata": {}}]))
     to = folder / "gpumgr.yaml"
     result = migrate(
-        *("hami", "--node", "gpu-7", "--pods", folder / "all.json", "--manifest", folder / "hami.yaml", "--to", to, "--apply")
+        *("hami", "--new-requests", "--node", "gpu-7", "--pods", folder / "all.json"),
+        *("--manifest", folder / "hami.yaml", "--to", to, "--apply"),
     )
     assert "  team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 32\n" in result.stdout
     assert result.stdout.endswith(f"\n{to}: written\n")
     assert yaml.safe_load(to.read_text()) == {"placement": {"policy": "spread"}, "metrics": {"hami_names": True}}
+
+
+def test_a_take_over_is_planned_and_its_result_compared(folder: Path) -> None:
+    pod = hami_pod()
+    pod["metadata"]["annotations"] = {"hami.io/vgpu-node": "gpu-7", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,8000,30:;"}
+    (folder / "all.json").write_text(json.dumps({"kind": "List", "items": [pod]}))
+    to = folder / "gpumgr.yaml"
+    options = ("hami", "--node", "gpu-7", "--pods", folder / "all.json", "--to", to)
+    result = migrate(*options, "--apply")
+    assert "  team/a (main): keeps GPU-a (8000 MiB, 30 cores)\n" in result.stdout
+    assert yaml.safe_load(to.read_text())["node"] == {"profile": "both"}
+    to.write_text(f"checkpoint: {{dir: {folder}/state}}\n")
+    with pytest.raises(GpumgrError, match=r"no checkpoint of a running agent in .*/state: "):
+        migrate(*options, "--verify")
+    asyncio.run(SqliteCheckpoint.open(folder / "state").close())
+    result = migrate(*options, "--verify")
+    assert (result.exit_code, result.stdout) == (
+        1,
+        "team/a (main) is not adopted: the log has the reason (allocation_not_adopted)\n",
+    )
 
 
 def test_hami_wants_to_know_the_pods() -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.hami_node import REGISTER
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
-from gpumgr.migrate.hami_request import ALLOCATED, Names
+from gpumgr.migrate.hami_request import Names
 from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.migrate.plan import Plan
 
@@ -69,7 +70,7 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
             gpumem="4096",
             gpucores="30",
             annotations={
-                ALLOCATED: "GPU-a,NVIDIA,4096,30:;",
+                HAMI_ALLOCATED: "GPU-a,NVIDIA,4096,30:;",
                 "nvidia.com/use-gputype": "A10",
                 "nvidia.com/vgpu-mode": "hami-core",
             },
@@ -84,7 +85,9 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
         "team/a: gpumgr does not read nvidia.com/vgpu-mode",
     )
     assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl -n team delete pod a", "kubectl label node gpu-7 gpu-"]
-    assert made.warnings == ("gpumgr can't know of GPUs that HAMi gave out, and must not start before these have ended: team/a",)
+    assert made.warnings == (
+        "with new requests these pods must end before gpumgr starts (without --new-requests they keep running): team/a",
+    )
     assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
 
 
@@ -155,19 +158,6 @@ def test_what_has_no_counterpart_is_named() -> None:
     for words in ("deviceSplitCount (6)", "deviceMemoryScaling 1.5", "deviceCoreScaling 2", "disableCoreLimit", '{"index": [1]}'):
         assert words in text
     assert "operatingmode" not in text
-
-
-def test_the_settings_with_which_pods_keep_its_resources() -> None:
-    device = "nvidia: {resourceCountName: acme.com/vgpu, deviceSplitCount: 4, deviceMemoryScaling: 1.5, disableCoreLimit: true}"
-    override = {"nodeconfig": [{"name": "gpu-7", "devicesplitcount": 6, "devicememoryscaling": None, "libcudaloglevel": 3}]}
-    objects = [config_map("device-config.yaml", device), config_map("config.json", json.dumps(override))]
-    assert plan(NODE, *objects).notes[0] == (
-        "pods may keep HAMi's resources, too: set node.profile: both, hami.count_resource: acme.com/vgpu, hami.device_split_count: 6, "
-        "hami.device_memory_scaling: 1.5, hami.disable_core_limit: true, hami_core.log_level: 3"
-    )
-    wrong = plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}")).notes[0]
-    assert wrong.startswith("pods can't keep HAMi's resources with these values: ")
-    assert "hami.device_split_count" in wrong
 
 
 def test_of_a_long_value_the_beginning_is_shown() -> None:

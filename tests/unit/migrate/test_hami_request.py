@@ -7,13 +7,12 @@ import msgspec
 import pytest
 
 from gpumgr.kubeapi.hami_node import REGISTER
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami_request import (
-    ALLOCATED,
     Advice,
     Names,
     Wish,
     advise,
-    decode_allocated,
     gpu_sizes,
     switched_off,
     wishes,
@@ -100,7 +99,7 @@ def test_what_was_granted_is_more_exact() -> None:
         "containers": [container(gpu="1", gpumem_percentage="50"), {"name": "side"}, container(gpu="2")],
     }
     text = ";GPU-a,NVIDIA,8000,30:;;GPU-a,NVIDIA,16384,100:GPU-b,NVIDIA,16384,100:;"
-    granted = [wish for _, wish in wishes(parsed(PodSpec, spec), {ALLOCATED: text}, Names())]
+    granted = [wish for _, wish in wishes(parsed(PodSpec, spec), {HAMI_ALLOCATED: text}, Names())]
     assert granted == [Wish(gpus=1, memory_mebibytes=8000, cores=30), Wish(gpus=2, cores=100)]
 
 
@@ -111,8 +110,9 @@ def test_resources_under_other_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "GPU-a,NVIDIA,3000:;", "GPU-a,NVIDIA,x,0:;", "GPU-a,NVIDIA,-1,0:;"])
-def test_texts_that_are_none_of_hamis(text: str) -> None:
-    assert decode_allocated(text) == []
+def test_with_a_text_that_is_none_of_hamis_the_request_counts(text: str) -> None:
+    spec = parsed(PodSpec, {"containers": [container(gpu="1", gpumem="5")]})
+    assert [*wishes(spec, {HAMI_ALLOCATED: text}, Names())] == [("main", Wish(gpus=1, memory_mebibytes=5))]
 
 
 def test_sizes_of_the_nodes_gpus() -> None:
