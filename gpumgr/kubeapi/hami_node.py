@@ -1,7 +1,7 @@
-"""What HAMi's scheduler reads from a node: the registered GPUs, their pair scores and the handshake. Pure.
+"""HAMi's annotations of a node: the registered GPUs, their pair scores, the handshake and the lock. Pure.
 
-Source: HAMi 2.10, pkg/device/devices.go (EncodeNodeDevices, DecodeNodeDevices) and pkg/device/nvidia/links.go. Up to HAMi 2.4 the list is
-CSV; its plugins then report every 30 s that they are there.
+Source: HAMi 2.10, pkg/device/devices.go (EncodeNodeDevices, DecodeNodeDevices), pkg/device/nvidia/links.go and pkg/util/nodelock.
+Up to HAMi 2.4 the list is CSV; its plugins then report every 30 s that they are there.
 """
 
 import json
@@ -37,6 +37,31 @@ class RegisteredGpu:
     numa: int = 0
     mode: str = _MODE
     healthy: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLock:
+    """`pod`: namespace and name of the pod that is being bound; None: an old scheduler does not write it."""
+
+    since: datetime
+    pod: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        return f"for {'/'.join(self.pod) if self.pod else 'a pod'} since {self.since.isoformat()}"
+
+
+def encode_lock(lock: NodeLock) -> str:
+    """The value of the annotation LOCK: a time of RFC 3339 and the pod."""
+    return ",".join((lock.since.isoformat(), *(lock.pod or ())))
+
+
+def decode_lock(text: str) -> NodeLock:
+    """Raises ValueError."""
+    time, *pod = text.split(",")
+    since = datetime.fromisoformat(time)
+    if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):
+        raise ValueError(f"{text[:64]!r} is no time with the namespace and name of a pod")
+    return NodeLock(since=since, pod=(pod[0], pod[1]) if pod else None)
 
 
 def device_type(model: str | None) -> str:

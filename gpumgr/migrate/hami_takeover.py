@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
 from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_register
+from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
 from gpumgr.migrate.hami import HamiState, clean_up, leave, notes, pods_on, start
 from gpumgr.migrate.hami_config import Config
@@ -113,7 +113,11 @@ def _warnings(running: Sequence[Running], found: HamiState, node: KubernetesNode
         yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
         return
     if lock := node.metadata.annotations.get(LOCK):
-        yield f"HAMi's scheduler is binding a pod to this node ({LOCK}: {lock[:_MOST_SHOWN]}): wait until the annotation is gone"
+        try:
+            holder = str(decode_lock(lock))
+        except ValueError as error:
+            holder = f"which can't be read: {error}"
+        yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
     try:
         registered = {gpu.uuid: gpu for gpu in decode_register(node.metadata.annotations.get(REGISTER) or "[]")}
     except (ValueError, RecursionError) as error:

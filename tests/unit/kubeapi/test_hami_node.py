@@ -1,16 +1,19 @@
 """HAMi's annotations of a node, both ways."""
 
 import contextlib
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.kubeapi.hami_node import (
+    NodeLock,
     RegisteredGpu,
+    decode_lock,
     decode_register,
     device_type,
+    encode_lock,
     encode_register,
     encode_register_csv,
     encode_scores,
@@ -93,6 +96,31 @@ def test_another_text_is_refused(text: str) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError, RecursionError):
         decode_register(text)
+
+
+ZONES = st.integers(-720, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+NAMES = st.from_regex("[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
+
+
+@given(st.builds(NodeLock, since=st.datetimes(timezones=ZONES), pod=st.none() | st.tuples(NAMES, NAMES)))
+def test_a_lock_is_read_as_it_was_written(lock: NodeLock) -> None:
+    assert decode_lock(encode_lock(lock)) == lock
+
+
+def test_a_lock_of_hamis_scheduler() -> None:
+    """Go writes UTC as Z; an old scheduler writes the time alone."""
+    lock = decode_lock("2026-11-24T10:00:00Z,team,one")
+    assert (lock.since.isoformat(), lock.pod) == ("2026-11-24T10:00:00+00:00", ("team", "one"))
+    assert decode_lock("2026-11-24T10:00:00+08:00").pod is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "soon", "2026-11-24T10:00:00", "2026-11-24T10:00:00Z,team", "2026-11-24T10:00:00Z,,one", "2026-11-24T10:00:00Z,a,b,c"],
+)
+def test_another_lock_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"isoformat|is no time with"):
+        decode_lock(text)
 
 
 def test_a_model_with_separators_keeps_the_list_readable() -> None:
