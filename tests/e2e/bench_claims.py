@@ -201,13 +201,17 @@ class Bench:
                 gone.append(now)
             return bool(gone and found)
 
-        with ThreadPoolExecutor(1) as threads:
-            started = threads.submit(self.cluster.start_kubelet)
+        def watched() -> float:
             wait_until("the slice", back, every=0.005)
-            ended = time.monotonic()
-            started.result()
+            return time.monotonic() - gone[0]
+
+        # The kubelet ends with the thread that starts it.
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(watched)
+            self.cluster.start_kubelet()
+            seconds = waiting.result()
         self.cluster.wait_ready()
-        return ended - gone[0]
+        return seconds
 
     def _registered(self, since: float) -> float:
         """The time of the registration, by the agent's log; Unix times."""
