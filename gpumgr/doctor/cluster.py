@@ -35,6 +35,8 @@ IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the 
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
 _DAY: Final = 86400.0
 _EXPIRY_DAYS: Final = 30
+#: The beginning of the keys by which HAMi's scheduler hands over GPUs.
+_HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
 
 Json = Mapping[str, Any]
@@ -104,7 +106,7 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
         "rbac": partial(_rights, given=config),
         "versions": _versions,
         "leader": _leader,
-        "admission": _admission,
+        "admission": partial(_admission, given=config),
         "inventories": _inventories,
         "gpu-manager": _without_inventory,
         "other-pods": partial(_other_pods, given=config),
@@ -187,14 +189,17 @@ def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ..
     )
 
 
+async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
+    with suppress(ValueError):  # the check of the configuration names it
+        return manages_hami(await cluster.config(given) or {})
+    return False
+
+
 async def _rights(cluster: Cluster, given: str | None) -> CheckResult:
     found = await cluster.installation()
     if found.scheduler is None:
         return skipped("no Deployment of the scheduler")
-    config = None
-    with suppress(ValueError):  # the check of the configuration names it
-        config = await cluster.config(given)
-    wanted = needed(found.namespace, found.name, hami=manages_hami(config or {}))
+    wanted = needed(found.namespace, found.name, hami=await _serves_hami(cluster, given))
     missing = [right for right in wanted if not await allowed(cluster.server, right, user=found.account)]
     if missing:
         return error(f"{found.account} is not allowed: {', '.join(map(str, missing))}", "grant config/scheduler/rbac.yaml")
@@ -259,7 +264,7 @@ async def _leader(cluster: Cluster) -> CheckResult:
     return ok(f"{labelled[0]} holds the Lease")
 
 
-async def _admission(cluster: Cluster) -> CheckResult:
+async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
     group = "/apis/admissionregistration.k8s.io/v1"
     gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
     policies = await cluster.server.find(f"{group}/validatingadmissionpolicies")
@@ -270,15 +275,16 @@ async def _admission(cluster: Cluster) -> CheckResult:
         for each in await cluster.items(f"{group}/validatingadmissionpolicybindings")
         if "Deny" in each["spec"]["validationActions"]
     }
-    protected = {
-        resource
-        for each in policies.get("items") or ()
-        if PLACEMENT_ANNOTATION in str(each["spec"]) and each["metadata"]["name"] in bound
-        for rule in each["spec"]["matchConstraints"]["resourceRules"]
-        for resource in rule["resources"]
-    }
-    if missing := sorted({"pods", "pods/status", "pods/binding", "bindings"} - protected):
-        return warning(f"no policy protects {PLACEMENT_ANNOTATION} in requests to {', '.join(missing)}", gap)
+    for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await _serves_hami(cluster, given) else [])):
+        protected = {
+            resource
+            for each in policies.get("items") or ()
+            if annotation in str(each["spec"]) and each["metadata"]["name"] in bound
+            for rule in each["spec"]["matchConstraints"]["resourceRules"]
+            for resource in rule["resources"]
+        }
+        if missing := sorted({"pods", "pods/status", "pods/binding", "bindings"} - protected):
+            return warning(f"no policy protects {annotation} in requests to {', '.join(missing)}", gap)
     return ok("placements can be written by the scheduler and by agents only")
 
 

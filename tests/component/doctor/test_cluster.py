@@ -264,11 +264,29 @@ async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Pa
     )
 
 
+def serve_hami(stub: Stub) -> None:
+    config = {**CONFIG, "extenders": [{**EXTENDER, "managedResources": MANAGED + HAMI}]}
+    stub.objects["/api/v1/configmaps"] = [{"data": {"kube-scheduler.yaml": yaml.safe_dump(config)}}]
+
+
+async def test_with_hamis_resources_its_annotations_must_be_protected_too(stub: Stub, tmp_path: Path) -> None:
+    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+    serve_hami(stub)
+    found = (await findings(stub, tmp_path))["admission"]
+    text = "no policy protects hami.io/vgpu- in requests to bindings, pods, pods/binding, pods/status"
+    assert (found.state, found.message) == ("warning", text)
+    shipped = yaml.safe_load_all((PROJECT / "config" / "hami" / "admission-policies.yaml").read_text())
+    for each in shipped:
+        kind = {"ValidatingAdmissionPolicy": "policies", "ValidatingAdmissionPolicyBinding": "policybindings"}.get(each["kind"])
+        if kind is not None:
+            stub.objects[f"{GROUP}/validatingadmission{kind}"].append(each)
+    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+
+
 async def test_with_hamis_resources_the_account_watches_quotas_too(stub: Stub, tmp_path: Path) -> None:
     stub.forbidden = {"list resourcequotas"}
     assert (await findings(stub, tmp_path))["rbac"].state == "ok"
-    config = {**CONFIG, "extenders": [{**EXTENDER, "managedResources": MANAGED + HAMI}]}
-    stub.objects["/api/v1/configmaps"] = [{"data": {"kube-scheduler.yaml": yaml.safe_dump(config)}}]
+    serve_hami(stub)
     found = (await findings(stub, tmp_path))["rbac"]
     assert (found.state, "is not allowed: list resourcequotas" in found.message) == ("error", True)
 
