@@ -50,9 +50,13 @@ def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
 def node(whole: Node) -> Node:
     whole.clear()
     whole.offer_all()
-    # GPUs of ended pods are free for the scheduler once the inventory does not have them.
-    wait_until("an inventory without pods", lambda: inventory(whole).get("other") == {} or "other" not in inventory(whole))
+    # GPUs of ended pods are free for the scheduler once the inventory does not have them, nor a GPU that is out of service.
+    wait_until("an inventory without pods", lambda: not inventory(whole).get("other") and all_offered(inventory(whole)))
     return whole
+
+
+def all_offered(found: Json) -> bool:
+    return not any(gpu.get("cordoned") or gpu.get("healthy") is False for gpu in found["gpus"])
 
 
 def share(name: str, cores: int, memory: int, **spec: object) -> Json:

@@ -111,7 +111,7 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $tls "certFile" (printf "%s/tls.crt" $folder) -}}
 {{- $_ := set $tls "keyFile" (printf "%s/tls.key" $folder) -}}
 {{- $_ := set $extender "tlsConfig" $tls -}}
-{{- if has (dig "node" "profile" "tencent" .Values.settings) (list "hami" "both") -}}
+{{- if include "gpumgr.servesHami" . -}}
 {{/* No node has the amounts in its allocatable resources, so kube-scheduler must not look for them there. */}}
 {{- range $key, $name := merge (include "gpumgr.hamiResources" . | fromYaml) (dict "priority" "nvidia.com/priority") -}}
 {{- $resource := dict "name" $name "ignoredByScheduler" (ne $key "count_resource") -}}
@@ -129,6 +129,11 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $config "apiVersion" (printf "kubescheduler.config.k8s.io/%s" $beta) -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* "yes" if pods may have HAMi's resources. */}}
+{{- define "gpumgr.servesHami" -}}
+{{- if has (dig "node" "profile" "tencent" .Values.settings) (list "hami" "both") -}}yes{{- end -}}
 {{- end -}}
 
 {{/* HAMi's resources by the key of their setting: as HAMi names them, ... */}}
