@@ -53,6 +53,8 @@ class PreStart:
         record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
         if resource in RESOURCES:
             self._check(allocation, spec)
+        if resource == "mig":
+            self._refuse_second_profile(allocation)
         if agent_state.is_open(allocation.id):
             async with agent_state.lock:
                 agent_state.close_open()
@@ -67,6 +69,18 @@ class PreStart:
             check_request(spec.cores, spec.memory_blocks)
         else:
             check_request(count(allocation.held("core")), count(allocation.held("memory")))
+
+    def _refuse_second_profile(self, allocation: Allocation) -> None:
+        """The kubelet calls Allocate for each resource, and of one variable it takes one value: the container would miss MIG devices."""
+        if allocation.container is None:
+            return
+        mine = self._agent_state.ledger.of(allocation.pod, allocation.uid)
+        if sum(a.container == allocation.container and bool(a.held("mig")) for a in mine) > 1:
+            raise Refusal(
+                "invalid_request",
+                f"container {allocation.container} requests MIG devices of several profiles, and would see those of one; request one "
+                "profile in each container",
+            )
 
     def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """A container that gpu-manager admitted starts again: its ids name no GPU, but its record does."""

@@ -17,6 +17,7 @@ from .processes import wait_until
 from .test_pods import shown
 
 RESOURCE = "nvidia.com/mig-1g.10gb"
+LARGE = "nvidia.com/mig-2g.20gb"
 GPU = 7
 
 
@@ -29,15 +30,16 @@ def node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     control = SimControl(AGENT_STATE / "sim" / "control.txt")
     instances = {
         number: MigInstance(
-            uuid=mig_uuid(number), profile="1g.10gb", gpu_instance=number, compute_instance=0, memory_bytes=10 << 30
+            uuid=mig_uuid(number), profile=profile, gpu_instance=number, compute_instance=0, memory_bytes=int(profile[3:5]) << 30
         )
-        for number in range(2)
+        for number, profile in enumerate(("1g.10gb", "1g.10gb", "2g.20gb"))
     }
     with cleared(cluster, running_agent) as node:
         with running_agent.configured({"node": {"mig_strategy": "mixed"}}):
             control.set_mig_instances(GPU, instances)
             control.set_mig(GPU, enabled=True)
             wait_until("MIG devices offered", lambda: node.resources.allocatable(RESOURCE) == {RESOURCE: 2})
+            wait_until("the other profile", lambda: node.resources.allocatable(LARGE) == {LARGE: 1})
             yield node
             cluster.delete_all()
             running_agent.wait_empty()
@@ -46,9 +48,9 @@ def node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
         node.wait_offered(running_agent.offer)
 
 
-def mig_pod(name: str) -> Json:
+def mig_pod(name: str, *resources: str) -> Json:
     body = gpu_pod(name, 1, bound=False, command=SHOW)
-    body["spec"]["containers"][0]["resources"] = {"limits": {RESOURCE: "1"}}
+    body["spec"]["containers"][0]["resources"] = {"limits": dict.fromkeys(resources or (RESOURCE,), "1")}
     return body
 
 
@@ -82,3 +84,13 @@ def test_each_pod_gets_a_mig_device_of_its_own_and_keeps_it_over_a_restart_of_th
     node.wait_running(["third"])
     assert held(node)["third"] == before["first"]
     assert held(node)["second"] == before["second"]
+
+
+def test_a_container_that_requests_two_profiles_is_not_started_and_says_why(node: Node) -> None:
+    """The kubelet would give it the environment of one of the two."""
+    node.cluster.create([mig_pod("both", RESOURCE, LARGE)])
+    reason = "requests MIG devices of several profiles, and would see those of one; request one profile in each container"
+    wait_until("the reason", lambda: any(reason in each["message"] for each in node.events("both", "GpuRefused")))
+    assert phase(node.cluster.pods.all()["both"]) == "Pending"
+    node.delete(["both"])
+    node.run([mig_pod("small"), mig_pod("large", LARGE)])

@@ -36,6 +36,8 @@ def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
         start_extender(cluster, credentials, port)
         start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"})
         try:
+            # A kube-scheduler that begins later than pods are created takes them in the order of their names.
+            node.run([share("first", 10, 10, nodeSelector={"kubernetes.io/hostname": NODE})])
             yield node
         finally:
             cluster.processes.stop("gpu-kube-scheduler")
