@@ -41,9 +41,10 @@ _Decorated = Callable[..., Any]
 
 _EXIT_CODES: Final = {
     0: "done",
-    1: "something of this node or of the API server can't be read, or --verify found a difference",
+    1: "something of this node or of the API server can't be read",
     2: "wrong usage or input, or the settings file can't be written",
 }
+_HAMI_EXIT_CODES: Final = {**_EXIT_CODES, 1: f"{_EXIT_CODES[1]}, or --verify found a difference"}
 
 _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
@@ -194,7 +195,7 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
 # -- HAMi --------------------------------------------------------------------------------------------------------------------
 
 
-@command.command("hami", cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@command.command("hami", cls=ExitingCommand, exit_codes=_HAMI_EXIT_CODES)
 @click.option(
     "--manifest",
     "manifests",

@@ -56,12 +56,12 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     return Plan(
         settings=differing(config.settings),
         pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *_NEW_REQUESTS, *notes(found), *_odd(annotations)),
+        notes=(*config.notes, *_NEW_REQUESTS, *notes(found, annotations)),
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
         start=tuple(start(found.node, annotations, to)),
         rollback=tuple(_rollback(config, found.node)),
-        clean_up=tuple(clean_up(found, annotations)),
+        clean_up=tuple(_clean_up(found, annotations)),
     )
 
 
@@ -100,22 +100,19 @@ _NEW_REQUESTS: Final = (
 )
 
 
-def notes(found: HamiState) -> Iterator[str]:
+def notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
+    if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
+        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
+    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
+    if odd:
+        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
             f"{path} (HAMi 2.8.2 or newer) can go on keeping the limits: run `gpumgr install library {path} --sha256 {sha256}` on the "
             "node; without it, MPS or the driver keeps them where they can"
         )
-
-
-def _odd(annotations: Mapping[str, str]) -> Iterator[str]:
-    if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
-        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
-    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
-    if odd:
-        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
 
 
 def _warnings(pods: Sequence[Pod], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
@@ -165,10 +162,14 @@ def _cordons(annotations: Mapping[str, str]) -> Iterator[str]:
         yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
 
 
-def clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
+def _clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     keys = sorted(key for key in annotations if key.startswith(_PREFIX)) if annotations else [REGISTER]
     if keys:
         yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"
+    yield from remove_folders(found)
+    yield "helm uninstall hami -n NAMESPACE    # after the last node: scheduler, webhook and DaemonSet"
+
+
+def remove_folders(found: HamiState) -> Iterator[str]:
     for folder in found.folders:
         yield f"rm -r {quote(str(folder))}    # when no pod of HAMi's is left on this node"
-    yield "helm uninstall hami -n NAMESPACE    # after the last node: scheduler, webhook and DaemonSet"

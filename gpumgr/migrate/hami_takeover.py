@@ -15,7 +15,7 @@ from gpumgr.allocator.pods import ContainerSpec, NamedGpu
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
-from gpumgr.migrate.hami import HamiState, clean_up, leave, notes, pods_on, start
+from gpumgr.migrate.hami import HamiState, leave, notes, pods_on, remove_folders, start
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import wishes
 from gpumgr.migrate.objects import KubernetesNode, Pod, of_type
@@ -48,7 +48,7 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
         pods=tuple(f"{each}: keeps {_text(each.gpus)}" for each in running) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *notes(found)),
+        notes=(*config.notes, *notes(found, annotations)),
         warnings=(*problems, *_warnings(running, found, node)),
         stop=tuple(leave(config, found.node)),
         start=(
@@ -60,7 +60,8 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
             "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them",
             *leave(config, found.node, back=True),
         ),
-        clean_up=tuple(clean_up(found, annotations)),
+        # The annotations of the node are the agent's now, and HAMi's scheduler may stay.
+        clean_up=tuple(remove_folders(found)),
     )
 
 

@@ -303,7 +303,7 @@ async def test_hami_from_the_api_server(folder: Path) -> None:
         api.written.annotations["hami.io/node-handshake"] = "Requesting"
         api.put(SimPod(namespace="team", name="plain", uid="u9", containers=(SimContainer(name="main"),)))
         kubeconfig = api.kubeconfig(folder / "kubeconfig")
-        arguments = ("hami", "--node", "gpu-7", "--kubeconfig", kubeconfig, "--output", "json")
+        arguments = ("hami", "--new-requests", "--node", "gpu-7", "--kubeconfig", kubeconfig, "--output", "json")
         document = json.loads((await asyncio.to_thread(migrate, *arguments)).stdout)
         assert document["pods"] == ["no pod of this node has a GPU from HAMi"]
         assert document["clean_up"][0] == "kubectl annotate node gpu-7 hami.io/node-handshake-"

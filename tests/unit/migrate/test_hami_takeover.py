@@ -1,6 +1,7 @@
 """The plan for a node on which pods keep running, and the comparison afterwards."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,13 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
 def test_what_prevents_it_is_named_with_the_remedy(documents: list[Any], found: dict[str, Any], warning: str) -> None:
     (text,) = plan(*documents, **found).warnings
     assert text.startswith(warning)
+
+
+def test_the_annotations_that_are_the_agents_now_and_the_scheduler_stay() -> None:
+    made = plan(NODE, folders=[Path("/usr/local/vgpu")])
+    assert commands(made.clean_up) == ["rm -r /usr/local/vgpu"]
+    odd = plan(node(**{"hami.io/device-cordon": "GPU-1; reboot"}))
+    assert any("hami.io/device-cordon has what is no GPU's UUID" in each for each in odd.notes)
 
 
 def test_an_init_container_and_the_app_count_at_their_maximum() -> None:
