@@ -43,23 +43,24 @@ GpuName = str
 @dataclass(frozen=True, slots=True)
 class Amounts:
     """Amounts on one GPU: `cores` in percent of it, and memory. `replicas`, of HAMi's resource, are counted by the scheduler: in the ledger
-    they are device ids."""
+    they are device ids. `slices`: the memory slices of MIG devices, slice n as bit n; sums of amounts have the slices of both."""
 
     cores: int = 0
     memory_mebibytes: int = 0
     replicas: int = 0
+    slices: int = 0
 
     def __add__(self, other: "Amounts") -> "Amounts":
         memory = self.memory_mebibytes + other.memory_mebibytes
-        return Amounts(self.cores + other.cores, memory, self.replicas + other.replicas)
+        return Amounts(self.cores + other.cores, memory, self.replicas + other.replicas, self.slices | other.slices)
 
     def __sub__(self, other: "Amounts") -> "Amounts":
         memory = self.memory_mebibytes - other.memory_mebibytes
-        return Amounts(self.cores - other.cores, memory, self.replicas - other.replicas)
+        return Amounts(self.cores - other.cores, memory, self.replicas - other.replicas, self.slices & ~other.slices)
 
     def most(self, other: "Amounts") -> "Amounts":
         memory = max(self.memory_mebibytes, other.memory_mebibytes)
-        return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas))
+        return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
 
     def __str__(self) -> str:
         return f"{self.cores} cores and {self.memory_mebibytes} MiB"

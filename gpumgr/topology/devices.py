@@ -44,10 +44,27 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigProfile:
+    """A kind of MIG device that a GPU can have: `slices` of its compute, `size` slices of its memory in a row. `starts` are the memory
+    slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
+
+    Source: nvmlDeviceGetGpuInstanceProfileInfo and nvmlDeviceGetGpuInstancePossiblePlacements.
+    """
+
+    name: str
+    number: int
+    memory_mebibytes: int
+    slices: int
+    size: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigInstance:
     """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
 
-    `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again.
+    `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again. `memory_slices`:
+    those of its GPU instance, slice n as bit n; 0 = not known.
     """
 
     uuid: str
@@ -55,6 +72,7 @@ class MigInstance:
     gpu_instance: int
     compute_instance: int
     memory_bytes: int
+    memory_slices: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +80,7 @@ class Gpu:
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
     `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
+    `mig_profiles`: the MIG devices that it could have, also while its MIG mode is off; empty if it or the driver has no MIG.
     """
 
     index: int
@@ -74,6 +93,7 @@ class Gpu:
     numa_node: int | None = None
     pcie_chain: tuple[str, ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
+    mig_profiles: tuple[MigProfile, ...] = ()
 
     @property
     def memory_blocks(self) -> int:

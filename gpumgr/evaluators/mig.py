@@ -1,0 +1,79 @@
+"""Where a MIG device for a request can be created on a GPU, and of which profile. Pure.
+
+Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. Beyond HAMi, a request for cores gets a
+profile with that part of the compute.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.topology.devices import MigProfile
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: Profiles that begin at the last free place, so that larger ones still fit before them.
+_FROM_THE_END: Final = ("1g.", "3g.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigPlace:
+    """A MIG device to create: `start` is its first memory slice."""
+
+    profile: MigProfile
+    start: int
+
+    @property
+    def memory_slices(self) -> int:
+        """Slice n as bit n."""
+        return (1 << self.profile.size) - 1 << self.start
+
+
+def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
+    """What it takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have no more than it."""
+    most = max(profile.slices for profile in profiles)
+    return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
+
+
+def find_place(profiles: Sequence[MigProfile], taken: int, request: ReplicaRequest) -> MigPlace | None:
+    """The smallest profile that has what is requested of each GPU, where it is free; None: none fits. `taken`: memory slices as bits."""
+    return next((place for profile in _fitting(profiles, request) for place in _places(profile, taken)), None)
+
+
+def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
+    """The place that has exactly these amounts; None: the GPU has no such one."""
+    return next((place for profile in profiles for place in _places(profile, 0) if amounts_of(place, profiles) == amounts), None)
+
+
+def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
+    """The place of this profile that begins at this memory slice; None: the GPU has no such one."""
+    return next(
+        (place for profile in profiles if profile.name == name for place in _places(profile, 0) if place.start == start), None
+    )
+
+
+def smallest(profiles: Sequence[MigProfile], request: ReplicaRequest) -> MigProfile | None:
+    """The profile on an empty GPU; None: each is too small."""
+    return next(_fitting(profiles, request), None)
+
+
+def _fitting(profiles: Sequence[MigProfile], request: ReplicaRequest) -> Iterator[MigProfile]:
+    """The smallest first. A part of the memory is that of the memory slices, since MIG devices together have less than the GPU."""
+    most_slices = max((profile.slices for profile in profiles), default=0)
+    most_size = max((profile.size for profile in profiles), default=0)
+    for profile in sorted(profiles, key=lambda each: (each.memory_mebibytes, each.slices, each.name)):
+        if request.whole or request.memory_mebibytes is None:
+            percent = CORES_PER_GPU if request.whole else request.memory_percent
+            enough = profile.size * CORES_PER_GPU >= percent * most_size
+        else:
+            enough = profile.memory_mebibytes >= request.memory_mebibytes
+        if enough and profile.slices * CORES_PER_GPU > (request.cores - 1) * most_slices:
+            yield profile
+
+
+def _places(profile: MigProfile, taken: int) -> Iterator[MigPlace]:
+    starts = reversed(profile.starts) if profile.name.startswith(_FROM_THE_END) else profile.starts
+    for start in starts:
+        place = MigPlace(profile=profile, start=start)
+        if not place.memory_slices & taken:
+            yield place
