@@ -1,4 +1,4 @@
-"""The MIG devices that a container requests."""
+"""What is read of a pod: the MIG devices that a container requests, and whether the pod is to be deleted."""
 
 import pytest
 
@@ -17,3 +17,9 @@ def test_mig_devices_count_by_the_strategys_resources(mig_resource: str | None, 
     }
     view = parse_pod(pod, mig_resource=mig_resource)
     assert [each.instances for each in view.containers] == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.parametrize("timestamp", [None, "2026-11-01T10:00:00Z"])
+def test_a_pod_with_a_deletion_timestamp_is_deleted(timestamp: str | None) -> None:
+    metadata = {"namespace": "team", "name": "p", "uid": "u", **({"deletionTimestamp": timestamp} if timestamp else {})}
+    assert parse_pod({"metadata": metadata}).deleted is (timestamp is not None)
