@@ -96,7 +96,7 @@ class NodeClaims:
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
-            if not held or (self._pods.synced and not self._has_holder(held)):
+            if not held or (self._closed is None and self._pods.synced and not self._has_holder(held)):
                 held = await self._grant(claim, deadline, adopted)
             for allocation in held:
                 if not await self._start(allocation):

@@ -132,13 +132,19 @@ class DraLink:
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
-    async def stop(self, grace_seconds: float) -> None:
-        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+    async def suspend(self) -> None:
+        """Ends `run` and the registration, until `run` is called again."""
         if self._daemon is not None:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
-        await self._registration.drain(0)
+        self._registration.remove()
+        self._confirmed = False
         self._become(LinkState(registrations=self._registrations))
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+        await self.suspend()
+        await self._registration.drain(0)
         await self._dra.drain(grace_seconds)
 
     def __mapping__(self) -> dict[str, Method]:
