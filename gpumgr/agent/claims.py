@@ -183,8 +183,8 @@ class NodeClaims:
         """Whether the claim was unprepared, and is reserved for no pod that still needs it."""
         if (over := self._unprepared.get(claim.uid)) is None:
             return False
-        left = [(uid, view) for _, uid, view in pods if uid not in over]
-        return all(self._pods.synced if view is None else view.ended or view.deleted for _, view in left)
+        views = [view for _, uid, view in pods if uid not in over]
+        return all(self._pods.synced if view is None else view.ended or view.deleted for view in views)
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
         """Whether a pod that has the claim is there: as long as a claim is reserved for a pod, its allocation does not change."""

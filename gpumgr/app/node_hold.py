@@ -69,8 +69,10 @@ async def node_held(settings: Settings, driver: DraDriver | None, stop: asyncio.
 
 async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitStack, stop: asyncio.Event) -> None:
     """Serves the kubelet's registration and the probes, until the locks are taken or `stop` is set."""
-
-    holders = await asyncio.to_thread(_holders_of_mode_plugin, settings)
+    holders = None
+    with contextlib.suppress(CheckpointError):
+        loaded = await asyncio.to_thread(read_checkpoint, settings.checkpoint.dir)
+        holders = holders_of_other_mode(loaded.ledger, "dra")
 
     def not_ready() -> list[str]:
         if driver.link.registered or holders is not None:
@@ -96,13 +98,6 @@ async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitSta
     if held:
         driver.waits_for = "the agent starts"
         log.info("other_agent_ended")
-
-
-def _holders_of_mode_plugin(settings: Settings) -> str | None:
-    """By the checkpoint of the agent that has the node."""
-    with contextlib.suppress(CheckpointError):
-        return holders_of_other_mode(read_checkpoint(settings.checkpoint.dir).ledger, "dra")
-    return None
 
 
 @contextlib.contextmanager

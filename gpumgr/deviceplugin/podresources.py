@@ -5,7 +5,8 @@ The answer has every id of the node, so only the names of pods are decoded at on
 """
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -46,19 +47,10 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
         return held
 
     def read_claims() -> Collection[ClaimKey]:
-        containers = [
-            (start, end)
-            for pod in places.values()
-            for place in pod
-            for number, start, end in wire.spans(data, *place)
-            if number == 3
-        ]
-        return {
-            _key(data, start, end, name=2, namespace=3)
-            for place in containers
-            for number, start, end in wire.spans(data, *place)
-            if number == 5
-        }
+        spans: Iterable[tuple[int, int]] = chain(*places.values())
+        for wanted in (3, 5):  # the pods' containers, and the claims of those
+            spans = [(start, end) for span in spans for number, start, end in wire.spans(data, *span) if number == wanted]
+        return {_key(data, start, end, name=2, namespace=3) for start, end in spans}
 
     return Listing(tuple(places), read, read_claims)
 

@@ -117,6 +117,8 @@ class DraLink:
         self._accepted = 0  # connections to the DRA socket that are considered already
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
+        # The kubelet needs one look to notice that a socket is gone, and one for the next socket: it may have the first before that is made.
+        self._remove_leftovers()
 
     @property
     def registered(self) -> bool:
@@ -178,8 +180,7 @@ class DraLink:
 
     async def _keep(self) -> None:
         """Never returns."""
-        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
-            _remove_leftovers(server.path.parent, pattern)
+        self._remove_leftovers()
         while True:
             try:
                 await self._serve()
@@ -189,6 +190,10 @@ class DraLink:
                 self._problem = None
             self._report(self._observed())
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
+
+    def _remove_leftovers(self) -> None:
+        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
+            _remove_leftovers(server.path.parent, pattern)
 
     async def _serve(self) -> None:
         """Makes the sockets that are not in place. Raises KubeletError."""
