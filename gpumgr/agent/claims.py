@@ -119,8 +119,8 @@ class NodeClaims:
         await self._batch.add(free)
 
     async def reclaim(self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]]]], listing: Listing) -> None:
-        """Frees the claims whose shares the API server has not allocated on this node and that the kubelet does not list, each in two
-        calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them.
+        """Frees the claims that hold shares which the API server has not allocated to them on this node, and that the kubelet does not
+        list, each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them.
 
         `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node."""
         gone = set[str]()

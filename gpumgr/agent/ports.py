@@ -71,7 +71,7 @@ class Enforcement(Protocol):
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:
-        """The allocations whose CDI specs are on disk as `start` wrote them. Blocks for the time of a few system calls."""
+        """The allocations with CDI specs on disk as `start` wrote them. Blocks for the time of a few system calls."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:

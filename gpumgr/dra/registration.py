@@ -117,7 +117,7 @@ class DraLink:
         self._accepted = 0  # connections to the DRA socket that are considered already
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
-        # The kubelet needs one look to notice that a socket is gone, and one for the next socket: it may have the first before that is made.
+        # The kubelet needs one look to notice that a socket is gone, and one for the next socket; it looks once a second.
         self._remove_leftovers()
 
     @property

@@ -212,7 +212,7 @@ async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path
 
 @asynccontextmanager
 async def running_side(world: World, folder: Path, *, lost: bool = False) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
-    """A side whose driver a former part of the process has registered."""
+    """A former part of the process has registered its driver."""
     kubelet = StubKubelet(folder)
     side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None), lost=lost)
     former = asyncio.create_task(side.link.run())
