@@ -46,11 +46,17 @@ def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None
 
 
 def test_defaults_and_the_factor_of_memory() -> None:
+    """As HAMi, the factor is for what is requested only, and an explicit 0 cores means no limit."""
     resources = ReplicaResources(
         count="gpu", memory="m", memory_percentage="p", cores="c", default_memory=3, default_cores=20, memory_factor=1024
     )
-    assert replica_request({"gpu": 1}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_mebibytes=3072)
-    assert replica_request({"gpu": 1, "p": 40}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_percent=40)
+    for limits, request_ in (
+        ({}, ReplicaRequest(count=1, cores=20, memory_mebibytes=3)),
+        ({"m": 2}, ReplicaRequest(count=1, cores=20, memory_mebibytes=2048)),
+        ({"m": 0, "c": 0}, ReplicaRequest(count=1, memory_mebibytes=3)),
+        ({"p": 40, "c": 30}, ReplicaRequest(count=1, cores=30, memory_percent=40)),
+    ):
+        assert replica_request({"gpu": 1, **limits}, resources, parse_quantity) == request_
 
 
 @pytest.mark.hami_bug("B1: it omits the entries of containers without GPUs, and reads an app's devices as an init container's")
