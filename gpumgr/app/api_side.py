@@ -87,6 +87,7 @@ class ApiSide:
             pods=self.pods,
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
+            scaling=(components.settings.hami.device_memory_scaling, components.settings.hami.device_core_scaling),
         )
         reporters = [("inventory_reporter", inventory.run)]
         if (registration := _registration(components.settings)) is not None:

@@ -14,7 +14,7 @@ from functools import lru_cache, reduce
 from typing import Final
 
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
-from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
@@ -109,7 +109,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         if placement is None:
             return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
-        shares = tuple((gpu, container.on(node.gpus[gpu].memory_mebibytes)) for gpu in sorted(gpus))
+        shares = tuple((gpu, _on(container, node.gpus[gpu])) for gpu in sorted(gpus))
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
@@ -215,6 +215,10 @@ def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerReques
     return same
 
 
+def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
+    return container.on(gpu.memory_mebibytes, gpu.scaling)
+
+
 def _size(container: ContainerRequest) -> tuple[int, int]:
     """Compares requests of one pod, on any GPU."""
     amounts = container.on(1 << 20)
@@ -229,7 +233,7 @@ def _replica_capacities(
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position)
-        most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in same))
+        most = reduce(Amounts.most, (_on(each, gpu) for each in same))
         fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most) and not (unused and held != NOTHING)
         result.append(
             GpuCapacity(
@@ -301,7 +305,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         offered = [each for each in capacities if node.gpus[each.index].offered]
         most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
         closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
-        rooms = [(each, container.on(node.gpus[each.index].memory_mebibytes)) for each in capacities if each not in offered]
+        rooms = [(each, _on(container, node.gpus[each.index])) for each in capacities if each not in offered]
         closed = sum(
             wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.topology.devices import Level, Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -20,7 +21,8 @@ NOTHING = Amounts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
+    that of the node for such containers; None: that of the scheduler's settings, which the requests have."""
 
     uuid: str = ""
     model: str = ""
@@ -30,6 +32,7 @@ class GpuState:
     cordoned: bool = False
     index: int | None = None
     replicas: int = 0
+    scaling: Scaling | None = None
 
     @property
     def offered(self) -> bool:

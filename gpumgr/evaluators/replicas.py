@@ -1,6 +1,6 @@
 """What a container requests by HAMi's resources. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
@@ -8,6 +8,9 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
 _MOST_MEBIBYTES: Final = 2**31 - 1
+
+#: How many times its memory, and its cores, a GPU has for such requests.
+Scaling = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,10 @@ class ReplicaRequest:
         if self.memory_mebibytes is not None and self.memory_mebibytes > _MOST_MEBIBYTES:
             return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
         return None
+
+    def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
+        """The same on a GPU with these factors; None: with those of the request."""
+        return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
 
     def counted(self, gpu_mebibytes: int) -> Amounts:
         """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""

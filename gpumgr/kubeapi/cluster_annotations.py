@@ -34,6 +34,11 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: A NUMA node; -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
+#: How many containers with HAMi's resources may share a GPU; more than the setting allows hold replicas from before it was lowered.
+Replicas = Annotated[int, Meta(ge=0, le=4096)]
+#: How many times its memory, or its cores, a GPU has for such containers.
+Factor = Annotated[float, Meta(ge=0.01, le=100)]
+
 #: (GPU, cores, MiB). In an inventory the GPU is its position in `gpus`, in a placement its UUID. A whole GPU has 100 cores and all its MiB.
 OtherShare = tuple[Position, Cores, Mebibytes]
 PlacedShare = tuple[Uuid, Cores, Mebibytes]
@@ -41,7 +46,8 @@ PlacedShare = tuple[Uuid, Cores, Mebibytes]
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
-    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it."""
+    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `replicas`: how many
+    containers with HAMi's resources may share it; it is not written where none may, and by older agents."""
 
     uuid: Uuid
     model: Text = ""
@@ -50,12 +56,15 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool = True
     cordoned: bool = False
     index: NvmlIndex | UnsetType = UNSET
+    replicas: Replicas | UnsetType = UNSET
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations; `other_replicas`: of a pod with HAMi's resources how many replicas it holds for each share,
+    unless that is one for each. `scaling`: the factors of memory and cores for such pods; it is written where `replicas` are.
+    `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -65,6 +74,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Annotated[tuple[InventoryGpu, ...], Meta(max_length=MAX_GPUS)] = ()
     levels: tuple[tuple[Annotated[int, Meta(ge=0, le=100_000)], ...], ...] = ()
     other: Mapping[str, tuple[OtherShare, ...]] = {}
+    other_replicas: Mapping[str, tuple[Replicas, ...]] | UnsetType = msgspec.field(name="otherReplicas", default=UNSET)
+    scaling: tuple[Factor, Factor] | UnsetType = UNSET
 
     def topology(self) -> Topology:
         """The topology that `levels` describes. Raises ValueError."""
@@ -107,6 +118,9 @@ def decode_inventory(text: str) -> Inventory:
         positions = [position for position, _, _ in shares]
         if len(set(positions)) != len(positions) or any(position >= len(inventory.gpus) for position in positions):
             raise ValueError(f"other[{uid[:64]!r}] names a GPU twice, or one that is not in gpus")
+    replicas = {} if inventory.other_replicas is UNSET else inventory.other_replicas
+    if any(len(counts) != len(inventory.other.get(uid, ())) for uid, counts in replicas.items()):
+        raise ValueError("otherReplicas has not one number for each share")
     return inventory
 
 

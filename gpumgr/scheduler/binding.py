@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.allocator.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.cluster.index import PlacedPod
-from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.node import GpuState, NodeState
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer, Method
 from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode
@@ -58,10 +58,11 @@ def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, 
     if not pod.every_container or placed.shares is None or node.naming != "uuid":
         return {}
     found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
-    memory = {gpu.uuid: gpu.memory_mebibytes for gpu in node.gpus}
+    gpus = {gpu.uuid: gpu for gpu in node.gpus}
     for name, container, shares in zip(pod.containers, pod.request.containers, placed.shares, strict=True):
-        if container.replica is not None:
-            found[name] = [(str(gpu), container.replica.limit(memory.get(str(gpu), 0))) for gpu, _ in shares]
+        if (replica := container.replica) is not None:
+            chosen = [gpus.get(str(uuid), GpuState(uuid=str(uuid), memory_mebibytes=0)) for uuid, _ in shares]
+            found[name] = [(gpu.uuid, replica.scaled(gpu.scaling).limit(gpu.memory_mebibytes)) for gpu in chosen]
     return {HAMI_ALLOCATED: devices_text(found.values())}
 
 
