@@ -94,6 +94,8 @@ def view(annotations: Mapping[str, str], resources: ReplicaResources | None = RE
 def test_the_choice_of_hamis_scheduler_counts_on_its_node_only() -> None:
     mine = {"hami.io/vgpu-node": "node-1", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,100,0:;"}
     assert view(mine).placed == (("main", (("GPU-a", Amounts(0, 100)),)),)
+    (main,) = view(mine).containers
+    assert main.replicas == ReplicaRequest(count=1, memory_mebibytes=100)
     assert view({**mine, "hami.io/vgpu-node": "node-2"}).placed == ()
     wrong = view({**mine, "hami.io/vgpu-devices-allocated": "x"})
     assert (wrong.bound_by_hami, wrong.placed) == (True, (("", ()),))

@@ -127,6 +127,15 @@ def test_a_pod_of_hamis_plugin_counts_on_the_gpus_that_its_scheduler_chose() -> 
     assert unknown.gpus == {one: Amounts(20, 1000)}
 
 
+def test_a_percentage_is_adopted_as_hamis_scheduler_counted_it() -> None:
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
+    view = hami_view("a", second, memory=1000)
+    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=50, memory_on=((second, 1000),)))
+    (a,) = adopted(ledger, kubelets, views=(replace(view, containers=(main,)),)).added
+    assert a.gpus == {ledger.gpu_registry.by_uuid[second].name: Amounts(0, 1000)}
+
+
 def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
     ledger, (first, second) = with_replicas()
     entries = [
