@@ -29,6 +29,18 @@ _CLAIM_WAYS = {
     "empty": "an empty DRA driver",
 }
 _REPLICA_CALLS = {"prefer": "GetPreferredAllocation, the agent's part", "allocate": "Allocate, durable commit included"}
+_REPORTS = {
+    "register": ("report to HAMi's scheduler of 16 GPUs with these pods, after a change", "p50 < 1 ms"),
+    "register_same": ("the same without a change", ""),
+    "inventory": ("report to gpumgr's scheduler, all pods bound by others, after a change", ""),
+    "inventory_same": ("the same without a change", ""),
+}
+_FILTERED = {
+    "vcuda": "vcuda",
+    "hami": "nvidia.com/gpu with MiB",
+    "hami_percentage": "nvidia.com/gpu with a percentage",
+    "hami_two_gpus": "nvidia.com/gpu: 2",
+}
 _LINK_16 = {
     "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
     "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
@@ -50,6 +62,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_limits(limits),
         *_dra(figures.get("dra")),
         *_replicas(figures.get("replicas")),
+        *_replica_filter(figures.get("replica_filter")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_kube_scheduler(figures.get("kube_scheduler")),
@@ -223,6 +236,21 @@ def _replicas(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield from ("", "| 100 pods of nvidia.com/gpu beside 60 vcuda pods | goal | nvidia.com/gpu | vcuda |", "|---|---|---|---|")
     for name, goal in (("prefer", ""), ("allocate", "p99 < 5 ms")):
         yield f"| {_REPLICA_CALLS[name]} | {goal} | {_pair(found[name])} | {_pair(found[f'vcuda_{name}'])} |"
+    for name, (what, goal) in _REPORTS.items():
+        if name in found:
+            yield f"| {what} | {goal} | {_pair(found[name])} | |"
+
+
+def _replica_filter(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from (
+        "",
+        "| choice of one of 5000 nodes with 20000 pods of both kinds | a request as before | a new request |",
+        "|---|---|---|",
+    )
+    for name, what in _FILTERED.items():
+        yield f"| {what} | {_pair(found[name])} | {_pair(found[f'{name}_new'])} |"
 
 
 def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:

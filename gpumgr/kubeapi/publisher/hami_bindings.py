@@ -1,4 +1,4 @@
-"""Tells HAMi's scheduler how the admission of its pods went: removes its lock of the node, and sets the pod's phase.
+"""Reports to HAMi's scheduler how the admission of its pods went: removes its lock of the node, and sets the pod's phase.
 
 That scheduler binds the next pod of a node once the lock is gone, or after 5 minutes. The agent needs no lock, so it makes no difference
 if the lock is another pod's by now. A pod that the kubelet refuses by itself, or that ends while no agent runs, holds it, too: a pod is

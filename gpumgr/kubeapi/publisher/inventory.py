@@ -146,10 +146,10 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
     """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
-    held = Ledger(allocations={a.id: a for a in allocations})
+    held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
-        most = held.used(gpu)
+        most = held.used(gpu) if isinstance(held, Ledger) else held.amounts_on(gpu)
         for a in allocations:
             most = most.most(a.gpus[gpu]) if gpu in a.gpus and a.gpus[gpu].whole else most
         replicas = held.held("replica").get(gpu, 0).bit_count()
