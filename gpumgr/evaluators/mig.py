@@ -5,7 +5,7 @@ profile with that part of the compute.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -37,7 +37,7 @@ def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
 
 def find_place(profiles: Sequence[MigProfile], taken: int, request: ReplicaRequest) -> MigPlace | None:
     """The smallest profile that has what is requested of each GPU, where it is free; None: none fits. `taken`: memory slices as bits."""
-    return next((place for profile in _fitting(profiles, request) for place in _places(profile, taken)), None)
+    return next((places[0] for profile in _fitting(profiles, request) if (places := _places(profile, taken))), None)
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
@@ -50,6 +50,21 @@ def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPla
     return next(
         (place for profile in profiles if profile.name == name for place in _places(profile, 0) if place.start == start), None
     )
+
+
+def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
+    """Whether a MIG device of any profile can be created."""
+    return any(_places(profile, taken) for profile in profiles)
+
+
+def without_places(profile: MigProfile, taken: int) -> MigProfile:
+    """The profile without the places that touch these memory slices."""
+    return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
+
+
+def most_devices(profiles: Sequence[MigProfile]) -> int:
+    """How many MIG devices the GPU can have at most."""
+    return max(len(profile.starts) for profile in profiles)
 
 
 def smallest(profiles: Sequence[MigProfile], request: ReplicaRequest) -> MigProfile | None:
@@ -71,9 +86,8 @@ def _fitting(profiles: Sequence[MigProfile], request: ReplicaRequest) -> Iterato
             yield profile
 
 
-def _places(profile: MigProfile, taken: int) -> Iterator[MigPlace]:
-    starts = reversed(profile.starts) if profile.name.startswith(_FROM_THE_END) else profile.starts
-    for start in starts:
-        place = MigPlace(profile=profile, start=start)
-        if not place.memory_slices & taken:
-            yield place
+def _places(profile: MigProfile, taken: int) -> list[MigPlace]:
+    """The free ones, the best first."""
+    starts = profile.starts[::-1] if profile.name.startswith(_FROM_THE_END) else profile.starts
+    places = [MigPlace(profile=profile, start=start) for start in starts]
+    return [place for place in places if not place.memory_slices & taken]
