@@ -11,7 +11,7 @@ from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
@@ -84,11 +84,7 @@ def _placement(text: object, node: str) -> dict[str, Any]:
             raise ValueError(f"it is about node {placement.node}, and the pod is bound to {node or 'none'}")
     except ValueError as error:
         return {"placement_ignored": f"the annotation {PLACEMENT_ANNOTATION} is ignored: {str(error)[:_MAX_WORD]}"}
-    named = {
-        name: tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in shares)
-        for name, shares in placement.containers.items()
-    }
-    return {"placed": tuple(named.items())}
+    return {"placed": tuple(placement.named.items())}
 
 
 def parse_quantity(text: str) -> int:

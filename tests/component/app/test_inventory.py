@@ -177,6 +177,21 @@ def test_all_that_a_pod_holds_is_reported_if_a_part_is_not_explained() -> None:
     assert node.other == {"uid-a": ((0, 40, 768),)}
 
 
+def test_mig_devices_are_reported_with_their_places() -> None:
+    """Of a pod that the scheduler has not placed, or has placed elsewhere on the GPU."""
+    node, held = Node(), Amounts(14, 9984, slices=1 << 6)
+    there = replace(share("a", 0), device_ids={}, gpus={name_of(0): held})
+    put(node, pod("a"))
+    node.look(there)
+    assert (node.other, node.inventory.slices) == ({"uid-a": ((0, 14, 9984),)}, {"uid-a": (1 << 6,)})
+    put(node, pod("a", (uuid_of(0), held)))
+    node.look(there)
+    assert (node.other, node.inventory.slices) == ({}, UNSET)
+    put(node, pod("a", (uuid_of(0), replace(held, slices=1))))
+    node.look(there)
+    assert node.inventory.slices == {"uid-a": (1 << 6,)}
+
+
 def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> None:
     node = Node()
     pair = allocation("p", ("team", "p"), cores={0: ALL_CORES, 1: ALL_CORES}, blocks={0: 1})

@@ -7,7 +7,7 @@ from gpumgr.agent.inventory import EMPTY
 from gpumgr.errors import NvmlError
 from gpumgr.evaluators.mig import MigPlace
 from gpumgr.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
-from tests.unit.evaluators.test_mig import H100
+from tests.mig_profiles import H100
 
 MEBIBYTES = 81559
 

@@ -16,7 +16,7 @@ from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
 from gpumgr.evaluators.mig import amounts_of, place_named
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
-from tests.unit.evaluators.test_mig import H100
+from tests.mig_profiles import H100
 
 from .mig import MemoryMig, with_mig
 from .stage import WITHOUT_MIG, Stage, app, mig_mode, snapshot, stage
