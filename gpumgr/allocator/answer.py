@@ -4,12 +4,9 @@ It depends on the allocation alone, not on the pod (design: state is keyed by al
 has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
 """
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Allocation, MigDevice
@@ -24,7 +21,7 @@ DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
 #: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
 AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
-#: The MIG devices that were created for the container, as a JSON list.
+#: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
 MIG_ANNOTATION = "gpumgr.io/mig-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
@@ -95,7 +92,10 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
     annotations = {AMOUNTS_ANNOTATION: ";".join(amounts)}
     if not allocation.mig_devices:
         return _with_own_path(replace(core_answer(allocation, gpus, host), annotations=annotations))
-    annotations[MIG_ANNOTATION] = msgspec.json.encode(allocation.mig_devices).decode()
+    annotations[MIG_ANNOTATION] = ";".join(
+        f"{each.gpu}={each.profile},{each.memory_slices},{each.uuid},{each.gpu_instance},{each.compute_instance}"
+        for each in allocation.mig_devices
+    )
     places = {each.uuid: (each.gpu, each.gpu_instance, each.compute_instance) for each in allocation.mig_devices}
     return replace(_of_instances(allocation, gpus, places, host), annotations=annotations)
 
@@ -147,9 +147,18 @@ def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts
 
 def mig_devices_in(annotations: Mapping[str, str]) -> tuple[MigDevice, ...]:
     """The MIG devices in the annotations of an earlier response of `replica_answer`; empty if there are none."""
-    with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(annotations.get(MIG_ANNOTATION, "[]"), type=tuple[MigDevice, ...])
-    return ()
+    form = r"([0-9a-z]+)=([^,;]+),([0-9]{1,10}),([^,;]+),([0-9]{1,10}),([0-9]{1,10})(?:;|$)"
+    return tuple(
+        MigDevice(
+            gpu=gpu,
+            profile=profile,
+            memory_slices=int(slices),
+            uuid=uuid,
+            gpu_instance=int(gpu_instance),
+            compute_instance=int(compute_instance),
+        )
+        for gpu, profile, slices, uuid, gpu_instance, compute_instance in re.findall(form, annotations.get(MIG_ANNOTATION, ""))
+    )
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:

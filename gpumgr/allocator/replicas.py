@@ -3,8 +3,8 @@
 * Each replica of a container lies on another GPU, and the container has the same of each.
 * 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
-* On a GPU with MIG profiles a replica is a MIG device that is created for the container. One that takes over a replica of an init
-  container takes over its MIG device, if it needs the same profile; otherwise both exist until the pod ends.
+* On a GPU with MIG profiles a replica is a MIG device that is created for the container. That of an init container is large enough for
+  those that take over its replica, and they take it over, too.
 
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
@@ -57,7 +57,9 @@ def grant_replicas(
         )
     gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
     shared = [gpu for gpu in gpus if gpu not in node.mig_profiles]
-    devices = mig_devices(node, ledger, caller, wanted, {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles})
+    devices = mig_devices(
+        node, ledger, caller, _follow(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
+    )
     probe = _probe(ledger, caller, [wanted], shared)
     amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
     allocation = replace(
@@ -117,7 +119,7 @@ def _choose(
     node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
 ) -> Choice:
     registered = [gpu.name for gpu in ledger.gpu_registry.gpus]
-    follow = [spec.replicas for spec in caller.chain if spec.replicas] if caller.init else [wanted]
+    follow = _follow(caller, wanted)
     probe = _probe(ledger, caller, follow, registered)
     after = ledger.occupy(probe)
     foreign = minus(ledger.held("replica"), request.must)
@@ -129,7 +131,7 @@ def _choose(
             node.closed(gpu, "replica")
             or ("is not offered yet" if gpu not in registered else None)
             or (
-                obstacle_to_devices(node, ledger, gpu, follow)
+                obstacle_to_devices(node, ledger, caller, gpu, request.must.get(gpu, 0), follow)
                 if gpu in node.mig_profiles
                 else _obstacle(ledger, after, probe, gpu)
             )
@@ -165,6 +167,16 @@ def _choose(
     gpus = tuple(node.gpu_of_row[row] for row in placement.gpus)
     masks = {gpu: request.must.get(gpu) or lowest(free[gpu], 1) for gpu in gpus}
     return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
+
+
+def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
+    """The container's request, and those of the containers that take over its replicas."""
+    found, left = [wanted], wanted.count if caller.init else 0
+    for spec in caller.chain[1:]:
+        if spec.replicas and left > 0:
+            found.append(spec.replicas)
+            left -= 0 if spec.kind == "init" else spec.replicas.count
+    return found
 
 
 def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Sequence[GpuName]) -> Allocation:

@@ -51,7 +51,7 @@ MigRow = tuple[
     Annotated[int, Meta(ge=1, le=1 << 40)],
     MigSize,
     MigSize,
-    Annotated[tuple[MigStart, ...], Meta(min_length=1, max_length=MAX_MIG_SLICES)],
+    Annotated[tuple[MigStart, ...], Meta(max_length=MAX_MIG_SLICES)],
 ]
 #: The memory slices of each share of a list, slice n as bit n; 0: it is no MIG device.
 SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
@@ -211,7 +211,9 @@ def _decode(text: str, kind: type[_T]) -> _T:
 def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
     """One object for all GPUs with equal profiles. Raises ValueError."""
     profiles = tuple(msgspec.convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
-    ordered = all(p.starts == tuple(sorted(set(p.starts))) and p.starts[-1] + p.size <= MAX_MIG_SLICES for p in profiles)
+    ordered = all(
+        p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
+    )
     if not ordered or len({p.name for p in profiles}) != len(profiles):
         raise ValueError("mig has a profile twice, or with starts that are not ascending or too high")
     return profiles

@@ -3,12 +3,13 @@
 Source: HAMi 2.10, pkg/device/nvidia/mig_allocations.go, and MigProfile in pkg/device/devices.go.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from gpumgr.allocator.ledger import MigDevice
 from gpumgr.evaluators.mig import MigPlace, amounts_of
 from gpumgr.kubeapi.cluster_annotations import MigSize, MigStart, ProfileName, Uuid
 from gpumgr.topology.devices import MigProfile
@@ -72,6 +73,29 @@ def decode_allocations(text: str) -> Sequence[MigAllocation]:
     if len({(each.container, each.device) for each in found}) < len(found):
         raise ValueError("a device of a container appears twice")
     return found
+
+
+def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
+    """The allocations with the ids of the MIG devices at their places; `devices` have the UUIDs of their GPUs. Raises ValueError."""
+    ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
+
+    def completed(each: MigAllocation) -> MigAllocation:
+        slices = (1 << each.placement.size) - 1 << each.placement.start
+        made = ids.get((each.gpu, each.profile, slices))
+        if made is None:
+            return each
+        return msgspec.structs.replace(
+            each, mig_uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance
+        )
+
+    return encode_allocations(map(completed, decode_allocations(text)))
+
+
+def slices_in(text: str) -> Mapping[tuple[int, int], int]:
+    """(container, device) -> the memory slices of its MIG device, slice n as bit n. Raises ValueError, as `decode_allocations`."""
+    return {
+        (each.container, each.device): (1 << each.placement.size) - 1 << each.placement.start for each in decode_allocations(text)
+    }
 
 
 def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:

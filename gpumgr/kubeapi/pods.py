@@ -10,6 +10,7 @@ from typing import Any, Final
 from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, slices_in
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
@@ -69,9 +70,10 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)
     try:
-        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+        slices = slices_in(str(annotations.get(MIG_ALLOCATIONS, "")))
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers, slices)}
     except ValueError as error:
-        why = f"the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MAX_WORD]}"
+        why = f"the annotation {HAMI_ALLOCATED} or {MIG_ALLOCATIONS} can't be read: {str(error)[:_MAX_WORD]}"
         return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
 
 

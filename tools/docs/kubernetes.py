@@ -67,7 +67,8 @@ ANNOTATIONS: Final = (
         "container",
         MIG_ANNOTATION,
         "answered",
-        "It has the MIG devices that were created for a container of `nvidia.com/gpu`, as a JSON list.",
+        "It has the MIG devices that were created for a container of `nvidia.com/gpu`: for each one `GPU=profile,memory slices as bits,"
+        "UUID,GPU instance,compute instance`, joined by `;`.",
     ),
     (
         "pod",

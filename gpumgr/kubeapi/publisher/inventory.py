@@ -27,6 +27,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     TopologyManagerPolicy,
     encode,
     levels_of,
+    mig_rows,
     slices_of,
 )
 from gpumgr.units import CORES_PER_GPU, Amounts, GpuName
@@ -78,7 +79,8 @@ class InventoryReporter:
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
+        on_demand = view.inventory.mig_profiles(registry)
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
         other = self._other(view, {name: position for position, name in enumerate(names) if name})
         return Inventory(
@@ -94,6 +96,7 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
+                    mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),

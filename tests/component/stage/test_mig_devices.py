@@ -176,7 +176,7 @@ async def test_hamis_scheduler_may_name_a_gpu_twice(folder: Path) -> None:
         assert response.envs["NVIDIA_VISIBLE_DEVICES"].split(",") == [each.uuid for each in held.mig_devices]
 
 
-@pytest.mark.parametrize(("memory", "places"), [(5000, [("1g.10gb", 6)]), (15000, [("1g.10gb", 6), ("1g.20gb", 4)])])
+@pytest.mark.parametrize(("memory", "places"), [(5000, [("1g.10gb", 6)]), (15000, [("1g.20gb", 6)])])
 async def test_an_app_container_takes_over_the_device_of_its_init_container(
     folder: Path, memory: int, places: Sequence[tuple[str, int]]
 ) -> None:
@@ -259,3 +259,28 @@ async def test_devices_are_never_at_one_place_whatever_the_order(folder: Path) -
             held = {device.uuid for a in node.ledger.allocations.values() for device in a.mig_devices}
             assert held <= {each.uuid for gpu in mig.snapshot.gpus for each in gpu.mig_instances}
         assert len(mig.destroyed) > 10
+
+
+@pytest.mark.parametrize("init", [{"gpumem": 5000}, {"gpucores": 100, "gpumem": 80000}])
+@pytest.mark.parametrize("named", [False, True])
+async def test_one_device_serves_an_init_container_and_the_container_that_takes_over(
+    folder: Path, init: dict[str, int], named: bool
+) -> None:
+    """The GPU has no place for two."""
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(name="fetch", kind="init", **init), hami(gpucores=100, gpumem=80000))
+        if named:
+            place(node, pod, FIRST, ("7g.80gb", 0))
+            view = node.pods.views[pod.namespace, pod.name]
+            node.pods.views[view.key] = replace(view, placed=(("fetch", view.placed[0][1]), *view.placed))
+        await node.run_all(pod)
+        assert mig.places(uuid_of(node)) == [("7g.80gb", 0)]
+        node.check_agreement(pod)
+
+
+async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Path) -> None:
+    async with mig_stage(folder, gpus=2) as (node, mig):
+        small, whole = hami(gpumem=5000), hami(name="second", gpucores=100, gpumem=80000)
+        pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), small, whole)
+        await node.run_all(pod)
+        assert sorted(mig.places(uuid_of(node, gpu)) for gpu in (FIRST, SECOND)) == [[("1g.10gb", 6)], [("7g.80gb", 0)]]
