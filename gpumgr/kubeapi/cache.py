@@ -61,7 +61,8 @@ class PodCache:
         return self._by_uid.get(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations that this incarnation of a pod has, and HAMi's of MIG devices. Listeners are not called for their changes."""
+        """The agent's annotations that this incarnation of a pod has, and that of HAMi's MIG devices. Listeners are not called for their
+        changes."""
         return self._annotations.get(uid, {})
 
     def all(self) -> Iterable[PodView]:
