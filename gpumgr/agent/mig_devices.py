@@ -93,7 +93,7 @@ class MigDevices:
         for name, gpu in gpus.items():
             if not gpu.mig_enabled and name not in ledger.occupied:
                 found |= await self._enable(gpu.uuid)
-        # By UUID, so that a device that was created meanwhile is not affected.
+        # By UUID, so that a device that was created since then is not affected.
         for uuid in present.keys() - held - self._kept - self._destroyed:
             found |= await self._destroy(present[uuid], uuid)
         await self._agent_state.set_mig_stuck(found.keys() & present.keys())

@@ -1,4 +1,4 @@
-"""Containers of nvidia.com/gpu on GPUs whose MIG devices are created on demand."""
+"""Containers of nvidia.com/gpu on GPUs where MIG devices are created on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""GPUs with dynamic MIG: which device a container gets, on which GPU, and what is told if none fits."""
+"""GPUs with dynamic MIG: which device a container gets, on which GPU, and the reason if none fits."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_one_device_for_an_init_container_and_the_container_that_takes_over(
 
 
 def test_a_device_that_is_too_small_for_its_second_container_stays_beside_the_new_one() -> None:
-    """The second app container gets GPU 0 from the first init container, whose device was chosen for the others."""
+    """The second app container gets GPU 0 from the first init container, and the device of that one was chosen for the others."""
     containers = (hami("init", memory=5000), hami("init", gpus=2, memory=5000), hami(memory=5000), hami(memory=15000))
     found = chosen(TWO, together(*containers))
     assert isinstance(found, list)
