@@ -38,6 +38,11 @@ class NodeView:
         open_ = gpu in self.in_mig_mode and (resource == "mig" or (resource == "replica" and gpu in self.mig_profiles))
         return None if open_ else self.unschedulable.get(gpu)
 
+    @property
+    def out_of_service(self) -> Mapping[GpuName, str]:
+        """GPU -> why it accepts no new containers at all. One on which MIG devices are created on demand does."""
+        return {gpu: why for gpu, why in self.unschedulable.items() if self.closed(gpu, "replica")}
+
     def label(self, gpu: GpuName) -> str:
         """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""
         index = self.indices.get(gpu)

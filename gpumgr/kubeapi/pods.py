@@ -69,11 +69,12 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)
+    key = MIG_ALLOCATIONS
     try:
-        slices = slices_in(str(annotations.get(MIG_ALLOCATIONS, "")))
-        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers, slices)}
+        slices, key = slices_in(str(annotations.get(key, ""))), HAMI_ALLOCATED
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(key)), containers, slices)}
     except ValueError as error:
-        why = f"the annotation {HAMI_ALLOCATED} or {MIG_ALLOCATIONS} can't be read: {str(error)[:_MAX_WORD]}"
+        why = f"the annotation {key} can't be read: {str(error)[:_MAX_WORD]}"
         return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
 
 

@@ -32,6 +32,11 @@ def mig_on_demand(settings: Settings) -> Collection[str] | None:
     return settings.hami.mig_profiles if wanted else None
 
 
+def mig_offered(settings: Settings) -> bool:
+    """Whether MIG devices are offered or created."""
+    return mig_resource(settings) is not None or mig_on_demand(settings) is not None
+
+
 def inner_names(settings: Settings) -> Mapping[str, str]:
     """Resource in the kubelet's lists -> the name by which the agent knows it. Under another name, nvidia.com/gpu is another plugin's."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE

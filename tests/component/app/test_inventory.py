@@ -14,6 +14,7 @@ from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
 from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, RESYNC_SECONDS, InventoryReporter
 from gpumgr.units import Amounts
+from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole
 
@@ -199,3 +200,19 @@ def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> Non
     assert node.other == {"uid-p": ((0, 100, BLOCKS * 256), (1, 100, BLOCKS * 256))}
     node.look(pair, shown=1)
     assert node.other == {"uid-p": ((0, 100, BLOCKS * 256),)}
+
+
+def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> None:
+    view = view_of()
+    snapshot = with_mig(view.inventory.snapshot)
+    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=["1g.10gb", "3g.40gb"])
+    mig_mode = [gpu.uuid for gpu in snapshot.gpus]
+    node = Node()
+    for in_mig_mode, cordoned in ((mig_mode, False), ([], True)):
+        changed = replace(inventory, cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
+        node.report = replace(node.report, view=replace(view, inventory=changed))
+        node.reporter.report()
+        (gpu, _) = node.inventory.gpus
+        assert (gpu.cordoned, [each.name for each in gpu.mig_profiles]) == (cordoned, ["3g.40gb", "1g.10gb"])
+    node.look()
+    assert [gpu.mig for gpu in node.inventory.gpus] == [UNSET, UNSET]

@@ -1,14 +1,24 @@
 """HAMi's annotation of the MIG devices of a pod, both ways."""
 
 import contextlib
+from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumgr.allocator.ledger import MigDevice
 from gpumgr.evaluators.mig import place_named
-from gpumgr.kubeapi.hami_mig import MigAllocation, Placed, allocation_of, decode_allocations, encode_allocations
+from gpumgr.kubeapi.hami_mig import (
+    MigAllocation,
+    Placed,
+    allocation_of,
+    decode_allocations,
+    encode_allocations,
+    slices_in,
+    with_driver_ids,
+)
 from tests.mig_profiles import H100
 
 #: As HAMi's EncodeMigAllocations writes it, and its plugin when the device is there.
@@ -27,6 +37,14 @@ def test_the_text_is_hamis() -> None:
     assert encode_allocations([there]) == REALIZED
     assert list(decode_allocations(REALIZED)) == [there]
     assert (list(decode_allocations("")), list(decode_allocations("[]"))) == ([], [])
+
+
+def test_the_agent_adds_the_ids_of_the_device_at_the_place() -> None:
+    device = MigDevice(gpu="0fc3", profile="2g.20gb", memory_slices=0b11, uuid="MIG-5d1f", gpu_instance=0, compute_instance=0)
+    assert with_driver_ids(GOLDEN, [("GPU-0fc3", device)]) == REALIZED
+    elsewhere = replace(device, memory_slices=0b1100)
+    assert with_driver_ids(GOLDEN, [("GPU-0fc3", elsewhere), ("GPU-1", device)]) == GOLDEN
+    assert slices_in(REALIZED) == {(1, 0): 0b11}
 
 
 @pytest.mark.parametrize(
