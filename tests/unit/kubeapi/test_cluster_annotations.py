@@ -117,7 +117,6 @@ def test_slices_that_do_not_belong_to_the_shares_are_refused(slices: str) -> Non
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("[0,2,4,6]", "[]"),
         ("[0,2,4,6]", "[0,4,2]"),
         ("[0,2,4,6]", "[0,0]"),
         ("[0,2,4,6]", "[31]"),
