@@ -56,7 +56,7 @@ def profiles(node: SimulatedNode) -> list[str]:
 
 
 async def until_left(node: SimulatedNode, *wanted: str) -> None:
-    while profiles(node) != [*wanted]:
+    while profiles(node) != [*wanted]:  # noqa: ASYNC110  the file has no event
         await asyncio.sleep(0.05)
 
 
