@@ -5,7 +5,6 @@ What users and agents write is checked; a bad text is a `problem`, not an error.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, Final, Literal
 
 import msgspec
@@ -17,6 +16,7 @@ from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
+from gpumgr.evaluators.mig import most_devices
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
@@ -137,9 +137,11 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    reported = any(gpu.replicas for gpu in state.gpus)  # not by older agents
-    if hami is not None and not reported and (replicas := _quantity(capacity, hami.count) // max(1, len(state.gpus))):
-        state = replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
+    if hami is not None and not any(gpu.replicas for gpu in state.gpus if not gpu.mig):
+        # An older agent reports none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
+        rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
+        if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
+            state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
@@ -155,7 +157,6 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> Node
     inventory = decode_inventory(text)
     usual = (hami.memory_scaling, hami.core_scaling) if hami is not None else UNSET
     scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
-    counts = {} if inventory.other_replicas is UNSET else inventory.other_replicas
     return NodeState(
         name=name,
         gpus=tuple(
@@ -167,20 +168,15 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> Node
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
                 index=None if gpu.index is UNSET else gpu.index,
-                replicas=0 if gpu.replicas is UNSET else gpu.replicas,
+                replicas=most_devices(gpu.mig_profiles) if gpu.replicas is UNSET else gpu.replicas,
                 scaling=scaling,
+                mig=gpu.mig_profiles,
             )
             for gpu in inventory.gpus
         ),
         topology=inventory.topology(),
         naming="uuid" if inventory.topology_manager == "none" else "none",
-        other={
-            uid: tuple(
-                (position, Amounts(cores, memory, replicas))
-                for (position, cores, memory), replicas in zip(shares, counts.get(uid) or repeat(0), strict=False)
-            )
-            for uid, shares in inventory.other.items()
-        },
+        other=inventory.held,
     )
 
 
@@ -286,11 +282,9 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
         if placement.containers:
             if set(placement.containers) != set(pod.containers):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
+            placed = placement.named
             named = [
-                tuple(
-                    (uuid, Amounts(cores, memory, replicas=1 if container.replica else 0))
-                    for uuid, cores, memory in placement.containers[name]
-                )
+                tuple((uuid, replace(amounts, replicas=1) if container.replica else amounts) for uuid, amounts in placed[name])
                 for name, container in zip(pod.containers, pod.request.containers, strict=True)
             ]
             for name, container, shares in zip(pod.containers, pod.request.containers, named, strict=True):
@@ -315,7 +309,14 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
     """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
     if (replica := container.replica) is not None:
-        return len(shares) == container.gpus and all(_may_be(replica, amounts) for _, amounts in shares)
+        fixed = not replica.whole and replica.memory_mebibytes is not None
+        return len(shares) == container.gpus and all(
+            # A MIG device has what is requested or more; its cores are rounded down.
+            amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= (replica.memory_mebibytes or 0 if fixed else 0)
+            if amounts.slices
+            else _may_be(replica, amounts)
+            for _, amounts in shares
+        )
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     return (
         len(shares) == container.gpus

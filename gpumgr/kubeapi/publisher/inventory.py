@@ -28,6 +28,8 @@ from gpumgr.kubeapi.cluster_annotations import (
     TopologyManagerPolicy,
     encode,
     levels_of,
+    mig_rows,
+    slices_of,
 )
 from gpumgr.units import CORES_PER_GPU, Amounts, GpuName
 
@@ -79,7 +81,8 @@ class InventoryReporter:
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
+        on_demand = view.inventory.mig_profiles(registry)
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
         other = self._other(view, {name: position for position, name in enumerate(names) if name})
         replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
@@ -96,12 +99,14 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
-                    replicas=view.inventory.replicas or UNSET,
+                    replicas=view.inventory.replicas if view.inventory.replicas and name not in on_demand else UNSET,
+                    mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
             levels=levels_of(snapshot.topology),
             other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
+            slices=slices_of(other),
             other_replicas={uid: each for uid, each in replicas.items() if any(each) and {*each} != {1}} or UNSET,
             scaling=self._scaling if view.inventory.replicas else UNSET,
         )
@@ -139,6 +144,7 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
         gpu in named
         and held.cores <= named[gpu].cores
         and (named[gpu].whole or held.memory_mebibytes <= named[gpu].memory_mebibytes)
+        and not held.slices & ~named[gpu].slices
         for gpu in a.places
         for held in [a.amounts_on(gpu)]
     )
