@@ -37,6 +37,8 @@ from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import CORES_PER_GPU
 
 _API = "/apis/resource.k8s.io/v1"
+#: How long claims of a pod that left the watch of pods without a node count: the watch of claims may show their allocation later.
+_BOUND_SECONDS = 10.0
 
 
 class ClaimWatches:
@@ -59,6 +61,8 @@ class ClaimWatches:
         self.used_at: dict[Key, float] = {}
         self.made: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
+        #: Claim -> the pod with it that was bound or deleted last, and when.
+        self._left: dict[Key, tuple[UnboundPod, float]] = {}
         self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
         self._clock, self._index = clock, ClusterIndex([self.quotas])
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
@@ -110,9 +114,13 @@ class ClaimWatches:
             if pod.uid in gated and pod.complete and None not in found:
                 waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
         flights = []
+        since = self._clock() - _BOUND_SECONDS
+        self._left = {key: (pod, at) for key, (pod, at) in self._left.items() if at > since}
         for claim in self._claims.values():
             of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
-            if not of_claim and claim.owner is not None and not claim.allocated:
+            if not claim.allocated and claim.owner is None and claim.key in self._left:
+                of_claim.append(self._left[claim.key][0])
+            elif not of_claim and claim.owner is not None and not claim.allocated:
                 of_claim.append(None)  # its pod may have been bound just now
             flights += [
                 Demand(claim.key[0], {claim.uid: claim.containers}, kinds_for(pod, kinds))
@@ -135,6 +143,7 @@ class ClaimWatches:
             self.used_at[pod.key[0], name] = self._clock()
         if after is None:
             self.pods.pop(pod.uid, None)
+            self._left |= {(pod.key[0], name): (pod, self._clock()) for name in pod.claims}
         else:
             self.pods[pod.uid] = after
         self.changed.set()
