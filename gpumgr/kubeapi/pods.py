@@ -59,6 +59,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
+        started=_started(status),
         **_placed(annotations, str(spec.get("nodeName") or ""), containers),
     )
 
@@ -159,6 +160,13 @@ def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[
                     ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
                     request = used.get("request")
                     yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return any(
+        key in (each.get(state) or ()) for each in every for state in ("state", "lastState") for key in ("running", "terminated")
+    )
 
 
 def _core_limit(text: object) -> int | None:
