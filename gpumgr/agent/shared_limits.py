@@ -21,16 +21,14 @@ TWO_LIMITS: Final = "GpuTwoLimits"
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
     """`pod` has appeared on the node. Does nothing if a Prepare call of one of its claims is still to come."""
-    ledger, names = agent_state.ledger, {use.claim for use in pod.claims}
-    claims = {a.claim.uid: a.claim for a in ledger.allocations.values() if names and a.claim is not None}
-    for claim in claims.values():
-        if claim.namespace != pod.namespace or claim.name not in names or pod.ended:
-            continue
-        try:
-            refuse_two_limits(ledger, ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid), [pod])
-        except Refusal as refusal:
-            reason = f"the pod can't be refused, since its claims were prepared for other pods: {refusal}"
-            log.warning("two_limits", pod="/".join(pod.key), pod_uid=pod.uid, reason=reason)
-            entry = HistoryEntry(what="event", code=TWO_LIMITS, pod=pod.key, pod_uid=pod.uid, why=reason)
-            agent_state.history.add_unless_repeated(entry)
-            return
+    ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
+    for claim in [a.claim for a in ledger.allocations.values() if a.claim is not None]:
+        if (claim.namespace, claim.name) in names:
+            try:
+                refuse_two_limits(ledger, ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid), [pod])
+            except Refusal as refusal:
+                why = f"the pod can't be refused, since its claims were prepared for other pods: {refusal}"
+                log.warning("two_limits", pod="/".join(pod.key), pod_uid=pod.uid, reason=why)
+                entry = HistoryEntry(what="event", code=TWO_LIMITS, pod=pod.key, pod_uid=pod.uid, why=why)
+                agent_state.history.add_unless_repeated(entry)
+                return

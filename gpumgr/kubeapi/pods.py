@@ -164,9 +164,7 @@ def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[
 
 def _started(status: Mapping[str, Any]) -> bool:
     every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
-    return any(
-        key in (each.get(state) or ()) for each in every for state in ("state", "lastState") for key in ("running", "terminated")
-    )
+    return any({"running", "terminated"} & (each.get("state") or {}).keys() for each in every)
 
 
 def _core_limit(text: object) -> int | None:

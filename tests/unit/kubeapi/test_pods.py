@@ -29,7 +29,7 @@ WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
         ({"containerStatuses": [WAITS], "initContainerStatuses": None}, False),
         ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, True),
         ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"terminated": {}}}, WAITS]}, True),
-        ({"containerStatuses": [{**WAITS, "lastState": {"terminated": {}}}]}, True),
+        ({"containerStatuses": [{"state": None}]}, False),
     ],
 )
 def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
