@@ -1,4 +1,4 @@
-"""A program beside a benchmark: the simulated API server with ResourceClaims, whose only argument is a file with a JSON list of them.
+"""A program beside a benchmark: the simulated API server with ResourceClaims. Its argument is a file with a JSON list of them.
 
 It writes the path of a kubeconfig beside that file to standard output when it is ready, and ends when its standard input does.
 """
