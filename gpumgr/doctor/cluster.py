@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from gpumgr.doctor.api_server import IF_HUNG, judged
 from gpumgr.doctor.cluster_certificates import handshake
-from gpumgr.doctor.cluster_claims import look_at_class, look_at_policies, needed_by_claims
+from gpumgr.doctor.cluster_claims import look_at_class, look_at_policies, needed_by_claims, policies_in_force
 from gpumgr.doctor.cluster_config import manages_hami, parse_config, problems, profiles_of
 from gpumgr.doctor.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.kubeapi.access import Right, allowed
@@ -257,21 +257,15 @@ async def _leader(cluster: Cluster) -> CheckResult:
 
 
 async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
-    group = "/apis/admissionregistration.k8s.io/v1"
     gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
-    policies = await cluster.server.find(f"{group}/validatingadmissionpolicies")
+    policies = await policies_in_force(cluster.server, "validating")
     if policies is None:
         return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
-    bound = {
-        each["spec"]["policyName"]
-        for each in await cluster.items(f"{group}/validatingadmissionpolicybindings")
-        if "Deny" in each["spec"]["validationActions"]
-    }
     for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await _serves_hami(cluster, given) else [])):
         protected = {
             resource
-            for each in policies.get("items") or ()
-            if annotation in str(each["spec"]) and each["metadata"]["name"] in bound
+            for each in policies
+            if annotation in str(each["spec"])
             for rule in each["spec"]["matchConstraints"]["resourceRules"]
             for resource in rule["resources"]
         }

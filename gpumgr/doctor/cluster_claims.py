@@ -1,8 +1,8 @@
 """Claims in a cluster (docs/dra.md): the DeviceClass, the admission policies of `gpumgr claims`, and the rights that it needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Final
+from typing import Any, Final, Literal
 
 from gpumgr.claims.shapes import DEVICE_CLASS, DRIVER
 from gpumgr.doctor.examine import CheckResult, error, ok, skipped, warning
@@ -15,7 +15,10 @@ POLICIES_ANNOTATION: Final = "gpumgr.io/claims-policies"
 #: Of config/claims/admission-policies.yaml: each change of the policies needs the next number.
 POLICIES_VERSION: Final = "2"
 #: Kind -> the ends of the policies' names.
-_POLICIES: Final = {"mutating": ("vcuda", "quota"), "validating": ("pods", "classes", "requests", "quota")}
+_POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
+    "mutating": ("vcuda", "quota"),
+    "validating": ("pods", "classes", "requests", "quota"),
+}
 
 
 def needed_by_claims() -> Iterator[Right]:
@@ -31,6 +34,15 @@ def needed_by_claims() -> Iterator[Right]:
             yield Right(verb=verb, resource=resource, group=group)
 
 
+async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
+    """Those with a binding, which refuses requests. None: the API server has no such policies."""
+    found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
+    bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings") or {}
+    specs = [each["spec"] for each in bindings.get("items") or ()]
+    bound = {spec["policyName"] for spec in specs if "Deny" in spec.get("validationActions", ["Deny"])}
+    return None if found is None else [each for each in found.get("items") or () if each["metadata"]["name"] in bound]
+
+
 async def look_at_class(server: ApiServer) -> CheckResult:
     if await server.find(f"/apis/{_GROUP}/v1/deviceclasses/{DEVICE_CLASS}") is not None:
         return ok(f"{DEVICE_CLASS} exists")
@@ -44,17 +56,14 @@ async def look_at_policies(server: ApiServer, *, installed: bool) -> CheckResult
     """`installed`: `gpumgr claims` runs in the cluster."""
     faults, known = [], 0
     for kind, ends in _POLICIES.items():
-        path = f"{_ADMISSION}/{kind}admissionpolic"
-        policies, bindings = [(await server.find(path + end) or {}).get("items") or () for end in ("ies", "ybindings")]
-        bound = {each["spec"]["policyName"] for each in bindings if "Deny" in each["spec"].get("validationActions", ["Deny"])}
+        policies = [each["metadata"] for each in await policies_in_force(server, kind) or ()]
         for end in (f"-claims-{end}" for end in ends):
-            found = [each["metadata"] for each in policies if each["metadata"]["name"].endswith(end)]
+            found = [each.get("annotations") or {} for each in policies if each["name"].endswith(end)]
             known += len(found)
-            versions = [(each.get("annotations") or {}).get(POLICIES_ANNOTATION, "none") for each in found]
-            if not any(each["name"] in bound for each in found):
+            if not found:
                 faults.append(f"no {kind} policy *{end} is in force")
-            elif POLICIES_VERSION not in versions:
-                faults.append(f"the {kind} policy *{end} has version {versions[0]} in place of {POLICIES_VERSION}")
+            elif (version := found[0].get(POLICIES_ANNOTATION, "none")) != POLICIES_VERSION:
+                faults.append(f"the {kind} policy *{end} has version {version} in place of {POLICIES_VERSION}")
     if not known and not installed:
         return skipped("gpumgr claims is not installed")
     if faults:
