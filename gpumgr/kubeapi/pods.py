@@ -64,6 +64,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
+        started=_started(status),
         **placed,
     )
 
@@ -171,6 +172,11 @@ def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[
                     ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
                     request = used.get("request")
                     yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return any({"running", "terminated"} & (each.get("state") or {}).keys() for each in every)
 
 
 def _core_limit(text: object) -> int | None:

@@ -1,4 +1,4 @@
-"""The MIG devices that a container requests."""
+"""The MIG devices that a container requests, and whether a container of a pod has started."""
 
 import pytest
 
@@ -17,3 +17,21 @@ def test_mig_devices_count_by_the_strategys_resources(mig_resource: str | None, 
     }
     view = parse_pod(pod, mig_resource=mig_resource)
     assert [each.instances for each in view.containers] == ([] if wanted is None else [wanted])
+
+
+WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "started"),
+    [
+        ({}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": None}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, True),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"terminated": {}}}, WAITS]}, True),
+        ({"containerStatuses": [{"state": None}]}, False),
+    ],
+)
+def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
+    pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {}, "status": status}
+    assert parse_pod(pod).started is started
