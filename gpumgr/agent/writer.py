@@ -17,6 +17,7 @@ from gpumgr.agent.answers import Answers
 from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.mig_devices import MigDevices, MigDriver
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.pre_start import PreStart
 from gpumgr.agent.reconciler import Reconciler
@@ -63,6 +64,7 @@ class Agent:
         host: HostPaths,
         make_dir: Callable[[str], None],
         new_id: Callable[[], AllocationId],
+        mig_driver: MigDriver,
         share_mode: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,7 +79,10 @@ class Agent:
             allocation_dir=host.allocation_dir,
             make_dir=make_dir,
         )
-        self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts)
+        self.mig_devices = MigDevices(agent_state, mig_driver)
+        self._starts = PreStart(
+            agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts, mig_devices=self.mig_devices
+        )
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:
@@ -211,6 +216,7 @@ class Agent:
                 allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
             elif resource == "replica":
                 allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
+                allocation = await self.mig_devices.create(allocation)
             else:
                 allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
             allocation = self._with_terms(allocation, caller)
@@ -246,7 +252,7 @@ class Agent:
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
         """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
-        whole = allocation.whole or allocation.held("mig") or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
+        whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)
         elif allocation.mechanisms:

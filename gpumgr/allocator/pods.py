@@ -61,7 +61,8 @@ class PodView:
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
-    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices.
+    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: a container of
+    it runs or has run, so the kubelet has prepared its claims.
     """
 
     namespace: str
@@ -83,6 +84,7 @@ class PodView:
     placement_ignored: str | None = None
     claims: tuple[ClaimUse, ...] = ()
     bound_by_hami: bool = False
+    started: bool = False
 
     @property
     def key(self) -> PodKey:

@@ -12,7 +12,7 @@ _MAX_CHARACTERS: Final = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """Models are substrings without regard to case, UUIDs are exact. Empty "use": any. `same_numa_node` is about each container that has
-    several GPUs. `unused`: GPUs on which no container is yet.
+    several GPUs. `unused`: GPUs on which no container is yet. `mig` True: only GPUs for MIG devices, False: only GPUs that are shared.
 
     A GPU without a known model satisfies no constraint on models, one without a known UUID none on UUIDs.
     """
@@ -23,12 +23,13 @@ class Constraints:
     avoid_uuids: tuple[str, ...] = ()
     same_numa_node: bool = False
     unused: bool = False
+    mig: bool | None = None
 
     def allowed(self, node: NodeState) -> Sequence[bool]:
         """For each GPU of the node whether the pod may use it. All or none where the node's agent chooses among them."""
         if self.unused and node.naming == "none" and len(node.gpus) > 1:
             return [False] * len(node.gpus)
-        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids):
+        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None):
             return [True] * len(node.gpus)
         each = [self._allows(gpu) for gpu in node.gpus]
         return each if node.naming != "none" or all(each) else [False] * len(each)
@@ -58,10 +59,13 @@ class Constraints:
             if each
         ]
         parts += ["without containers"] if self.unused else []
+        parts += [f"in mode {'mig' if self.mig else 'hami-core'}"] if self.mig is not None else []
         text = " and ".join(parts)
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def _allows(self, gpu: GpuState) -> bool:
+        if self.mig not in (None, bool(gpu.mig)):
+            return False
         if self.use_models or self.avoid_models:
             model = gpu.model.casefold()
             used = not self.use_models or any(each.casefold() in model for each in self.use_models)

@@ -370,8 +370,8 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
 
 
 def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
-    """Those of a pod of which the node reports only the amounts."""
-    replicas = any(container.replica for container in request.containers)
+    """Those of a pod of which the node reports only the amounts: one on each GPU."""
+    replicas = any(container.replica for container in request.containers) and not any(each.replicas for _, each in shares)
     return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
 
 
@@ -397,8 +397,9 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
 
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
-    """A whole GPU has all its memory."""
-    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if amounts.whole else amounts
+    """A whole GPU has all its memory; the largest MIG device has its own."""
+    whole = amounts.whole and not amounts.slices
+    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
 
 
 def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:

@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
 from typing import Any, Final
 
-from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
+from gpumgr.allocator.pods import ClaimUse, ContainerSpec, NamedGpu, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, slices_in
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
@@ -43,6 +45,9 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
     containers = tuple(_containers(spec, resources, mig_resource))
+    placed = _placed(annotations, str(spec.get("nodeName") or ""), containers)
+    if placed.get("bound_by_hami"):
+        containers = tuple(_with_memory(container, dict(placed["placed"])) for container in containers)
     return PodView(
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
@@ -60,7 +65,8 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
-        **_placed(annotations, str(spec.get("nodeName") or ""), containers),
+        started=_started(status),
+        **placed,
     )
 
 
@@ -69,11 +75,22 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)
+    key = MIG_ALLOCATIONS
     try:
-        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+        slices, key = slices_in(str(annotations.get(key, ""))), HAMI_ALLOCATED
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(key)), containers, slices)}
     except ValueError as error:
-        why = f"the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MAX_WORD]}"
+        why = f"the annotation {key} can't be read: {str(error)[:_MAX_WORD]}"
         return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
+
+
+def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
+    """The container with what HAMi's scheduler counts for a percentage. It computes it from the registered memory, which lacks what other
+    pods held there at that time."""
+    if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
+        return container
+    memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
+    return replace(container, replicas=replace(wanted, memory_on=memory))
 
 
 def _placement(text: object, node: str) -> dict[str, Any]:
@@ -85,11 +102,7 @@ def _placement(text: object, node: str) -> dict[str, Any]:
             raise ValueError(f"it is about node {placement.node}, and the pod is bound to {node or 'none'}")
     except ValueError as error:
         return {"placement_ignored": f"the annotation {PLACEMENT_ANNOTATION} is ignored: {str(error)[:_MAX_WORD]}"}
-    named = {
-        name: tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in shares)
-        for name, shares in placement.containers.items()
-    }
-    return {"placed": tuple(named.items())}
+    return {"placed": tuple(placement.named.items())}
 
 
 def parse_quantity(text: str) -> int:
@@ -160,6 +173,11 @@ def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[
                     ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
                     request = used.get("request")
                     yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return any({"running", "terminated"} & (each.get("state") or {}).keys() for each in every)
 
 
 def _core_limit(text: object) -> int | None:

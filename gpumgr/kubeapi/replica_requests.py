@@ -7,6 +7,7 @@ pkg/device/devices.go: EncodePodSingleDevice.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
@@ -21,8 +22,8 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaResources:
-    """HAMi's resource names and defaults, as set. `default_memory` 0: all memory; `memory_factor`: MiB of one unit.
-    `limit_cores` False: cores are neither counted nor limited."""
+    """HAMi's resource names and defaults, as set. `default_memory` is in MiB, 0: all memory. `memory_factor`: MiB of one unit that a
+    container requests. `limit_cores` False: cores are neither counted nor limited."""
 
     count: str
     memory: str
@@ -45,12 +46,12 @@ def replica_request(
         return parse_quantity(str(wanted.get(name, "0")))
 
     count, percent = amount(resources.count), min(amount(resources.memory_percentage), 100)
-    memory = (amount(resources.memory) or (0 if percent else resources.default_memory)) * resources.memory_factor
+    memory = amount(resources.memory) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
     # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
     whole = resources.cores not in wanted and not memory and percent in (0, 100) and not resources.default_cores
-    cores = min(amount(resources.cores) or resources.default_cores, CORES_PER_GPU)
+    cores = min(amount(resources.cores) if resources.cores in wanted else resources.default_cores, CORES_PER_GPU)
     return ReplicaRequest(
         count=count,
         cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or resources.limit_cores else 0,
@@ -69,15 +70,25 @@ def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
     )
 
 
-def placed_by_hami(text: str, containers: Sequence[ContainerSpec]) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
+def placed_by_hami(
+    text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
+) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
     """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
 
-    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order.
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order. `slices`: the memory
+    slices of MIG devices, by the positions of the container and of the device in the text.
     """
     if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
         raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
     entries = [_DEVICE.findall(entry) for entry in text.split(";")]
-    devices = [[(uuid, Amounts(int(cores), int(memory))) for uuid, memory, cores in entry] for entry in entries if entry]
+    devices = [
+        [
+            (uuid, Amounts(int(cores), int(memory), slices=slices.get((position, number), 0)))
+            for number, (uuid, memory, cores) in enumerate(entry)
+        ]
+        for position, entry in enumerate(entries)
+        if entry
+    ]
     wanted = [spec.name for spec in containers if spec.replicas]
     if len(devices) != len(wanted):
         raise ValueError(f"it has the devices of {len(devices)} containers, and {len(wanted)} request GPUs")

@@ -16,6 +16,8 @@ USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
 USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
+#: HAMi's only: a text that contains the modes of the GPUs that the pod may have.
+MODES: Final = "nvidia.com/vgpu-mode"
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 
 #: HAMi has one policy for GPUs and one for nodes; each may be a list. `numa` orders GPUs by NUMA node there, which the evaluators do
@@ -51,7 +53,16 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
         avoid_uuids=_uuids(annotations, AVOID_UUIDS),
         same_numa_node=_truth(annotations, SAME_NUMA_NODE),
         unused="mutex" in _words(annotations, _HAMI_POLICIES[0]),
+        mig=_mig(annotations),
     )
+
+
+def _mig(annotations: Mapping[str, object]) -> bool | None:
+    text = str(annotations.get(MODES, "")).strip()
+    mig, shared = "mig" in text, "hami-core" in text
+    if text and not (mig or shared):
+        raise _refusal(MODES, f"{text[:_MAX_CHARACTERS]!r} contains neither hami-core nor mig")
+    return mig if mig != shared else None
 
 
 def _words(annotations: Mapping[str, object], key: str) -> list[str]:

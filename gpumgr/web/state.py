@@ -103,7 +103,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 memory_blocks_free=available.memory_mebibytes // BLOCK_MEBIBYTES,
                 healthy=name not in unschedulable,
                 reason=unschedulable.get(name),
-                message=view.node.unschedulable.get(name),
+                message=view.node.out_of_service.get(name),
                 cordon=_cordon(report, card.uuid),
                 memory_used_bytes=sample.memory_used_bytes,
                 utilization_ratio=sample.utilization_ratio,
@@ -158,6 +158,7 @@ def _health(report: NodeReport, now: float) -> AgentHealth:
         nvml_up=report.nvml_up,
         sampled_seconds_ago=None if report.sampled_at is None else round(max(0.0, now - report.sampled_at), 3),
         registered=dict(report.registered),
+        warnings=report.warnings,
         outbox=QueueRow(waiting=queue.waiting, dropped=queue.dropped, oldest_seconds=queue.oldest_seconds, away=queue.away)
         if queue
         else None,

@@ -5,11 +5,12 @@ from typing import Final
 
 from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
+from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
-from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
+from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.app.hardware_events import MIG_DEVICE_GONE
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
@@ -62,6 +63,13 @@ ANNOTATIONS: Final = (
         AMOUNTS_ANNOTATION,
         "answered",
         "It has the amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`.",
+    ),
+    (
+        "container",
+        MIG_ANNOTATION,
+        "answered",
+        "It has the MIG devices that were created for a container of `nvidia.com/gpu`: for each one `GPU=profile,memory slices as bits,"
+        "UUID,GPU instance,compute instance`, joined by `;`.",
     ),
     (
         "pod",
@@ -153,6 +161,12 @@ EVENTS: Final = (
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
     ("pod", MIG_DEVICE_GONE, True, "A container holds a MIG device that was destroyed. It can't start again: delete the pod."),
+    (
+        "pod",
+        TWO_LIMITS,
+        True,
+        "A container uses two shares with limits, of claims that were prepared for other pods before: only one of them is limited.",
+    ),
     ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),
     *(
         ("node", event.reason, event.warning, about)

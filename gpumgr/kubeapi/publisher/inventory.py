@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NoReturn
 
 from msgspec import UNSET
@@ -19,16 +20,18 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.aio import until_tick
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     Inventory,
     InventoryGpu,
-    OtherShare,
     TopologyManagerPolicy,
     encode,
     levels_of,
+    mig_rows,
+    slices_of,
 )
-from gpumgr.units import CORES_PER_GPU, GpuName
+from gpumgr.units import CORES_PER_GPU, Amounts, GpuName
 
 REPORT_SECONDS: Final = 1.0
 #: An unchanged inventory is written again this often: the Node may have been deleted and registered again.
@@ -40,7 +43,7 @@ _MAX_TEXT: Final = 256
 
 class InventoryReporter:
     """`annotate` sets an annotation of the node. `report` returns the current state, `enforcement` the text of gpumgr.io/enforcement.
-    `clock` is monotonic, in seconds."""
+    `scaling` counts if the node offers replicas. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -50,10 +53,11 @@ class InventoryReporter:
         pods: Pods,
         enforcement: Callable[[], str],
         topology_manager: TopologyManagerPolicy,
+        scaling: Scaling = (1.0, 1.0),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._annotate, self._report, self._pods, self._clock = annotate, report, pods, clock
-        self._enforcement, self._topology_manager = enforcement, topology_manager
+        self._enforcement, self._topology_manager, self._scaling = enforcement, topology_manager, scaling
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
         self._written, self._written_at = "", 0.0
@@ -77,8 +81,11 @@ class InventoryReporter:
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
+        on_demand = view.inventory.mig_profiles(registry)
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
+        other = self._other(view, {name: position for position, name in enumerate(names) if name})
+        replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
             enforcement=self._enforcement()[:_MAX_TEXT],
@@ -92,14 +99,19 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
+                    replicas=view.inventory.replicas if view.inventory.replicas and name not in on_demand else UNSET,
+                    mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
             levels=levels_of(snapshot.topology),
-            other=self._other(view, {name: position for position, name in enumerate(names) if name}),
+            other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
+            slices=slices_of(other),
+            other_replicas={uid: each for uid, each in replicas.items() if any(each) and {*each} != {1}} or UNSET,
+            scaling=self._scaling if view.inventory.replicas else UNSET,
         )
 
-    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, tuple[OtherShare, ...]]:
+    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
         """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
         now, before = self._clock(), self._explained
         self._explained = {}
@@ -119,8 +131,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the scheduler's placement of this pod covers all that the allocation holds."""
-    placed = dict(pod.placed)
+    """Whether the scheduler's placement of this pod covers all that the allocation holds. The scheduler does not read that of HAMi's."""
+    placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
     named = {
@@ -132,18 +144,20 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
         gpu in named
         and held.cores <= named[gpu].cores
         and (named[gpu].whole or held.memory_mebibytes <= named[gpu].memory_mebibytes)
+        and not held.slices & ~named[gpu].slices
         for gpu in a.places
         for held in [a.amounts_on(gpu)]
     )
 
 
-def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> tuple[OtherShare, ...]:
+def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
     """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
-    held = Ledger(allocations={a.id: a for a in allocations})
-    shares: list[OtherShare] = []
+    held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
+    shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
-        most = held.used(gpu)
+        most = held.used(gpu) if isinstance(held, Ledger) else held.amounts_on(gpu)
         for a in allocations:
             most = most.most(a.gpus[gpu]) if gpu in a.gpus and a.gpus[gpu].whole else most
-        shares.append((positions[gpu], min(most.cores, CORES_PER_GPU), most.memory_mebibytes))
-    return tuple(shares)
+        replicas = held.held("replica").get(gpu, 0).bit_count()
+        shares.append((positions[gpu], replace(most, cores=min(most.cores, CORES_PER_GPU), replicas=replicas)))
+    return shares

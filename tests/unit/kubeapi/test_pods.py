@@ -1,4 +1,4 @@
-"""What is read of a pod: the MIG devices that a container requests, and whether the pod is to be deleted."""
+"""What is read of a pod: its MIG devices, whether it is to be deleted, and whether one of its containers has started."""
 
 import pytest
 
@@ -23,3 +23,21 @@ def test_mig_devices_count_by_the_strategys_resources(mig_resource: str | None, 
 def test_a_pod_with_a_deletion_timestamp_is_deleted(timestamp: str | None) -> None:
     metadata = {"namespace": "team", "name": "p", "uid": "u", **({"deletionTimestamp": timestamp} if timestamp else {})}
     assert parse_pod({"metadata": metadata}).deleted is (timestamp is not None)
+
+
+WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "started"),
+    [
+        ({}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": None}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, True),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"terminated": {}}}, WAITS]}, True),
+        ({"containerStatuses": [{"state": None}]}, False),
+    ],
+)
+def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
+    pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {}, "status": status}
+    assert parse_pod(pod).started is started
