@@ -13,8 +13,9 @@ import pytest
 from gpumgr.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
+from .api import PODS
 from .cluster import Cluster
-from .dra import CLAIMS, DRIVER, PODS, DraNode, claiming, in_mode_dra, request, template, using
+from .dra import CLAIMS, DRIVER, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, Json, container
 from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import wait_until
