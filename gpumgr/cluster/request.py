@@ -52,12 +52,14 @@ class ContainerRequest:
 class PodRequest:
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
-    `cpu_milli` is the CPU of the whole pod, in thousandths. Names are not part of it: pods with equal requests share every result.
+    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy among nodes, where it differs from that among the
+    GPUs of a node. Names are not part of it: pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
     constraints: Constraints = UNCONSTRAINED
     cpu_milli: int = 0
+    node_policy: Policy | None = None
 
     @property
     def without_cpu(self) -> "PodRequest":

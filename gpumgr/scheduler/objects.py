@@ -25,7 +25,7 @@ from gpumgr.kubeapi.cluster_annotations import (
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.pod_spec import PodSpec
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
@@ -220,7 +220,8 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         request = _request(wanted)
         made["request"] = replace(request, cpu_milli=cpu_milli)
         made["policy"] = policy_of(annotations)
-        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
+        selected = {"constraints": constraints_of(annotations), "node_policy": node_policy_of(annotations)}
+        made["request"] = replace(made["request"], **selected)
     except Refusal as error:
         made["refusal"] = str(error)
     promised = annotations.get(PREDICATE_NODE) if node is None else None

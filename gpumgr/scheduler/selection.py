@@ -20,7 +20,8 @@ SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 
 #: HAMi has one policy for GPUs and one for nodes; each may be a list. `numa` orders GPUs by NUMA node there, which the evaluators do
 #: by themselves.
-_HAMI_POLICIES: Final = ("hami.io/gpu-scheduler-policy", "hami.io/node-scheduler-policy")
+_GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
+_NODE_POLICY: Final = "hami.io/node-scheduler-policy"
 _HAMI_VALUES: Final[Mapping[str, Policy]] = {"binpack": "binpack", "spread": "spread", "topology-aware": "topology"}
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 _MAX_NAMES: Final = 64
@@ -38,8 +39,16 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
         if found is None:
             raise _refusal(POLICY, f"{text[:_MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
         return found
-    words = [word for key in _HAMI_POLICIES for word in _words(annotations, key)]
-    return next((_HAMI_VALUES[word] for word in words if word in _HAMI_VALUES), None)
+    return _hami_policy(annotations, _GPU_POLICY)
+
+
+def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
+    """The policy among nodes. None: that of `policy_of` counts for nodes and GPUs."""
+    return None if str(annotations.get(POLICY, "")).strip() else _hami_policy(annotations, _NODE_POLICY)
+
+
+def _hami_policy(annotations: Mapping[str, object], key: str) -> Policy | None:
+    return next((_HAMI_VALUES[word] for word in _words(annotations, key) if word in _HAMI_VALUES), None)
 
 
 def constraints_of(annotations: Mapping[str, object]) -> Constraints:
@@ -50,7 +59,7 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
         use_uuids=_uuids(annotations, USE_UUIDS),
         avoid_uuids=_uuids(annotations, AVOID_UUIDS),
         same_numa_node=_truth(annotations, SAME_NUMA_NODE),
-        unused="mutex" in _words(annotations, _HAMI_POLICIES[0]),
+        unused="mutex" in _words(annotations, _GPU_POLICY),
     )
 
 

@@ -15,7 +15,7 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
 from gpumgr.topology.matrix import topology_from_matrix
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
@@ -143,6 +143,26 @@ def test_pods_with_hamis_resources(
     nodes: Sequence[NodeState], pods: Sequence[PodRequest], policy: Policy, expected: list[str]
 ) -> None:
     assert play([with_replicas(node, 10) for node in nodes], pods, policy) == expected
+
+
+@pytest.mark.parametrize("wanted", [hami(cores=20, memory=1000), share(20, 4)])
+@pytest.mark.parametrize(
+    ("node_policy", "gpu_policy", "expected"),
+    [
+        ("binpack", "binpack", "node2:1"),
+        ("binpack", "spread", "node2:0"),  # HAMi's defaults
+        ("spread", "binpack", "node1:0"),
+        ("spread", "spread", "node1:1"),
+    ],
+)
+def test_policies_for_nodes_and_gpus(wanted: PodRequest, node_policy: str, gpu_policy: str, expected: str) -> None:
+    """Case 30."""
+    annotations = {"hami.io/node-scheduler-policy": node_policy, "hami.io/gpu-scheduler-policy": gpu_policy}
+    policy = policy_of(annotations)
+    assert policy is not None
+    pod = replace(wanted, node_policy=node_policy_of(annotations))
+    assert play([with_replicas(node, 10) for node in TWO], [pod], policy) == [expected]
+    assert play([with_replicas(node, 10) for node in TWO], [pod], "least-fragmentation")[0].startswith(expected[:5])
 
 
 def test_a_pod_of_the_policy_mutex_uses_gpus_without_containers_only() -> None:

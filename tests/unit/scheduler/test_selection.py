@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.cluster.constraints import Constraints
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
         ({"gpumgr.io/policy": "", "hami.io/gpu-scheduler-policy": "spread"}, "spread"),
         ({"gpumgr.io/policy": "binpack", "hami.io/gpu-scheduler-policy": "spread"}, "binpack"),
         ({"hami.io/gpu-scheduler-policy": "topology-aware", "hami.io/node-scheduler-policy": "binpack"}, "topology"),
-        ({"hami.io/node-scheduler-policy": "spread"}, "spread"),
-        ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, "spread"),
+        ({"hami.io/node-scheduler-policy": "spread"}, None),
+        ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, None),
         ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, "binpack"),
         ({"hami.io/gpu-scheduler-policy": "mutex, topology-aware"}, "topology"),
         ({"hami.io/gpu-scheduler-policy": "numa"}, None),
@@ -79,6 +79,23 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
 )
 def test_policy(annotations: dict[str, str], expected: str | None) -> None:
     assert policy_of(annotations) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotations", "expected"),
+    [
+        ({}, None),
+        ({"hami.io/gpu-scheduler-policy": "spread"}, None),
+        ({"hami.io/gpu-scheduler-policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
+        ({"hami.io/node-scheduler-policy": "numa,spread"}, "spread"),
+        ({"hami.io/node-scheduler-policy": "what"}, None),
+        # gpumgr's counts for both
+        ({"gpumgr.io/policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, None),
+        ({"gpumgr.io/policy": " ", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
+    ],
+)
+def test_policy_among_nodes(annotations: dict[str, str], expected: str | None) -> None:
+    assert node_policy_of(annotations) == expected
 
 
 @pytest.mark.parametrize("text", ["packed", "topology-aware", "Binpack", "x" * 9999])
