@@ -103,6 +103,7 @@ class Inventory:
             policy=policy,
             instances=self.instances(gpu_registry),
             in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
+            shown=self.gpus(gpu_registry),
         )
 
     def node_devices(self, ledger: Ledger, open_ids: Collection[AllocationId]) -> NodeDevices:

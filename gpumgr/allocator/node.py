@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from gpumgr.allocator.ids import NO_IDS, Masks
 from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import Topology
+from gpumgr.topology.devices import Gpu, Topology
 from gpumgr.units import GpuName
 
 
@@ -15,7 +15,8 @@ class NodeView:
     `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
-    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone.
+    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone. `shown`: the GPUs that the driver
+    describes now.
     """
 
     topology: Topology
@@ -26,6 +27,7 @@ class NodeView:
     policy: Policy = "binpack"
     instances: Masks = field(default_factory=lambda: NO_IDS)
     in_mig_mode: Collection[GpuName] = ()
+    shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
 
     @property
     def gpu_of_row(self) -> Mapping[int, GpuName]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import ALL_RESOURCES, Amounts, Resource
 
@@ -62,6 +63,7 @@ class PodView:
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
     `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices.
+    `constraints`: which GPUs its annotations demand; `unreadable`: why these can't be read, so that it may have no GPU.
     """
 
     namespace: str
@@ -82,6 +84,8 @@ class PodView:
     placement_ignored: str | None = None
     claims: tuple[ClaimUse, ...] = ()
     bound_by_hami: bool = False
+    constraints: Constraints = UNCONSTRAINED
+    unreadable: str | None = None
 
     @property
     def key(self) -> PodKey:

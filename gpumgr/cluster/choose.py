@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Final
 
-from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.select import Placement, find
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 

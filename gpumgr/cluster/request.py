@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.evaluators.select import check_request
 from gpumgr.topology.matrix import MAX_GPUS

@@ -8,9 +8,11 @@ from math import ceil
 from typing import Any, Final
 
 from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
+from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
+from gpumgr.kubeapi.selection import constraints_of
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
@@ -43,6 +45,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
     containers = tuple(_containers(spec, resources, mig_resource))
+    wants_gpu = any(c.wants_gpu for c in containers)
     return PodView(
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
@@ -52,7 +55,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         message=_word(status.get("message"), _MAX_SENTENCE),
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
-        containers=containers if any(c.wants_gpu for c in containers) else (),
+        containers=containers if wants_gpu else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
@@ -60,7 +63,16 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
         **_placed(annotations, str(spec.get("nodeName") or ""), containers),
+        **(selected(annotations) if wants_gpu else {}),
     )
+
+
+def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """`constraints` or `unreadable`."""
+    try:
+        return {"constraints": constraints_of(annotations)}
+    except Refusal as refusal:
+        return {"unreadable": str(refusal)}
 
 
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:

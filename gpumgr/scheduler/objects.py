@@ -24,14 +24,18 @@ from gpumgr.kubeapi.cluster_annotations import (
 )
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.kubeapi.selection import constraints_of
 from gpumgr.scheduler.pod_spec import PodSpec
-from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
 #: NVML's index as gpu-manager and gpumgr write it.
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
+
+#: HAMi's annotation of a node: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+_HAMI_CORDON: Final = "hami.io/device-cordon"
 
 #: How the scheduler sees the GPUs of a node, see WatchedNode.
 Inventory = Literal["used", "outdated", "unusable", "none"]
@@ -135,6 +139,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
+    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
+        uuids = {uuid.strip() for uuid in listed.split(",")}
+        state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     if hami is not None and (replicas := _quantity(capacity, hami.count) // max(1, len(state.gpus))):
         state = replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)

@@ -102,6 +102,41 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
     assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a", "b"]) == "b"
 
 
+async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
+    """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
+
+    def cordons() -> list[bool]:
+        state = hami.index.node("a")
+        return [gpu.cordoned for gpu in state.gpus] if state else []
+
+    one = {"gpu": 1, "gpumem": 500}
+    assert await hami.schedule(hami_pod("before", one), ["a"]) == "a"
+    cordoned = hami_node("a", 2)
+    cordoned["metadata"]["annotations"]["hami.io/device-cordon"] = " GPU-a-0 ,, what"
+    hami.sim.put_node(cordoned)
+    await until(lambda: cordons() == [True, False])
+    for name, item in (("hami", hami_pod("hami", one)), ("vcuda", pod("vcuda", ("app", 10, 4)))):
+        assert await hami.schedule(item, ["a"]) == "a"
+        assert [uuid for uuid, *_ in json.loads(annotations(hami, name)["gpumgr.io/placement"])["containers"].popitem()[1]] == [
+            "GPU-a-1"
+        ]
+    assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) is None
+    hami.sim.put_node(hami_node("a", 2))
+    await until(lambda: cordons() == [False, False])
+    assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
+
+
+async def test_the_policies_for_nodes_and_for_their_gpus_are_two(hami: Stage) -> None:
+    """Nodes are filled, and their GPUs are spread over. Also a weight that can't be read is the pod's fault."""
+    chosen = {"hami.io/node-scheduler-policy": "binpack", "hami.io/gpu-scheduler-policy": "spread"}
+    one = {"gpu": 1, "gpumem": 500}
+    for number in range(4):
+        assert await hami.schedule(hami_pod(f"p{number}", one, annotations=chosen), ["a", "b"]) == "a"
+    assert [used.replicas for used in hami.index.used("a")] == [2, 2]
+    wrong = hami_pod("wrong", one, annotations={"hami.io/device-scoring-weights": "core=1"})
+    assert "'core=1' has not the form" in str(await hami.filter(wrong, ["a"]))
+
+
 async def test_a_core_remains_for_a_share_without_cores(hami: Stage) -> None:
     """The agent demands one, and the kubelet may admit the pods in another order."""
     assert await hami.schedule(hami_pod("none", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"

@@ -15,7 +15,8 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
+from gpumgr.kubeapi.selection import constraints_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 from gpumgr.topology.matrix import topology_from_matrix
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas

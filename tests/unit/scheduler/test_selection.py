@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, node_policy_of, policy_of
+from gpumgr.evaluators.constraints import Constraints
+from gpumgr.kubeapi.selection import constraints_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,22 @@ def test_policy(annotations: dict[str, str], expected: str | None) -> None:
 )
 def test_policy_among_nodes(annotations: dict[str, str], expected: str | None) -> None:
     assert node_policy_of(annotations) == expected
+
+
+@pytest.mark.parametrize("text", ["slot=1,core=1,memory=3", " memory = 0 ,core=0, slot=+2"])
+def test_weights_of_hamis_score_have_no_effect(text: str) -> None:
+    assert policy_of({"hami.io/device-scoring-weights": text, "hami.io/gpu-scheduler-policy": "spread"}) == "spread"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "slot=1,core=1", "slot=1,core=1,memory", "slot=1,core=1,memory=-3", "slot=1,core=1,core=1", "slot=0,core=0,memory=0",
+     "slot=1,core=1,memory=1.5", "slot=1,core=1,memory=3,disk=1", "slot=1=2,core=1,memory=3", "x" * 9999],
+)  # fmt: skip
+def test_weights_that_hamis_scheduler_refuses_are_refused(text: str) -> None:
+    with pytest.raises(Refusal, match=r"^annotation hami.io/device-scoring-weights: .* has not the form") as caught:
+        policy_of({"hami.io/device-scoring-weights": text})
+    assert len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize("text", ["packed", "topology-aware", "Binpack", "x" * 9999])
