@@ -1,6 +1,7 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
@@ -13,12 +14,16 @@ PodKey = tuple[str, str]
 #: UUID of a GPU, and what a container gets of it.
 NamedGpu = tuple[str, Amounts]
 
+#: HAMi's, of containers that name none.
+USUAL_PRIORITY: Final = 1
+
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
+    comes first."""
 
     name: str
     kind: ContainerKind = "app"
@@ -26,6 +31,7 @@ class ContainerSpec:
     memory_blocks: int = 0
     replicas: ReplicaRequest | None = None
     instances: int = 0
+    priority: int = USUAL_PRIORITY
 
     def wants(self, resource: Resource) -> int:
         if resource == "replica":

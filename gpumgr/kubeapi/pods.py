@@ -7,7 +7,7 @@ from decimal import Decimal
 from math import ceil
 from typing import Any, Final
 
-from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
+from gpumgr.allocator.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, PodView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
@@ -149,6 +149,7 @@ def _container(
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
         replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
+        priority=parse_quantity(str(wanted[hami.priority])) if hami and hami.priority in wanted else USUAL_PRIORITY,
         instances=sum(parse_quantity(str(wanted[name])) for name in wanted if mig and _is_mig(name, mig)),
     )
 

@@ -534,3 +534,48 @@ async def test_starts_and_checks_leave_no_open_files(backend: HamiCore, region: 
     await backend.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert stat.S_ISREG(os.stat(region).st_mode)  # the container goes on
+
+
+def word(path: Path, value: int | None = None) -> int:
+    """recent_kernel, at its documented place (i32 at 2008904); with a value it is written first, as the library does."""
+    with path.open("r+b") as file:
+        if value is not None:
+            file.seek(2008904)
+            file.write(value.to_bytes(4, "little", signed=True))
+        file.seek(2008904)
+        return int.from_bytes(file.read(4), "little", signed=True)
+
+
+async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path, library: Path, backend: HamiCore) -> None:
+    first, later = tenant("a" * 16, priority=0), tenant("b" * 16)
+    here = [running(first), running(later)]
+    for each in (first, later):
+        await backend.start(each)
+    high, low = (region_of(tmp_path, each.allocation) for each in (first, later))
+    word(high, 2)
+    word(low, 2)
+    before = low.read_bytes()
+    await backend.adjust(here)
+    assert (word(high), word(low)) == (1, -1)
+    after = low.read_bytes()
+    assert (after[:2008904], after[2008908:]) == (before[:2008904], before[2008908:])
+    word(low, 2)  # a launch that was under way
+    word(high, 2)
+    await backend.adjust(here)
+    assert word(low) == -1
+    await backend.adjust(here)
+    assert (word(high), word(low)) == (0, 0), "two seconds after the last launch"
+    assert await backend.observe(here) == []
+
+    word(high, 2)
+    await backend.adjust(here)
+    other = make_backend(tmp_path, library)  # the agent was killed, and the first container has ended
+    await other.adjust([running(later)])
+    assert word(low) == 0
+    await other.close()
+    await backend.adjust(here)
+    word(high, 2)
+    await backend.adjust(here)
+    assert word(low) == -1
+    await backend.close()
+    assert word(low) == 0, "nobody would end the wait"
