@@ -10,6 +10,7 @@ from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.evaluators.constraints import Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.topology.matrix import topology_from_matrix
+from tests.mig_profiles import H100
 
 GPU_MEBIBYTES = 16384
 
@@ -75,3 +76,12 @@ def together(*pods: PodRequest) -> PodRequest:
 
 def with_replicas(node: NodeState, replicas: int) -> NodeState:
     return replace(node, gpus=tuple(replace(gpu, replicas=replicas) for gpu in node.gpus))
+
+
+def with_mig(node: NodeState, *positions: int) -> NodeState:
+    """These GPUs (without positions: all) are H100s with dynamic MIG."""
+    made = [
+        replace(gpu, mig=H100, replicas=7, memory_mebibytes=81408) if not positions or position in positions else gpu
+        for position, gpu in enumerate(node.gpus)
+    ]
+    return replace(node, gpus=tuple(made))

@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import Final
 
 from gpumgr.allocator.answer import GrantedGpu
 from gpumgr.allocator.ids import GpuRegistry, Masks
@@ -10,10 +13,12 @@ from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.node_devices import NodeDevices, node_devices
 from gpumgr.allocator.quarantine import Process, Quarantine
+from gpumgr.evaluators.mig import without_places
 from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import Gpu, GpuFailure, NodeSample, NodeSnapshot, Topology
+from gpumgr.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import GpuName
 
+_NOT_IN_MIG_MODE: Final = "its MIG mode is not on yet: hami.operating_mode mig turns it on once the GPU is idle"
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
 
 
@@ -23,7 +28,9 @@ class Inventory:
 
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
     `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their MIG mode.
-    `replicas`: how many of each GPU are offered, `mig_strategy`: which MIG devices are.
+    `replicas`: how many of each GPU are offered, `mig_strategy`: which MIG devices are. `mig_on_demand`: the profiles of the MIG devices
+    that are created for containers, instead of sharing such GPUs (empty: all); None: none are. `mig_stuck`: UUIDs of MIG devices
+    without a container that can't be destroyed, for example because of their processes.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -32,6 +39,8 @@ class Inventory:
     quarantine: Quarantine = field(default_factory=Quarantine)
     replicas: int = 0
     mig_strategy: MigStrategy = "none"
+    mig_on_demand: Collection[str] | None = None
+    mig_stuck: Collection[str] = ()
     in_mig_mode: Collection[str] = ()
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
@@ -45,6 +54,18 @@ class Inventory:
         """The MIG devices that exist now and are offered."""
         found = offered_instances(self.snapshot.gpus, self.mig_strategy)
         return gpu_registry.known("mig", [each.uuid for instances in found.values() for each in instances])
+
+    def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
+        """The GPUs on which MIG devices are created on demand, and of which profiles, with the places that can be had."""
+        if self.mig_on_demand is None:
+            return {}
+        found = {}
+        for name, gpu in self.gpus(gpu_registry).items():
+            stuck = reduce(or_, (each.memory_slices for each in gpu.mig_instances if each.uuid in self.mig_stuck), 0)
+            profiles = [each for each in gpu.mig_profiles if not self.mig_on_demand or each.name in self.mig_on_demand]
+            if profiles:
+                found[name] = tuple(without_places(profile, stuck) for profile in profiles) if stuck else tuple(profiles)
+        return found
 
     def _named(self, gpu_registry: GpuRegistry, uuids: Collection[str]) -> Collection[GpuName]:
         return [gpu_registry.by_uuid[uuid].name for uuid in uuids if uuid in gpu_registry.by_uuid]
@@ -87,8 +108,20 @@ class Inventory:
 
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it accepts no new containers."""
-        reasons = {c.name: self.cordoned.get(c.uuid) or self.quarantine.reason(c.name) for c in gpu_registry.gpus}
+        waiting, on_demand = {gpu.uuid for gpu in self.snapshot.gpus if not gpu.mig_enabled}, self.mig_profiles(gpu_registry)
+        reasons = {
+            c.name: self.cordoned.get(c.uuid)
+            or self.quarantine.reason(c.name)
+            or (_NOT_IN_MIG_MODE if c.name in on_demand and c.uuid in waiting else None)
+            for c in gpu_registry.gpus
+        }
         return {name: reason for name, reason in reasons.items() if reason}
+
+    def closed(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
+        """The same without the GPUs on which MIG devices are created on demand."""
+        open_ = {*self._named(gpu_registry, self.in_mig_mode)} & self.mig_profiles(gpu_registry).keys()
+        reasons = self.unschedulable_reasons(gpu_registry)
+        return {name: reason for name, reason in reasons.items() if name not in open_}
 
     def view(self, gpu_registry: GpuRegistry, *, policy: Policy, visible_blocks: Masks) -> NodeView:
         rows = {
@@ -104,6 +137,7 @@ class Inventory:
             instances=self.instances(gpu_registry),
             in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
             shown=self.gpus(gpu_registry),
+            mig_profiles=self.mig_profiles(gpu_registry),
         )
 
     def node_devices(self, ledger: Ledger, open_ids: Collection[AllocationId]) -> NodeDevices:
@@ -119,6 +153,7 @@ class Inventory:
             open_ids=open_ids,
             instances=self.instances(gpu_registry),
             in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
+            mig_profiles=self.mig_profiles(gpu_registry),
         )
 
     def processes(

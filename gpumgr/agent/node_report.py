@@ -78,7 +78,7 @@ class NodeReport:
 
     def unschedulable(self) -> Mapping[GpuName, str]:
         """GPU -> word of REASONS, of those that accept no new containers."""
-        return {gpu: self._reason(gpu) for gpu in self.view.node.unschedulable}
+        return {gpu: self._reason(gpu) for gpu in self.view.node.out_of_service}
 
     def _reason(self, gpu: GpuName) -> str:
         registered = self.view.ledger.gpu_registry.by_name.get(gpu)

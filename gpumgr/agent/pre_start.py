@@ -7,6 +7,7 @@ import structlog
 
 from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.mig_devices import MigDevices
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
@@ -24,8 +25,11 @@ log = structlog.get_logger(__name__)
 
 
 class PreStart:
-    def __init__(self, *, agent_state: AgentState, reconciler: Reconciler, pods: Pods, starts: ContainerStarts) -> None:
+    def __init__(
+        self, *, agent_state: AgentState, reconciler: Reconciler, pods: Pods, starts: ContainerStarts, mig_devices: MigDevices
+    ) -> None:
         self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, pods, starts
+        self._mig_devices = mig_devices
 
     async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """Raises Refusal; the kubelet tries again later."""
@@ -64,7 +68,7 @@ class PreStart:
         self._starts.make_folders(holders)
         if resource != "memory":  # every vcuda share has cores, so one of the container's two calls is enough
             for holder in holders:
-                await self._starts.start(holder)
+                await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 
     def _check(self, allocation: Allocation, spec: ContainerSpec | None) -> None:
         if spec is not None:

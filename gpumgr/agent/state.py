@@ -39,7 +39,7 @@ class AgentState:
 
     `ledger` may be ahead of the disk by frees only; the next grant is committed with them. `before_offer` is awaited under `lock`
     whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that the ledger has no longer.
-    `replicas` of each GPU are offered, and MIG devices by `mig_strategy`.
+    `replicas` of each GPU are offered, and MIG devices by `mig_strategy`; `mig_on_demand`: see Inventory.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class AgentState:
         before_offer: Callable[[], Awaitable[None]] | None = None,
         replicas: int = 0,
         mig_strategy: MigStrategy = "none",
+        mig_on_demand: Collection[str] | None = None,
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
         self.ledger = ledger
-        self.inventory = Inventory(replicas=replicas, mig_strategy=mig_strategy)
+        self.inventory = Inventory(replicas=replicas, mig_strategy=mig_strategy, mig_on_demand=mig_on_demand)
         self.meter = meter
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
@@ -187,6 +188,13 @@ class AgentState:
         async with self.lock:
             self.inventory = replace(self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode)
             self.publish()
+
+    async def set_mig_stuck(self, uuids: Collection[str]) -> None:
+        """These MIG devices without a container can't be destroyed."""
+        if {*uuids} != {*self.inventory.mig_stuck}:
+            async with self.lock:
+                self.inventory = replace(self.inventory, mig_stuck=frozenset(uuids))
+                self.publish()
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """The processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes that have ended."""

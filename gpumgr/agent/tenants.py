@@ -11,7 +11,7 @@ from gpumgr.units import GpuName
 
 
 def is_share(allocation: Allocation) -> bool:
-    return not (allocation.whole or allocation.anonymous or allocation.admin or allocation.held("mig") or not allocation.gpus)
+    return not (allocation.whole or allocation.anonymous or allocation.admin or allocation.by_mig or not allocation.gpus)
 
 
 def tenant_of(

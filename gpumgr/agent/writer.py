@@ -17,6 +17,7 @@ from gpumgr.agent.answers import Answers
 from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.mig_devices import MigDevices, MigDriver
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.pre_start import PreStart
 from gpumgr.agent.reconciler import Reconciler
@@ -64,6 +65,7 @@ class Agent:
         host: HostPaths,
         make_dir: Callable[[str], None],
         new_id: Callable[[], AllocationId],
+        mig_driver: MigDriver,
         share_mode: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -78,7 +80,10 @@ class Agent:
             allocation_dir=host.allocation_dir,
             make_dir=make_dir,
         )
-        self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts)
+        self.mig_devices = MigDevices(agent_state, mig_driver)
+        self._starts = PreStart(
+            agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts, mig_devices=self.mig_devices
+        )
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:
@@ -208,13 +213,14 @@ class Agent:
             caller = record.caller
             self._refuse_share(caller, resource, len(device_ids))
             node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
+            refuse_undemanded(node, caller.view, masks, ledger)
             if resource == "mig":
                 allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
             elif resource == "replica":
                 allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
+                allocation = await self.mig_devices.create(allocation)
             else:
                 allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
-            refuse_undemanded(node, caller.view, allocation.gpus, ledger)
             allocation = self._with_terms(allocation, caller)
             answer = self._answers.whole(allocation, resource)
             try:
@@ -248,7 +254,7 @@ class Agent:
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
         """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
-        whole = allocation.whole or allocation.held("mig") or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
+        whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)
         elif allocation.mechanisms:

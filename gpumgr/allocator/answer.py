@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.ids import count
-from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.ledger import Allocation, MigDevice
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
 from gpumgr.errors import Refusal
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
@@ -21,6 +21,8 @@ DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
 #: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
 AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
+#: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
+MIG_ANNOTATION = "gpumgr.io/mig-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 
@@ -54,7 +56,7 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
     paths = [*(f"{host.device_root}/{name}" for name in nodes), *control, *host.extra_devices]
-    driver_dir = host.whole_driver_dir if allocation.whole or allocation.held("mig") else host.share_driver_dir
+    driver_dir = host.whole_driver_dir if allocation.whole or allocation.by_mig else host.share_driver_dir
     mounts = (
         [Mount(container_path=LIBRARY_PATH, host_path=driver_dir, read_only=True)]
         if driver_dir and host.exists(driver_dir)
@@ -81,13 +83,21 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
     """Response to the call for `nvidia.com/gpu`. As in HAMi the container's LD_LIBRARY_PATH is its own, unless the driver's files are
-    mounted; the amounts are kept for a rebuild of the ledger."""
+    mounted; the amounts and MIG devices are kept for a rebuild of the ledger."""
     amounts = (
         f"{gpu}={each.cores},{each.memory_mebibytes}"
         + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
         for gpu, each in allocation.gpus.items()
     )
-    return _with_own_path(replace(core_answer(allocation, gpus, host), annotations={AMOUNTS_ANNOTATION: ";".join(amounts)}))
+    annotations = {AMOUNTS_ANNOTATION: ";".join(amounts)}
+    if not allocation.mig_devices:
+        return _with_own_path(replace(core_answer(allocation, gpus, host), annotations=annotations))
+    annotations[MIG_ANNOTATION] = ";".join(
+        f"{each.gpu}={each.profile},{each.memory_slices},{each.uuid},{each.gpu_instance},{each.compute_instance}"
+        for each in allocation.mig_devices
+    )
+    places = {each.uuid: (each.gpu, each.gpu_instance, each.compute_instance) for each in allocation.mig_devices}
+    return replace(_of_instances(allocation, gpus, places, host), annotations=annotations)
 
 
 def instance_answer(
@@ -97,17 +107,24 @@ def instance_answer(
 
     Source of the list's form and of the nodes: NVIDIA's MIG user guide, device nodes and capabilities.
     """
-    numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
-    places = {uuid: (gpus[name].minor, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
+    places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
     if gone := [uuid for uuid in uuids if uuid not in places]:
         raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} does not exist any more; delete the pod and create it again")
+    return _of_instances(allocation, gpus, {uuid: places[uuid] for uuid in uuids}, host)
+
+
+def _of_instances(
+    allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], places: Mapping[str, tuple[GpuName, int, int]], host: HostPaths
+) -> ContainerResponse:
+    """`places`: UUID of a MIG device -> its GPU, and the ids of its GPU instance and compute instance."""
+    numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
     paths = []
-    for minor, gpu_instance, compute_instance in (places[uuid] for uuid in uuids):
-        part = f"gpu{minor}/gi{gpu_instance}"
+    for gpu, gpu_instance, compute_instance in places.values():
+        part = f"gpu{gpus[gpu].minor}/gi{gpu_instance}"
         found = [numbers.get(f"{part}/{name}access") for name in ("", f"ci{compute_instance}/")]
         paths += [f"{host.device_root}/nvidia-caps/nvidia-cap{number}" for number in found if number is not None]
     full = core_answer(allocation, gpus, replace(host, extra_devices=(*host.extra_devices, *paths)))
-    return _with_own_path(replace(full, envs={**full.envs, "NVIDIA_VISIBLE_DEVICES": ",".join(uuids)}, annotations={}))
+    return _with_own_path(replace(full, envs={**full.envs, "NVIDIA_VISIBLE_DEVICES": ",".join(places)}, annotations={}))
 
 
 def _with_own_path(full: ContainerResponse) -> ContainerResponse:
@@ -125,6 +142,22 @@ def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts
     return (
         {each[1]: Amounts(int(each[2]), int(each[3])) for each in found},
         {each[1]: Amounts(int(each[4]), int(each[5])) for each in limited},
+    )
+
+
+def mig_devices_in(annotations: Mapping[str, str]) -> tuple[MigDevice, ...]:
+    """The MIG devices in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    form = r"([0-9a-z]+)=([^,;]+),([0-9]{1,10}),([^,;]+),([0-9]{1,10}),([0-9]{1,10})(?:;|$)"
+    return tuple(
+        MigDevice(
+            gpu=gpu,
+            profile=profile,
+            memory_slices=int(slices),
+            uuid=uuid,
+            gpu_instance=int(gpu_instance),
+            compute_instance=int(compute_instance),
+        )
+        for gpu, profile, slices, uuid, gpu_instance, compute_instance in re.findall(form, annotations.get(MIG_ANNOTATION, ""))
     )
 
 

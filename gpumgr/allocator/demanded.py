@@ -53,7 +53,10 @@ def refuse_undemanded(node: NodeView, view: PodView | None, gpus: Collection[Gpu
 
 def _problem(node: NodeView, view: PodView, gpu: GpuName, ledger: Ledger | None) -> str | None:
     shown, wanted = node.shown.get(gpu), replace(view.constraints, unused=False)
-    if shown is not None and not wanted.allows(shown.uuid, shown.model or ""):
+    if shown is None:
+        return None
+    mig = bool(shown.mig_enabled or node.mig_profiles.get(gpu))
+    if not wanted.allows(shown.uuid, shown.model or "", mig=mig):
         return f"is {shown.model or 'of an unknown model'} {shown.uuid}, and the pod demands a GPU{wanted.text}"
     if view.constraints.unused and ledger is not None:
         own = Allocation(id="", pod=view.key, uid=view.uid)

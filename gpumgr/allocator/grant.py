@@ -52,7 +52,7 @@ def grant(
     refuse_held(ledger, resource, fresh)
     named = named_gpus(caller, ledger.gpu_registry)
     refuse_elsewhere(node, caller, named, fresh)
-    refuse_unfit(node, fresh)
+    refuse_unfit(node, fresh, resource)
     _refuse_shape(node, ledger, caller, resource, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
     device_ids = {**base.device_ids, resource: masks}
@@ -97,10 +97,10 @@ def refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName],
         raise unfollowed(caller, Refusal("conflict", reason))
 
 
-def refuse_unfit(node: NodeView, fresh: Masks) -> None:
+def refuse_unfit(node: NodeView, fresh: Masks, resource: Resource) -> None:
     for gpu in fresh:
-        if gpu in node.unschedulable:
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")
+        if closed := node.closed(gpu, resource):
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {closed}")
         if gpu not in node.rows:
             raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
 

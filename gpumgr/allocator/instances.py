@@ -73,8 +73,7 @@ def grant_instances(
     fresh = minus(masks, common(masks, ledger.reusable("mig", caller.pod, caller.uid)))
     refuse_held(ledger, "mig", fresh)
     for gpu, mask in fresh.items():
-        closed = None if gpu in node.in_mig_mode else node.unschedulable.get(gpu)
-        if closed:
+        if closed := node.closed(gpu, "mig"):
             raise Refusal("gpu_unhealthy", f"the MIG devices of {node.label(gpu)} can't be given: {closed}")
         if gone := ledger.gpu_registry.by_name[gpu].held_instances(mask & ~node.instances.get(gpu, 0)):
             raise Refusal("gpu_unhealthy", f"{node.label(gpu)} does not have the MIG device {gone[0].uuid} any more")

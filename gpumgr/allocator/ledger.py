@@ -43,6 +43,27 @@ class ClaimRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigDevice:
+    """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n. The UUID is empty, and
+    the driver's ids are -1, until it exists."""
+
+    gpu: GpuName
+    profile: str
+    memory_slices: int
+    uuid: str = ""
+    gpu_instance: int = -1
+    compute_instance: int = -1
+
+    @property
+    def start(self) -> int:
+        """The first memory slice."""
+        return (self.memory_slices & -self.memory_slices).bit_length() - 1
+
+    def __str__(self) -> str:
+        return f"{self.profile} at slice {self.start}" + (f" ({self.uuid})" if self.uuid else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """What one container holds, or all containers that use one request of a ResourceClaim.
 
@@ -55,6 +76,7 @@ class Allocation:
     `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
     container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
     `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
+    `mig_devices`: those that were created for it; then nothing else limits it.
     """
 
     id: AllocationId
@@ -72,11 +94,17 @@ class Allocation:
     cdi: bool = False
     claim: ClaimRequest | None = None
     limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    mig_devices: tuple[MigDevice, ...] = ()
 
     @property
     def by_ids(self) -> bool:
         """Its amounts are the ids of cores and memory that it holds."""
         return "core" in self.device_ids or "memory" in self.device_ids
+
+    @property
+    def by_mig(self) -> bool:
+        """MIG devices are the limit of its container."""
+        return bool(self.mig_devices or self.held("mig"))
 
     @property
     def admin(self) -> bool:
@@ -304,6 +332,14 @@ class Ledger:
                     if other is not owner and not other.same_pod(owner) and not other.admin
                 ]
         violated += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
+        violated += [
+            f"{a.describe()} and {other.describe()} have MIG devices at the same place of GPU {gpu}"
+            for a in suspects
+            for gpu, amounts in a.gpus.items()
+            if amounts.slices
+            for other in self.on(gpu)
+            if other is not a and not other.same_pod(a) and other.gpus.get(gpu, Amounts()).slices & amounts.slices
+        ]
         return list(dict.fromkeys(violated))
 
     def check(self) -> "Ledger":

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from gpumgr.allocator.ids import NO_IDS, Masks
 from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import Gpu, Topology
-from gpumgr.units import GpuName
+from gpumgr.topology.devices import Gpu, MigProfile, Topology
+from gpumgr.units import GpuName, Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +15,8 @@ class NodeView:
     `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
-    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone. `shown`: the GPUs that the driver
-    describes now.
+    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone. `mig_profiles`: the GPUs on which MIG
+    devices are created on demand, and of which profiles. `shown`: the GPUs that the driver describes now.
     """
 
     topology: Topology
@@ -28,10 +28,21 @@ class NodeView:
     instances: Masks = field(default_factory=lambda: NO_IDS)
     in_mig_mode: Collection[GpuName] = ()
     shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
+    mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = field(default_factory=dict)
 
     @property
     def gpu_of_row(self) -> Mapping[int, GpuName]:
         return {row: gpu for gpu, row in self.rows.items()}
+
+    def closed(self, gpu: GpuName, resource: Resource) -> str | None:
+        """Why the GPU accepts no new containers with this resource; None if it does."""
+        open_ = gpu in self.in_mig_mode and (resource == "mig" or (resource == "replica" and gpu in self.mig_profiles))
+        return None if open_ else self.unschedulable.get(gpu)
+
+    @property
+    def out_of_service(self) -> Mapping[GpuName, str]:
+        """GPU -> why it accepts no new containers at all. One on which MIG devices are created on demand does."""
+        return {gpu: why for gpu, why in self.unschedulable.items() if self.closed(gpu, "replica")}
 
     def label(self, gpu: GpuName) -> str:
         """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""

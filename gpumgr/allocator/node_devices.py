@@ -7,11 +7,14 @@
   them, once that container's own memory call has come or can't come any more (`open_ids`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gpumgr.allocator.ids import NO_IDS, Masks, RegisteredGpu, lowest
 from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.evaluators.mig import has_place, most_devices
+from gpumgr.topology.devices import MigProfile
 from gpumgr.units import BLOCK_MEBIBYTES, Amounts, GpuName
 
 
@@ -41,10 +44,12 @@ def node_devices(
     open_ids: Collection[AllocationId] = (),
     instances: Masks = NO_IDS,
     in_mig_mode: Collection[GpuName] = (),
+    mig_profiles: Mapping[GpuName, Sequence[MigProfile]] = MappingProxyType({}),
 ) -> NodeDevices:
     """`failed` GPUs do not work; `cordoned` ones accept no new containers. `memory_blocks` is what a GPU has now, which may be less than
     when it was registered (ECC was turned on), and `replicas` how many each GPU may have now. `instances`: its MIG devices now; those
-    of GPUs that are cordoned because they are `in_mig_mode` accept containers."""
+    of GPUs that are cordoned because they are `in_mig_mode` accept containers, and so do replicas of those with `mig_profiles`, on which
+    MIG devices are created: as many as fit at most."""
     cores, blocks = ledger.held("core"), ledger.held("memory")
     result = []
     for registered in ledger.gpu_registry.gpus:
@@ -63,9 +68,12 @@ def node_devices(
             claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
             healthy = (_less(healthy[0], cores.get(gpu, 0), claimed.cores), _less(healthy[1], blocks.get(gpu, 0), claimed_blocks))
         held = ledger.held("replica").get(gpu, 0)
-        left = ledger.available(gpu)
+        left, number = ledger.available(gpu), min(replicas, registered.replicas)
         spare = gpu not in cordoned and min(left.cores, left.memory_mebibytes) > 0
-        healthy_replicas = 0 if gpu in failed else held | ((1 << min(replicas, registered.replicas)) - 1 if spare else 0)
+        if profiles := mig_profiles.get(gpu):
+            number = min(number, most_devices(profiles))
+            spare = (gpu not in cordoned or gpu in in_mig_mode) and has_place(profiles, ledger.used(gpu).slices)
+        healthy_replicas = 0 if gpu in failed else held | ((1 << number) - 1 if spare else 0)
         open_instances = (
             ledger.held("mig").get(gpu, 0) if gpu in cordoned and gpu not in in_mig_mode else registered.all_ids("mig")
         )

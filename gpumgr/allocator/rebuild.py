@@ -11,7 +11,7 @@ from typing import Final
 
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
 from gpumgr.allocator.instances import booked
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger, MigDevice
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.replicas import counted_on, limits_on
@@ -28,7 +28,7 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
     """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits), `cdi` (it names a
-    CDI device) and `amounts` (amounts and limits of a container with replicas) are read from its stored response."""
+    CDI device), `amounts` (amounts and limits of a container with replicas) and its `mig_devices` are read from its stored response."""
 
     uid: str
     container: str
@@ -38,6 +38,7 @@ class KubeletEntry:
     mechanisms: tuple[str, ...] = ()
     cdi: bool = False
     amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = field(default_factory=lambda: ({}, {}))
+    mig_devices: tuple[MigDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,9 @@ def _claims(
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
-            gpus=old.gpus or {gpu: each for gpu, each in entry.amounts[0].items() if gpu in masks},
+            gpus=old.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
             limits=old.limits or entry.amounts[1],
+            mig_devices=old.mig_devices or entry.mig_devices,
         )
     visible = shown(gpu_registry, listing) if listing else {}
     for (pod, container), held in visible.items():
@@ -146,6 +148,11 @@ def _claims(
             # `List` shows every container but ordinary init containers (and those of pods that just ended).
             claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
     return claims
+
+
+def _with_slices(amounts: Amounts, entry: KubeletEntry, gpu: GpuName) -> Amounts:
+    slices = (Amounts(slices=device.memory_slices) for device in entry.mig_devices if device.gpu == gpu)
+    return sum(slices, start=amounts)
 
 
 def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:

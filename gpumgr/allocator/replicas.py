@@ -3,6 +3,8 @@
 * Each replica of a container lies on another GPU, and the container has the same of each.
 * 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
+* On a GPU with MIG profiles a replica is a MIG device that is created for the container. That of an init container is large enough for
+  those that take over its replica, and they take it over, too.
 
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
@@ -15,6 +17,7 @@ from gpumgr.allocator.choose import Choice, Request
 from gpumgr.allocator.grant import refuse_elsewhere, refuse_held, refuse_unfit
 from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
 from gpumgr.errors import Refusal
@@ -29,6 +32,8 @@ def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Req
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
     try:
+        if len({*named}) < len(named):
+            return _several_of_one_gpu(node, ledger, request, named)
         choice = _choose(node, ledger, caller, request, wanted, {*named, *request.must})
     except Refusal as refusal:
         raise (unfollowed(caller, refusal) if named else refusal) from None
@@ -43,24 +48,32 @@ def grant_replicas(
     fresh = minus(masks, common(masks, ledger.reusable("replica", caller.pod, caller.uid)))
     refuse_held(ledger, "replica", fresh)
     refuse_elsewhere(node, caller, named_gpus(caller, ledger.gpu_registry), fresh)
-    refuse_unfit(node, fresh)
-    if twice := [gpu for gpu, mask in masks.items() if mask.bit_count() > 1]:
+    refuse_unfit(node, fresh, "replica")
+    if twice := [gpu for gpu, mask in masks.items() if mask.bit_count() > 1 and gpu not in node.mig_profiles]:
         raise Refusal(
             "conflict",
             f"the kubelet chose {masks[twice[0]].bit_count()} replicas of {node.label(twice[0])}, and a container gets one of each GPU: "
             "the pod may simply be created again",
         )
     gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
+    shared = [gpu for gpu in gpus if gpu not in node.mig_profiles]
+    devices = mig_devices(
+        node, ledger, caller, _follow(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
+    )
+    probe = _probe(ledger, caller, [wanted], shared)
+    amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
     allocation = replace(
-        _probe(ledger, caller, [wanted], gpus),
+        probe,
         id=new_id,
+        gpus={gpu: amounts[gpu] for gpu in gpus},
         device_ids={"replica": masks},
-        limits=limits_on(ledger.gpu_registry, wanted, gpus),
+        limits=limits_on(ledger.gpu_registry, wanted, shared),
         granted_at=now,
-        why=why,
+        why=f"{why}; MIG {', '.join(map(str, devices))}" if devices else why,
+        mig_devices=devices,
     )
     after = ledger.occupy(allocation)
-    for gpu in gpus:
+    for gpu in shared:
         if problem := _obstacle(ledger, after, allocation, gpu):
             raise Refusal(
                 "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
@@ -106,7 +119,7 @@ def _choose(
     node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
 ) -> Choice:
     registered = [gpu.name for gpu in ledger.gpu_registry.gpus]
-    follow = [spec.replicas for spec in caller.chain if spec.replicas] if caller.init else [wanted]
+    follow = _follow(caller, wanted)
     probe = _probe(ledger, caller, follow, registered)
     after = ledger.occupy(probe)
     foreign = minus(ledger.held("replica"), request.must)
@@ -115,9 +128,13 @@ def _choose(
     for row, gpu in sorted(node.gpu_of_row.items()):
         left = ledger.available(gpu) if gpu in registered else Amounts()
         problem = (
-            node.unschedulable.get(gpu)
+            node.closed(gpu, "replica")
             or ("is not offered yet" if gpu not in registered else None)
-            or _obstacle(ledger, after, probe, gpu)
+            or (
+                obstacle_to_devices(node, ledger, caller, gpu, request.must.get(gpu, 0), follow)
+                if gpu in node.mig_profiles
+                else _obstacle(ledger, after, probe, gpu)
+            )
             or (None if gpu in free else f"has no replica left for the kubelet (free: {left})")
         )
         if problem:
@@ -152,6 +169,16 @@ def _choose(
     return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
 
 
+def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
+    """The container's request, and those of the containers that take over its replicas."""
+    found, left = [wanted], wanted.count if caller.init else 0
+    for spec in caller.chain[1:]:
+        if spec.replicas and left > 0:
+            found.append(spec.replicas)
+            left -= 0 if spec.kind == "init" else spec.replicas.count
+    return found
+
+
 def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Sequence[GpuName]) -> Allocation:
     """The caller's allocation on all of these GPUs, with the most of these requests on each."""
     most = dict.fromkeys(gpus, Amounts())
@@ -174,3 +201,14 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
     if after.exceeded(gpu) or (others and left.cores < 1):
         return f"has {left} left, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
     return None
+
+
+def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
+    """HAMi's scheduler may name a GPU several times, for a MIG device each."""
+    foreign = minus(ledger.held("replica"), request.must)
+    free = minus(union(request.available, request.must), foreign)
+    masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
+    for gpu, mask in masks.items():
+        if mask.bit_count() != named.count(gpu):
+            raise Refusal("no_fit", f"{node.label(gpu)} has no {named.count(gpu)} replicas left for the kubelet")
+    return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="the scheduler chose it")

@@ -165,6 +165,7 @@ class Components:
             before_offer=lambda: self._take_over.before_offer(),
             replicas=profile.replicas(self.settings),
             mig_strategy=self.settings.node.mig_strategy,
+            mig_on_demand=profile.mig_on_demand(self.settings),
         )
 
     def _make_nvml(self) -> Nvml:
@@ -212,6 +213,7 @@ class Components:
             host=_host_paths(self.settings, self._hardware.proc_root),
             make_dir=_make_dir,
             new_id=_new_id,
+            mig_driver=self.nvml,
             share_mode=self.settings.placement.share_mode,
         )
 

@@ -4,11 +4,11 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Final
 
 import structlog
 
 from gpumgr.agent.history import about
+from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
@@ -25,8 +25,6 @@ CLOSING_REASONS = frozenset({"mig", "operator"})
 LOST_REASONS = frozenset({"lost", "missing"})
 #: Codes of the entries that this module adds to the history; those of maintenance are added by gpumgr.agent.maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
-#: Reason of the event of a pod that holds a MIG device that was destroyed.
-MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
 
 
 class HardwareEvents:

@@ -18,6 +18,7 @@ import structlog
 
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
+from gpumgr.agent.mig_devices import MigDevices
 from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
@@ -111,8 +112,10 @@ async def _reconcile(parts: Parts) -> None:
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
-    entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings)) or ()
-    await reconcile(components.reconciler, entries, wait_synced=api_side.wait_synced, lost=loaded.lost)
+    entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
+    complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
+    if loaded.lost and not (complete and entries is not None):
+        components.agent.mig_devices.keep()
     await components.enforcement.recover()
     components.remove_orphans()
 
@@ -143,6 +146,7 @@ def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -
     return [
         group.create_task(forever("reconciler", components.reconciler.run), name="reconciler"),
         group.create_task(forever("enforcement", components.enforcement.run), name="enforcement"),
+        group.create_task(forever("mig_devices", partial(_tend, components.agent.mig_devices)), name="mig_devices"),
         group.create_task(components.link.run(), name="kubelet_link"),
         group.create_task(_report(parts, notifier), name="report"),
         group.create_task(_evict_again(parts.api_side, parts.maintenance), name="evict_again"),
@@ -159,6 +163,12 @@ async def _refresh(components: Components, read_model: ReadModel) -> None:
             async with asyncio.timeout(components.settings.nvml.sample_period_seconds + REPORT_SECONDS):
                 await sampled.wait()
         sampled.clear()
+
+
+async def _tend(mig_devices: MigDevices) -> None:
+    while True:
+        await mig_devices.tend()
+        await asyncio.sleep(until_tick(REPORT_SECONDS))
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:

@@ -129,7 +129,7 @@ class ReadModel:
             return f"{registered}, no driver: {hardware.down_reason or 'NVML has not answered yet'}"
         view = self.view()
         number = len(view.ledger.gpu_registry.gpus)
-        return f"{registered}, {number - len(view.node.unschedulable)} of {number} GPUs offered"
+        return f"{registered}, {number - len(view.node.out_of_service)} of {number} GPUs offered"
 
     def view(self) -> AgentView:
         return self._components.agent.view()

@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from gpumgr.agent.reconciler import Reconciler
-from gpumgr.allocator.answer import allocation_id_in, amounts_in, mechanisms_in
+from gpumgr.allocator.answer import allocation_id_in, amounts_in, mechanisms_in, mig_devices_in
 from gpumgr.allocator.rebuild import KubeletEntry
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
 from gpumgr.errors import KubeletError
@@ -35,15 +35,16 @@ async def reconcile(
     *,
     wait_synced: Callable[[float], Awaitable[None]],
     lost: bool,
-) -> None:
-    """Adopts the allocations of these entries. `lost`: the ledger was lost, so all of it comes from there; then the pods' specs are
-    waited for."""
+) -> bool:
+    """Adopts the allocations of these entries, and returns whether all could be. `lost`: the ledger was lost, so all of it comes from
+    there; then the pods' specs are waited for."""
     found = ours_of(entries)
     if lost and found:
         await wait_synced(SPECS_SECONDS)
     rebuilt = await reconciler.adopt(found)
     if (lost and found) or rebuilt.added or rebuilt.problems:
         log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
+    return not rebuilt.problems
 
 
 def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
@@ -58,6 +59,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
             cdi=bool(e.response.cdi_devices) if e.response else False,
             amounts=amounts_in(e.response.annotations) if e.response else ({}, {}),
+            mig_devices=mig_devices_in(e.response.annotations) if e.response else (),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None

@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Final
 
-from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
 from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.evaluators.mig import amounts_of, find_place, serves
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.evaluators.select import Placement, find
+from gpumgr.topology.devices import MigProfile
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 #: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
@@ -74,6 +77,7 @@ class Misfit:
     `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
     `distance` compares misfits of one container: the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the room.
     `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some do, and the scheduler can't name them to the agent.
+    `mig`: all of these GPUs are for MIG devices only.
     """
 
     container: ContainerRequest | None
@@ -84,11 +88,12 @@ class Misfit:
     constraints: Constraints = UNCONSTRAINED
     none_allowed: bool = False
     agent_chooses: bool = False
+    mig: bool = False
 
     @property
     def reason(self) -> tuple[object, ...]:
         """Equal for misfits that can be compared by their distance."""
-        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses
+        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
@@ -97,10 +102,10 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     allowed = constraints.allowed(node)
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
-        required = _reused(use, container)
+        required, devices = _reused(use, container), dict[int, Amounts]()
         if container.replica is not None:
             same = _on_the_same_gpus(request.containers[position:])
-            capacities = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
+            capacities, devices = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
             placement = _find(node, capacities, _any_share(container), required, policy, constraints)
             wanted = max(same, key=_size)
         else:
@@ -112,7 +117,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         if placement is None:
             return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
-        shares = tuple((gpu, container.on(node.gpus[gpu].memory_mebibytes)) for gpu in sorted(gpus))
+        shares = tuple((gpu, devices.get(gpu) or container.on(node.gpus[gpu].memory_mebibytes)) for gpu in sorted(gpus))
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
@@ -191,7 +196,7 @@ def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position) if use.taken else used[position]
-        if unused and held != NOTHING:
+        if (unused and held != NOTHING) or gpu.mig:
             held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
         healthy = allowed[position] and gpu.offered
         result.append(_capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy))
@@ -228,13 +233,18 @@ def _size(container: ContainerRequest) -> tuple[int, int]:
 
 def _replica_capacities(
     node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], same: Sequence[ContainerRequest], *, unused: bool
-) -> list[GpuCapacity]:
+) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
     """`entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs; here memory is in MiB,
-    not blocks."""
-    result = []
+    not blocks. Also the MIG device that the containers would have on each GPU."""
+    result, devices = [], dict[int, Amounts]()
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position)
-        most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in same))
+        if not gpu.mig:
+            most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in same))
+        elif device := _device(gpu, used[position] + use.taken.get(position, NOTHING), use.reusable.get(position, NOTHING), same):
+            most = devices[position] = device
+        else:
+            held, most = Amounts(CORES_PER_GPU, gpu.memory_mebibytes), NOTHING
         fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most) and not (unused and held != NOTHING)
         result.append(
             GpuCapacity(
@@ -245,7 +255,25 @@ def _replica_capacities(
                 healthy=fits,
             )
         )
-    return result
+    return result, devices
+
+
+def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[ContainerRequest]) -> Amounts | None:
+    """A MIG device that is large enough for each of the containers: the one that an init container leaves, or else a new one. `taken`: all
+    that is taken of the GPU, with what is `left`."""
+    requests = tuple(each.replica for each in same if each.replica is not None)
+    if left.replicas and serves(gpu.mig, replace(left, replicas=0), *requests):
+        return replace(left, replicas=1)
+    if taken.cores and not taken.slices:  # of containers that began before its MIG mode
+        return None
+    return _new_device(gpu.mig, taken.slices, requests)
+
+
+@lru_cache(maxsize=1 << 14)
+def _new_device(profiles: tuple[MigProfile, ...], taken: int, requests: tuple[ReplicaRequest, ...]) -> Amounts | None:
+    """Kept for the same reason as `_capacity`."""
+    place = find_place(profiles, taken, *requests)
+    return replace(amounts_of(place, profiles), replicas=1) if place is not None else None
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
@@ -316,6 +344,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         )
     free = max(_free(each) for each in sets)
     if container.replica is not None:
+        mig = all(node.gpus[each.index].mig for each in capacities)
         offered = [each for each in capacities if node.gpus[each.index].offered]
         most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
         closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
@@ -326,10 +355,11 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         return Misfit(
             container=container,
             free_gpus=free,
-            closest=closest,
+            closest=None if mig else closest,
             distance=float(container.gpus - free),
             not_offered=free + closed >= container.gpus > free,
             constraints=constraints,
+            mig=mig,
         )
     if container.whole:
         there = max(sum(each.entirely_free for each in gpus) for gpus in sets)

@@ -28,9 +28,9 @@ def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
 
 def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
     """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
-    groups: dict[tuple[ContainerRequest | None, bool, bool, bool], _Group] = {}
+    groups: dict[tuple[ContainerRequest | None, bool, bool, bool, bool], _Group] = {}
     for count, node, misfit in misfits:
-        key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses)
+        key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses, misfit.mig)
         group = groups.setdefault(key, _Group(0, node, misfit))
         group.count += count
         if (misfit.distance, node) < (group.misfit.distance, group.node):
@@ -68,7 +68,8 @@ def _reason(misfit: Misfit) -> str:
     if misfit.none_allowed:
         return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
     if container.replica is not None:
-        text = f"no room for {container.replica}{constraints.text}{numa}"
+        wanted = str(container.replica).replace("GPU", "MIG device", 1) if misfit.mig else str(container.replica)
+        text = f"no {'place' if misfit.mig else 'room'} for {wanted}{constraints.text}{numa}"
     elif container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
         wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"

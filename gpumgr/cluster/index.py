@@ -397,8 +397,9 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
 
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
-    """A whole GPU has all its memory."""
-    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if amounts.whole else amounts
+    """A whole GPU has all its memory; the largest MIG device has its own."""
+    whole = amounts.whole and not amounts.slices
+    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
 
 
 def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:

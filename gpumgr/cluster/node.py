@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.topology.devices import Level, Topology
+from gpumgr.topology.devices import Level, MigProfile, Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: (position of the GPU on its node, amounts) of each GPU of a container.
@@ -20,7 +20,8 @@ NOTHING = Amounts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `mig`: it
+    is not shared, and each of them gets a MIG device of one of these profiles, created on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -30,6 +31,7 @@ class GpuState:
     cordoned: bool = False
     index: int | None = None
     replicas: int = 0
+    mig: tuple[MigProfile, ...] = ()
 
     @property
     def offered(self) -> bool:
@@ -39,6 +41,8 @@ class GpuState:
         """Beside what is used of it."""
         after = used + wanted
         replicas = not wanted.replicas or after.replicas <= self.replicas
+        if bool(wanted.slices) != bool(self.mig) or used.slices & wanted.slices:
+            return False
         return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replicas
 
 
@@ -98,7 +102,10 @@ class PodUse:
         for gpu, wanted in shares:
             pool = self.reusable.get(gpu, NOTHING)
             memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
-            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas))
+            slices = pool.slices & wanted.slices
+            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas), slices)
+            if slices != wanted.slices:  # a MIG device of its own; the other one stays until the pod ends
+                again = Amounts(replicas=again.replicas)
             fresh = wanted - again
             self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
             self.reusable[gpu] = pool + fresh if kind == "init" else pool - again

@@ -7,6 +7,7 @@ from typing import Final
 
 from gpumgr.cluster.node import NOTHING, GpuState, NodeState, Used
 from gpumgr.cluster.request import PodRequest
+from gpumgr.evaluators.mig import has_place
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
@@ -15,7 +16,7 @@ Totals = Counter[tuple[str, str, str]]
 #: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing of the other amount, so no
 #: pod can have it. "closed": free on GPUs that are unhealthy or cordoned.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
-#: Of whole GPUs; "full": it has no free cores, or no free memory.
+#: Of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
@@ -54,6 +55,8 @@ def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:
         return "closed"
     if held == NOTHING:
         return "free"
+    if gpu.mig and not has_place(gpu.mig, held.slices):
+        return "full"
     return "partial" if free.cores and free.memory_mebibytes else "full"
 
 

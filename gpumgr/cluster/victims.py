@@ -13,7 +13,7 @@ from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
-from gpumgr.cluster.node import NodeState, Used
+from gpumgr.cluster.node import NOTHING, NodeState, Used
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -164,9 +164,12 @@ def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
     """What each pod holds of which GPU, and what is used in all."""
-    taken: dict[str, Mapping[int, Amounts]] = {uid: dict(node.other[uid]) for uid in pods if uid in node.other}
-    known = [pod for uid, pod in sorted(pods.items()) if uid not in taken and pod.shares is not None]
+    taken: dict[str, Mapping[int, Amounts]] = {}
     empty = used_on(node, ())
+    for uid in pods.keys() & node.other.keys():
+        more = _difference(used_on(node, [pods[uid]]), empty)  # its replicas, which the node does not report
+        taken[uid] = {gpu: amounts + more.get(gpu, NOTHING) for gpu, amounts in node.other[uid]}
+    known = [pod for uid, pod in sorted(pods.items()) if uid not in taken and pod.shares is not None]
     taken |= {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
     used = used_on(node, known)
     for uid, pod in sorted(pods.items()):

@@ -24,6 +24,7 @@ from gpumgr.doctor.examine import LIMIT_SECONDS, Check
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import mig_offered
 
 #: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
@@ -86,7 +87,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
         Check("driver", driver, gpus.IF_HUNG),
-        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=settings.node.mig_strategy != "none"), gpus.IF_HUNG),
+        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
         Check("device-nodes", nodes, gpus.IF_HUNG),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),

@@ -71,7 +71,7 @@ def _driver(proc_root: Path) -> CheckResult:
 
 
 async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
-    """`mig_offered`: node.mig_strategy is not none, so that the MIG mode is no trouble."""
+    """`mig_offered`: MIG devices are offered or created, so that the MIG mode is no trouble."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:

@@ -11,7 +11,7 @@ _MAX_CHARACTERS: Final = 64
 
 
 class _Gpu(Protocol):
-    """`uuid` and `model` are empty, and `numa` is -1, if they are not known."""
+    """`uuid` and `model` are empty, and `numa` is -1, if they are not known. `mig`: what it has for MIG devices on demand."""
 
     @property
     def uuid(self) -> str: ...
@@ -19,6 +19,8 @@ class _Gpu(Protocol):
     def model(self) -> str: ...
     @property
     def numa(self) -> int: ...
+    @property
+    def mig(self) -> Sequence[object]: ...
 
 
 class _Node(Protocol):
@@ -34,6 +36,7 @@ class _Node(Protocol):
 class Constraints:
     """Models are substrings without regard to case, of the model as HAMi registers it: with "NVIDIA-" if it begins otherwise. UUIDs are
     exact. Empty "use": any. `same_numa_node` is about each container that has several GPUs. `unused`: GPUs on which no container is yet.
+    `mig` True: only GPUs for MIG devices, False: only GPUs that are shared.
 
     A GPU without a known model satisfies no constraint on models, one without a known UUID none on UUIDs.
     """
@@ -44,14 +47,15 @@ class Constraints:
     avoid_uuids: tuple[str, ...] = ()
     same_numa_node: bool = False
     unused: bool = False
+    mig: bool | None = None
 
     def allowed(self, node: _Node) -> Sequence[bool]:
         """For each GPU of the node whether the pod may use it. All or none where the node's agent chooses among them."""
         if self.unused and node.naming == "none" and len(node.gpus) > 1:
             return [False] * len(node.gpus)
-        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids):
+        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None):
             return [True] * len(node.gpus)
-        each = [self.allows(gpu.uuid, gpu.model) for gpu in node.gpus]
+        each = [self.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in node.gpus]
         return each if node.naming != "none" or all(each) else [False] * len(each)
 
     @property
@@ -79,11 +83,14 @@ class Constraints:
             if each
         ]
         parts += ["without containers"] if self.unused else []
+        parts += [f"in mode {'mig' if self.mig else 'hami-core'}"] if self.mig is not None else []
         text = " and ".join(parts)
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
-    def allows(self, uuid: str, model: str) -> bool:
-        """Of one GPU; both are empty if they are not known."""
+    def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
+        """Of one GPU; UUID and model are empty if they are not known. `mig`: containers get MIG devices of it."""
+        if self.mig not in (None, mig):
+            return False
         if self.use_models or self.avoid_models:
             model = model.casefold()
             model = f"nvidia-{model}" if model and not model.startswith("nvidia") else model

@@ -5,7 +5,7 @@ profile with that part of the compute.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -35,9 +35,16 @@ def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
     return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
 
 
-def find_place(profiles: Sequence[MigProfile], taken: int, request: ReplicaRequest) -> MigPlace | None:
-    """The smallest profile that has what is requested of each GPU, where it is free; None: none fits. `taken`: memory slices as bits."""
-    return next((place for profile in _fitting(profiles, request) for place in _places(profile, taken)), None)
+def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
+    """The smallest profile that has what each of the requests asks of a GPU, where it is free; None: none fits. `taken`: memory slices as
+    bits."""
+    return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
+
+
+def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaRequest) -> bool:
+    """Whether a MIG device with these amounts has what each of the requests asks of a GPU."""
+    place = place_at(profiles, amounts)
+    return place is not None and place.profile in _fitting(profiles, *requests)
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
@@ -52,28 +59,46 @@ def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPla
     )
 
 
+def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
+    """Whether a MIG device of any profile can be created."""
+    return any(_places(profile, taken) for profile in profiles)
+
+
+def without_places(profile: MigProfile, taken: int) -> MigProfile:
+    """The profile without the places that touch these memory slices."""
+    return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
+
+
+def most_devices(profiles: Sequence[MigProfile]) -> int:
+    """How many MIG devices the GPU can have at most."""
+    return max((len(profile.starts) for profile in profiles), default=0)
+
+
 def smallest(profiles: Sequence[MigProfile], request: ReplicaRequest) -> MigProfile | None:
     """The profile on an empty GPU; None: each is too small."""
     return next(_fitting(profiles, request), None)
 
 
-def _fitting(profiles: Sequence[MigProfile], request: ReplicaRequest) -> Iterator[MigProfile]:
+def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:
     """The smallest first. A part of the memory is that of the memory slices, since MIG devices together have less than the GPU."""
     most_slices = max((profile.slices for profile in profiles), default=0)
     most_size = max((profile.size for profile in profiles), default=0)
-    for profile in sorted(profiles, key=lambda each: (each.memory_mebibytes, each.slices, each.name)):
+
+    def enough(profile: MigProfile, request: ReplicaRequest) -> bool:
+        if profile.slices * CORES_PER_GPU <= (request.cores - 1) * most_slices:
+            return False
         if request.whole or request.memory_mebibytes is None:
             percent = CORES_PER_GPU if request.whole else request.memory_percent
-            enough = profile.size * CORES_PER_GPU >= percent * most_size
-        else:
-            enough = profile.memory_mebibytes >= request.memory_mebibytes
-        if enough and profile.slices * CORES_PER_GPU > (request.cores - 1) * most_slices:
+            return profile.size * CORES_PER_GPU >= percent * most_size
+        return profile.memory_mebibytes >= request.memory_mebibytes
+
+    for profile in sorted(profiles, key=lambda each: (each.memory_mebibytes, each.slices, each.name)):
+        if all(enough(profile, request) for request in requests):
             yield profile
 
 
-def _places(profile: MigProfile, taken: int) -> Iterator[MigPlace]:
-    starts = reversed(profile.starts) if profile.name.startswith(_FROM_THE_END) else profile.starts
-    for start in starts:
-        place = MigPlace(profile=profile, start=start)
-        if not place.memory_slices & taken:
-            yield place
+def _places(profile: MigProfile, taken: int) -> list[MigPlace]:
+    """The free ones, the best first."""
+    starts = profile.starts[::-1] if profile.name.startswith(_FROM_THE_END) else profile.starts
+    places = [MigPlace(profile=profile, start=start) for start in starts]
+    return [place for place in places if not place.memory_slices & taken]

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from gpumgr.allocator.annotations import is_ours
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS
 from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.kubeapi.replica_requests import ReplicaResources
@@ -60,7 +61,8 @@ class PodCache:
         return self._by_uid.get(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations that this incarnation of a pod has. Listeners are not called for their changes."""
+        """The agent's annotations that this incarnation of a pod has, and that of HAMi's MIG devices. Listeners are not called for their
+        changes."""
         return self._annotations.get(uid, {})
 
     def all(self) -> Iterable[PodView]:
@@ -99,7 +101,11 @@ class PodCache:
     def _parse(self, item: Mapping[str, Any]) -> PodView:
         """Raises what `parse_pod` raises."""
         view = parse_pod(item, self._resources, self._mig_resource)
-        ours = {key: str(value) for key, value in (item["metadata"].get("annotations") or {}).items() if is_ours(key)}
+        ours = {
+            key: str(value)
+            for key, value in (item["metadata"].get("annotations") or {}).items()
+            if is_ours(key) or key == MIG_ALLOCATIONS
+        }
         if ours:
             self._annotations[view.uid] = ours
         else:

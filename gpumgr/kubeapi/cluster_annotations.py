@@ -6,17 +6,18 @@
 Both readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import repeat
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gpumgr.topology.devices import Level, Topology
+from gpumgr.topology.devices import Level, MigProfile, Topology
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.topology.scores import NVLINK_SCORE, score_matrix
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.units import CORES_PER_GPU, Amounts
 
 INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
 PLACEMENT_ANNOTATION: Final = "gpumgr.io/placement"
@@ -38,10 +39,28 @@ NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 OtherShare = tuple[Position, Cores, Mebibytes]
 PlacedShare = tuple[Uuid, Cores, Mebibytes]
 
+#: Memory slices of a GPU: NVIDIA's GPUs have 8.
+MAX_MIG_SLICES: Final = 32
+MigStart = Annotated[int, Meta(ge=0, lt=MAX_MIG_SLICES)]
+MigSize = Annotated[int, Meta(ge=1, le=MAX_MIG_SLICES)]
+ProfileName = Annotated[str, Meta(min_length=1, max_length=64)]
+#: The fields of a MigProfile in their order.
+MigRow = tuple[
+    ProfileName,
+    Annotated[int, Meta(ge=0, le=1 << 31)],
+    Annotated[int, Meta(ge=1, le=1 << 40)],
+    MigSize,
+    MigSize,
+    Annotated[tuple[MigStart, ...], Meta(max_length=MAX_MIG_SLICES)],
+]
+#: The memory slices of each share of a list, slice n as bit n; 0: it is no MIG device.
+SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
+
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
-    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it."""
+    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `mig`: the profiles of
+    the MIG devices that are created on it on demand, see `mig_rows`; it is not shared then."""
 
     uuid: Uuid
     model: Text = ""
@@ -50,12 +69,18 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool = True
     cordoned: bool = False
     index: NvmlIndex | UnsetType = UNSET
+    mig: Annotated[tuple[MigRow, ...], Meta(min_length=1, max_length=64)] | UnsetType = UNSET
+
+    @property
+    def mig_profiles(self) -> tuple[MigProfile, ...]:
+        return () if self.mig is UNSET else _profiles(self.mig)
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations; `slices`: those of their MIG devices. `enforcement` is the text of the annotation
+    gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -65,6 +90,12 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Annotated[tuple[InventoryGpu, ...], Meta(max_length=MAX_GPUS)] = ()
     levels: tuple[tuple[Annotated[int, Meta(ge=0, le=100_000)], ...], ...] = ()
     other: Mapping[str, tuple[OtherShare, ...]] = {}
+    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+
+    @property
+    def held(self) -> Mapping[str, tuple[tuple[int, Amounts], ...]]:
+        """Pod UID -> (position of the GPU, amounts)."""
+        return {uid: tuple(_amounts(shares, uid, self.slices)) for uid, shares in self.other.items()}
 
     def topology(self) -> Topology:
         """The topology that `levels` describes. Raises ValueError."""
@@ -77,11 +108,40 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none)."""
+    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none).
+    `slices`: the same of MIG devices."""
 
     version: Literal[1] = 1
     node: Annotated[str, Meta(min_length=1, max_length=253)]
     containers: Mapping[str, tuple[PlacedShare, ...]] = {}
+    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+
+    @property
+    def named(self) -> Mapping[str, tuple[tuple[str, Amounts], ...]]:
+        """Container name -> (UUID of the GPU, amounts)."""
+        return {name: tuple(_amounts(shares, name, self.slices)) for name, shares in self.containers.items()}
+
+
+_Gpu = TypeVar("_Gpu", int, str)
+
+
+def _amounts(
+    shares: Iterable[tuple[_Gpu, int, int]], key: str, slices: Mapping[str, SharesSlices] | UnsetType
+) -> Iterator[tuple[_Gpu, Amounts]]:
+    bits: Iterable[int] = repeat(0) if slices is UNSET or key not in slices else slices[key]
+    for (gpu, cores, memory), each in zip(shares, bits, strict=False):
+        yield gpu, Amounts(cores, memory, slices=each)
+
+
+def slices_of(named: Mapping[str, Iterable[tuple[object, Amounts]]]) -> Mapping[str, SharesSlices] | UnsetType:
+    """The field `slices` of an inventory or a placement, from the keys of its shares and their amounts."""
+    slices = {key: tuple(amounts.slices for _, amounts in shares) for key, shares in named.items()}
+    return {key: bits for key, bits in slices.items() if any(bits)} or UNSET
+
+
+def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
+    """The field `mig` of a GPU with dynamic MIG; UNSET: it has no profiles."""
+    return tuple((p.name, p.number, p.memory_mebibytes, p.slices, p.size, p.starts) for p in profiles) or UNSET
 
 
 def levels_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -103,6 +163,9 @@ def decode_inventory(text: str) -> Inventory:
     if len(indices) != len(inventory.gpus):
         raise ValueError("an index appears twice in gpus")
     inventory.topology()
+    for rows in {gpu.mig for gpu in inventory.gpus if gpu.mig is not UNSET}:
+        _profiles(rows)
+    _check_slices(inventory.slices, inventory.other)
     for uid, shares in inventory.other.items():
         positions = [position for position, _, _ in shares]
         if len(set(positions)) != len(positions) or any(position >= len(inventory.gpus) for position in positions):
@@ -116,7 +179,13 @@ def decode_placement(text: str) -> Placement:
     for name, shares in placement.containers.items():
         if not shares or len({uuid for uuid, _, _ in shares}) != len(shares):
             raise ValueError(f"containers[{name[:64]!r}] names no GPU, or one twice")
+    _check_slices(placement.slices, placement.containers)
     return placement
+
+
+def _check_slices(slices: Mapping[str, SharesSlices] | UnsetType, shares: Mapping[str, tuple[object, ...]]) -> None:
+    if slices is not UNSET and any(len(bits) != len(shares.get(key, ())) for key, bits in slices.items()):
+        raise ValueError("slices has not one number for each share")
 
 
 _T = TypeVar("_T", Inventory, Placement)
@@ -136,6 +205,18 @@ def _decode(text: str, kind: type[_T]) -> _T:
         return msgspec.json.decode(encoded, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"not valid: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
+    """One object for all GPUs with equal profiles. Raises ValueError."""
+    profiles = tuple(msgspec.convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
+    ordered = all(
+        p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
+    )
+    if not ordered or len({p.name for p in profiles}) != len(profiles):
+        raise ValueError("mig has a profile twice, or with starts that are not ascending or too high")
+    return profiles
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+import msgspec
+
+from gpumgr.kubeapi.hami_mig import RegisteredProfile, decode_profiles
 from gpumgr.topology.scores import Scores
 
 REGISTER: Final = "hami.io/node-nvidia-register"
@@ -26,7 +29,7 @@ _BOOLEANS: Final = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredGpu:
-    """`count`: how many containers may share it. `cores` in percent. An unhealthy GPU gets no new pods."""
+    """`count`: how many containers may share it. `cores` in percent. An unhealthy GPU gets no new pods. `mig_profiles`: of mode mig."""
 
     uuid: str
     index: int = 0
@@ -36,6 +39,7 @@ class RegisteredGpu:
     model: str
     numa: int = 0
     mode: str = _MODE
+    mig_profiles: tuple[RegisteredProfile, ...] = ()
     healthy: bool = True
 
 
@@ -124,23 +128,26 @@ _FIELDS: Final[dict[str, object]] = {
     "type": "",
     "numa": 0,
     "mode": "",
+    "migProfiles": (),
     "health": False,
 }
 
 
 def _values(gpu: RegisteredGpu) -> tuple[object, ...]:
-    return gpu.uuid, gpu.index, gpu.count, gpu.memory_mebibytes, gpu.cores, gpu.model, gpu.numa, gpu.mode, gpu.healthy
+    profiles = msgspec.to_builtins(gpu.mig_profiles)
+    return gpu.uuid, gpu.index, gpu.count, gpu.memory_mebibytes, gpu.cores, gpu.model, gpu.numa, gpu.mode, profiles, gpu.healthy
 
 
 def _gpu(*values: object) -> RegisteredGpu:
-    uuid, index, count, memory, cores, model, numa, mode, healthy = values
+    uuid, index, count, memory, cores, model, numa, mode, profiles, healthy = values
     numbers = dict(zip(("index", "count", "memory_mebibytes", "cores", "numa"), (index, count, memory, cores, numa), strict=True))
     whole = {key: each for key, each in numbers.items() if isinstance(each, int) and not isinstance(each, bool) and each >= 0}
     if not (isinstance(uuid, str) and uuid and isinstance(model, str) and isinstance(mode, str) and isinstance(healthy, bool)):
         raise ValueError(f"{str(values)[:128]} is no GPU with id, type, mode and health")
     if len(whole) < len(numbers):
         raise ValueError(f"GPU {uuid[:64]}: {sorted(numbers.keys() - whole.keys())[0]} is no whole number of 0 or more")
-    return RegisteredGpu(uuid=uuid, model=model, mode=mode or _MODE, healthy=healthy, **whole)
+    decoded = decode_profiles(profiles)
+    return RegisteredGpu(uuid=uuid, model=model, mode=mode or _MODE, mig_profiles=decoded, healthy=healthy, **whole)
 
 
 def _from_csv(row: str) -> RegisteredGpu:
@@ -150,4 +157,4 @@ def _from_csv(row: str) -> RegisteredGpu:
     uuid, count, memory, cores, model, numa, healthy, index, mode = [*fields, "0", _MODE][:9]
     numbers = [int(each) if _INTEGER.fullmatch(each) else None for each in (index, count, memory, cores)]
     place = int(numa) if re.fullmatch("-?[0-9]{1,4}", numa) else None
-    return _gpu(uuid, *numbers, model, max(place, 0) if place is not None else None, mode, _BOOLEANS.get(healthy))
+    return _gpu(uuid, *numbers, model, max(place, 0) if place is not None else None, mode, (), _BOOLEANS.get(healthy))

@@ -11,9 +11,10 @@ from gpumgr.allocator.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, PodVi
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, slices_in
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.kubeapi.selection import constraints_of
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
@@ -80,10 +81,12 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)
+    key = MIG_ALLOCATIONS
     try:
-        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(HAMI_ALLOCATED)), containers)}
+        slices, key = slices_in(str(annotations.get(key, ""))), HAMI_ALLOCATED
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(key)), containers, slices)}
     except ValueError as error:
-        why = f"the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MAX_WORD]}"
+        why = f"the annotation {key} can't be read: {str(error)[:_MAX_WORD]}"
         return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
 
 
@@ -96,11 +99,7 @@ def _placement(text: object, node: str) -> dict[str, Any]:
             raise ValueError(f"it is about node {placement.node}, and the pod is bound to {node or 'none'}")
     except ValueError as error:
         return {"placement_ignored": f"the annotation {PLACEMENT_ANNOTATION} is ignored: {str(error)[:_MAX_WORD]}"}
-    named = {
-        name: tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in shares)
-        for name, shares in placement.containers.items()
-    }
-    return {"placed": tuple(named.items())}
+    return {"placed": tuple(placement.named.items())}
 
 
 def parse_quantity(text: str) -> int:

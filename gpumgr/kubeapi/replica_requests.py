@@ -7,6 +7,7 @@ pkg/device/devices.go: EncodePodSingleDevice.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
@@ -70,15 +71,25 @@ def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
     )
 
 
-def placed_by_hami(text: str, containers: Sequence[ContainerSpec]) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
+def placed_by_hami(
+    text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
+) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
     """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
 
-    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order.
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order. `slices`: the memory
+    slices of MIG devices, by the positions of the container and of the device in the text.
     """
     if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
         raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
     entries = [_DEVICE.findall(entry) for entry in text.split(";")]
-    devices = [[(uuid, Amounts(int(cores), int(memory))) for uuid, memory, cores in entry] for entry in entries if entry]
+    devices = [
+        [
+            (uuid, Amounts(int(cores), int(memory), slices=slices.get((position, number), 0)))
+            for number, (uuid, memory, cores) in enumerate(entry)
+        ]
+        for position, entry in enumerate(entries)
+        if entry
+    ]
     wanted = [spec.name for spec in containers if spec.replicas]
     if len(devices) != len(wanted):
         raise ValueError(f"it has the devices of {len(devices)} containers, and {len(wanted)} request GPUs")

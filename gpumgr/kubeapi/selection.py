@@ -14,6 +14,8 @@ USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
 USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
+#: HAMi's only: a text that contains the modes of the GPUs that the pod may have.
+MODES: Final = "nvidia.com/vgpu-mode"
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 #: HAMi's policy for the GPUs of a node, which may be a list. `mutex` is a constraint: GPUs without containers.
 GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
@@ -35,7 +37,16 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
         avoid_uuids=_uuids(annotations, AVOID_UUIDS),
         same_numa_node=_truth(annotations, SAME_NUMA_NODE),
         unused="mutex" in words(annotations, GPU_POLICY),
+        mig=_mig(annotations),
     )
+
+
+def _mig(annotations: Mapping[str, object]) -> bool | None:
+    text = str(annotations.get(MODES, "")).strip()
+    mig, shared = "mig" in text, "hami-core" in text
+    if text and not (mig or shared):
+        raise refusal(MODES, f"{text[:MAX_CHARACTERS]!r} contains neither hami-core nor mig")
+    return mig if mig != shared else None
 
 
 def words(annotations: Mapping[str, object], key: str) -> list[str]:

@@ -13,11 +13,13 @@ from gpumgr.nvml.binding import Binding, CallError, Handle
 from gpumgr.nvml.events import EventThread, OnEvent, register_events
 from gpumgr.nvml.health import Observation
 from gpumgr.nvml.memory_limits import find_gpu_with_limits, read_limit, set_limit
+from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
+from gpumgr.nvml.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
 from gpumgr.nvml.sampling import read_health, read_processes, read_sample
-from gpumgr.nvml.snapshot import read_snapshot
+from gpumgr.nvml.snapshot import MigProfiles, read_snapshot
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.nvml.worker import NvmlWorker
-from gpumgr.topology.devices import GpuProcess, MemoryLimit, NodeSample, NodeSnapshot
+from gpumgr.topology.devices import GpuProcess, MemoryLimit, MigInstance, MigProfile, NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +28,8 @@ T = TypeVar("T")
 #: How long the end of a session may take, so that a stopping process keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
+#: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+_MIG_SECONDS: Final = 30.0
 
 
 class Nvml:
@@ -33,7 +37,8 @@ class Nvml:
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
-    driver, DriverMismatchError if only a new process can go on. `cgroup_root` is where cgroup v2 is mounted.
+    driver, DriverMismatchError if only a new process can go on. Changes of MIG have a longer timeout of their own, and other calls wait for
+    their end. `cgroup_root` is where cgroup v2 is mounted.
     """
 
     def __init__(
@@ -50,9 +55,11 @@ class Nvml:
         self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
         self._utilization = ProcessUtilization()
         self._seen: dict[int, str] = {}
+        self._mig_profiles: MigProfiles = {}
         self._events: EventThread | None = None
         self._opened = False
-        self._session_lock = asyncio.Lock()  # held while a session, or the wait for events, starts or ends
+        # Held while a session, or the wait for events, starts or ends, and while MIG is changed.
+        self._session_lock = asyncio.Lock()
         self._session_open = asyncio.Event()
         self._session_open.set()
 
@@ -95,13 +102,16 @@ class Nvml:
                 self._session_open.set()
 
     async def wait_for_session(self) -> None:
-        """Waits for the end of `without_session`."""
+        """Waits for the end of `without_session`, or of a change of MIG."""
         while not self._session_open.is_set():
             await self._session_open.wait()
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
-        snapshot = await self._call(lambda: read_snapshot(self._binding, sysfs_root=self._sysfs_root, seen=dict(self._seen)))
+        seen, profiles = dict(self._seen), self._mig_profiles
+        snapshot = await self._call(
+            lambda: read_snapshot(self._binding, sysfs_root=self._sysfs_root, seen=seen, mig_profiles=profiles)
+        )
         self._seen = {
             **{failure.index: failure.uuid for failure in snapshot.failures if failure.uuid is not None},
             **{gpu.index: gpu.uuid for gpu in snapshot.gpus},
@@ -165,6 +175,30 @@ class Nvml:
         """The limit of the cgroup on the GPU."""
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
+    async def enable_mig(self, uuid: str) -> None:
+        """Turns the GPU's MIG mode on, unless it is. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
+        await self._change_mig(lambda: enable_mig(self._binding, uuid))
+
+    async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
+        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. What was made
+        before an NvmlError is destroyed again; after a timeout the driver may still create it."""
+        return await self._change_mig(
+            lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
+        )
+
+    async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
+        """The MIG devices of the GPU now; none while MIG mode is off."""
+
+        def read(gpu: Handle) -> tuple[MigInstance, ...]:
+            return read_mig_instances(self._binding, gpu) if read_mig_enabled(self._binding, gpu) else ()
+
+        return await self._on_gpu(uuid, read)
+
+    async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
+        """Destroys the MIG device `instance` (its UUID) of the GPU; one that is gone is no error. Needs root. While processes use
+        it, the NvmlError has their pids."""
+        await self._change_mig(lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance)))
+
     async def pause_or_recovery(self, seconds: float) -> None:
         """Sleeps for `seconds`, or until a hanging driver answers."""
         await self._worker.pause_or_recovery(seconds)
@@ -177,6 +211,7 @@ class Nvml:
             self._worker.close()
 
     async def _open_session(self) -> None:
+        self._mig_profiles = {}  # the driver may be another one
         await self._worker.call(self._binding.open, timeout_seconds=self._timeout_seconds)
         self._opened = True
 
@@ -194,6 +229,15 @@ class Nvml:
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         return await self._call(lambda: self._binding.on_gpu(uuid, fn))
+
+    async def _change_mig(self, fn: Callable[[], T]) -> T:
+        """Keeps other calls back meanwhile, whose timeouts would pass while they wait for the thread."""
+        async with self._session_lock:
+            self._session_open.clear()
+            try:
+                return await self._worker.call(fn, timeout_seconds=_MIG_SECONDS)
+            finally:
+                self._session_open.set()
 
     async def _call(self, fn: Callable[[], T]) -> T:
         await self.wait_for_session()

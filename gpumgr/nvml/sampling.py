@@ -15,7 +15,7 @@ from gpumgr.nvml.binding import (
     Handle,
 )
 from gpumgr.nvml.health import Failed, HealthReading, Observation, Reason
-from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
+from gpumgr.nvml.mig import read_mig_enabled, read_mig_handles
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 
@@ -136,7 +136,7 @@ def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,
-        mig_instances=tuple(each.uuid for each in read_mig_instances(nvml, handle)) if mig_enabled else (),
+        mig_instances=tuple(read_mig_handles(nvml, handle)) if mig_enabled else (),
         double_bit_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
         recovery_action=_read_recovery_action(nvml, handle),
     )

@@ -3,19 +3,22 @@
 A GPU that can't be described becomes a GpuFailure and is missing in the matrix; errors of the driver as a whole are raised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from gpumgr.nvml.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
-from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
-from gpumgr.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
+from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances, read_mig_profiles
+from gpumgr.topology.devices import Gpu, GpuFailure, Level, MigProfile, NodeSnapshot, Topology
 from gpumgr.topology.quirks import level_of
 
 _MAX_NVLINKS: Final = 36
 _REMOTE_SWITCH: Final = 2
 _INTERNAL: Final = 0
+
+#: By UUID and MIG mode. NVML says that profiles do not change as long as the mode does not.
+MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,9 @@ class _Links:
     fabric: int = 0
 
 
-def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str]) -> NodeSnapshot:
-    """The whole snapshot. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs."""
+def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str], mig_profiles: MigProfiles) -> NodeSnapshot:
+    """The whole snapshot. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs. `mig_profiles`: those
+    that were read before, to which this reading adds."""
     driver_version = nvml.ask("nvmlSystemGetDriverVersion")
     gpus: list[tuple[Gpu, Handle, _Links]] = []
     failures: list[GpuFailure] = []
@@ -36,7 +40,7 @@ def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str]) -
         try:
             handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
             uuid = nvml.call("nvmlDeviceGetUUID", handle)
-            gpus.append((_read_gpu(nvml, index, uuid, handle, sysfs_root), handle, _read_links(nvml, handle)))
+            gpus.append((_read_gpu(nvml, index, uuid, handle, sysfs_root, mig_profiles), handle, _read_links(nvml, handle)))
         except CallError as exc:
             failures.append(GpuFailure(index=index, uuid=uuid, reason=str(exc)))
     levels, late = _read_levels(nvml, [(gpu, handle) for gpu, handle, _ in gpus], driver_version)
@@ -55,23 +59,27 @@ def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str]) -
     )
 
 
-def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path) -> Gpu:
+def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path, mig_profiles: MigProfiles) -> Gpu:
     pci = nvml.ask("nvmlDeviceGetPciInfo_v3", handle)
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
     if numa_node is None:
         # sysfs is the portable source; newer drivers report it where sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
+    memory_bytes = int(nvml.call("nvmlDeviceGetMemoryInfo", handle).total)
     mig_enabled = read_mig_enabled(nvml, handle)
+    if mig_enabled is not None and (uuid, mig_enabled) not in mig_profiles:
+        mig_profiles[uuid, mig_enabled] = read_mig_profiles(nvml, handle, memory_bytes)
     return Gpu(
         index=index,
         uuid=uuid,
         minor=nvml.ask("nvmlDeviceGetMinorNumber", handle),
         bus_id=bus_id,
         model=nvml.ask("nvmlDeviceGetName", handle),
-        memory_bytes=int(nvml.call("nvmlDeviceGetMemoryInfo", handle).total),
+        memory_bytes=memory_bytes,
         mig_enabled=mig_enabled,
         mig_instances=read_mig_instances(nvml, handle) if mig_enabled else (),
+        mig_profiles=() if mig_enabled is None else mig_profiles[uuid, mig_enabled],
         numa_node=numa_node,
         pcie_chain=chain,
     )

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from gpumgr.allocator.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.cluster.index import PlacedPod
-from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.node import GpuState, NodeState
 from gpumgr.errors import GpumgrError
+from gpumgr.evaluators.mig import place_at
 from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer, Method
-from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode
+from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode, slices_of
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, MigAllocation, allocation_of, encode_allocations
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, devices_text
 from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.scheduler.objects import WatchedPod
@@ -58,11 +61,18 @@ def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, 
     if not pod.every_container or placed.shares is None or node.naming != "uuid":
         return {}
     found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
-    memory = {gpu.uuid: gpu.memory_mebibytes for gpu in node.gpus}
+    gpus, devices = {gpu.uuid: gpu for gpu in node.gpus}, list[MigAllocation]()
     for name, container, shares in zip(pod.containers, pod.request.containers, placed.shares, strict=True):
-        if container.replica is not None:
-            found[name] = [(str(gpu), container.replica.limit(memory.get(str(gpu), 0))) for gpu, _ in shares]
-    return {HAMI_ALLOCATED: devices_text(found.values())}
+        if (replica := container.replica) is None:
+            continue
+        for uuid, amounts in shares:
+            gpu = gpus.get(str(uuid), GpuState(memory_mebibytes=0))
+            if amounts.slices and (place := place_at(gpu.mig, replace(amounts, replicas=0))) is not None:
+                where = {"container": pod.every_container.index(name), "device": len(found[name])}
+                devices.append(allocation_of(gpu.uuid, place, **where))
+            found[name].append((str(uuid), amounts if amounts.slices else replica.limit(gpu.memory_mebibytes)))
+    allocations = {MIG_ALLOCATIONS: encode_allocations(devices)} if devices else {}
+    return {HAMI_ALLOCATED: devices_text(found.values()), **allocations}
 
 
 def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement:
@@ -74,6 +84,7 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
             name: tuple((str(gpu), amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares)
             for name, shares in zip(pod.containers, placed.shares, strict=True)
         },
+        slices=slices_of(dict(zip(pod.containers, placed.shares, strict=True))),
     )
 
 

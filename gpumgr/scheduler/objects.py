@@ -16,6 +16,7 @@ from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
+from gpumgr.evaluators.mig import most_devices
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
@@ -139,11 +140,14 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
-        uuids = {uuid.strip() for uuid in listed.split(",")}
-        state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
-    if hami is not None and (replicas := _quantity(capacity, hami.count) // max(1, len(state.gpus))):
-        state = replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
+    if hami is not None:
+        # A GPU with dynamic MIG has as many replicas as MIG devices; the others have the rest.
+        rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
+        if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
+            state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
+        if listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or ""):
+            uuids = {uuid.strip() for uuid in listed.split(",")}
+            state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
@@ -168,15 +172,14 @@ def _from_inventory(name: str, text: str) -> NodeState:
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
                 index=None if gpu.index is UNSET else gpu.index,
+                replicas=most_devices(gpu.mig_profiles),
+                mig=gpu.mig_profiles,
             )
             for gpu in inventory.gpus
         ),
         topology=inventory.topology(),
         naming="uuid" if inventory.topology_manager == "none" else "none",
-        other={
-            uid: tuple((position, Amounts(cores, memory)) for position, cores, memory in shares)
-            for uid, shares in inventory.other.items()
-        },
+        other=inventory.held,
     )
 
 
@@ -283,11 +286,9 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
         if placement.containers:
             if set(placement.containers) != set(pod.containers):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
+            placed = placement.named
             named = [
-                tuple(
-                    (uuid, Amounts(cores, memory, replicas=1 if container.replica else 0))
-                    for uuid, cores, memory in placement.containers[name]
-                )
+                tuple((uuid, replace(amounts, replicas=1) if container.replica else amounts) for uuid, amounts in placed[name])
                 for name, container in zip(pod.containers, pod.request.containers, strict=True)
             ]
             for name, container, shares in zip(pod.containers, pod.request.containers, named, strict=True):
@@ -314,7 +315,11 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
         wanted = container.on(0)
         fixed = not replica.whole and replica.memory_mebibytes is not None
         return len(shares) == container.gpus and all(
-            amounts.cores == wanted.cores and (not fixed or amounts == wanted) for _, amounts in shares
+            # A MIG device has what is requested or more; its cores are rounded down.
+            amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= (replica.memory_mebibytes or 0 if fixed else 0)
+            if amounts.slices
+            else amounts.cores == wanted.cores and (not fixed or amounts == wanted)
+            for _, amounts in shares
         )
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     return (

@@ -276,6 +276,13 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
             yield found
     if settings.node.profile != "tencent":
         yield from _hami(settings)
+    elif settings.hami.operating_mode == "mig":
+        yield "hami.operating_mode", "mig needs node.profile hami or both: MIG devices are created for their requests"
+    if settings.hami.operating_mode == "mig" and settings.node.mig_strategy != "none":
+        yield (
+            "hami.operating_mode",
+            f"mig needs node.mig_strategy none: {settings.node.mig_strategy} offers the MIG devices that exist",
+        )
     if settings.node.mig_strategy != "none" and settings.node.mode == "dra":
         yield "node.mig_strategy", f"{settings.node.mig_strategy} needs node.mode plugin: with mode dra no device plugin runs"
     if settings.node.mig_strategy == "single" and settings.node.profile != "tencent":

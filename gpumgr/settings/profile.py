@@ -1,6 +1,6 @@
 """What the settings node.profile and hami mean for the agent's parts. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings import Settings
@@ -24,6 +24,17 @@ def resource_names(settings: Settings) -> Mapping[Resource, str]:
 def mig_resource(settings: Settings) -> str | None:
     """The resource of MIG devices, or the beginning of such resources; None if they are not offered."""
     return {"none": None, "single": settings.hami.count_resource, "mixed": MIG_PREFIX}[settings.node.mig_strategy]
+
+
+def mig_on_demand(settings: Settings) -> Collection[str] | None:
+    """The profiles of the MIG devices that are created for containers (empty: all); None: none are."""
+    wanted = settings.hami.operating_mode == "mig" and "replica" in offered(settings)
+    return settings.hami.mig_profiles if wanted else None
+
+
+def mig_offered(settings: Settings) -> bool:
+    """Whether MIG devices are offered or created."""
+    return mig_resource(settings) is not None or mig_on_demand(settings) is not None
 
 
 def inner_names(settings: Settings) -> Mapping[str, str]:

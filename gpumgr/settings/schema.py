@@ -50,6 +50,9 @@ ResourceName = Annotated[
         extra={"allowed": "the name of an extended resource, such as nvidia.com/gpu"},
     ),
 ]
+MigProfileName = Annotated[
+    str, Meta(pattern=r"^[1-9]g\.[1-9][0-9]*gb$", extra={"allowed": "the name of a MIG profile, such as 1g.10gb"})
+]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
 
@@ -94,6 +97,10 @@ class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     #: Neither count nor limit the cores of shares.
     disable_core_limit: bool = False
+    #: mig: each container gets MIG devices, which are created for it on GPUs that support MIG; other GPUs are shared as with hami-core.
+    operating_mode: Literal["hami-core", "mig"] = "hami-core"
+    #: The profiles of these MIG devices, such as 1g.10gb. Empty: all that the GPU has.
+    mig_profiles: tuple[MigProfileName, ...] = ()
     #: The scheduler of HAMi for which the node's GPUs are registered (annotation hami.io/node-nvidia-register). legacy: HAMi 2.4 or older.
     scheduler: Literal["current", "legacy", "none"] = "current"
 

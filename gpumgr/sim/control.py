@@ -9,14 +9,17 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     latency FUNCTION MS    duration of calls                    result FUNCTION GPU CODE   result of calls (GPU -1: for all)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
-    process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not report them)
-    remade GPU 1           whether the `instance` facts, and not the node's description, are the GPU's MIG devices
-    instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE
+    process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
+    migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
+    remade GPU 1|2         whether the `instance` facts, and not the node's description, are the GPU's MIG devices; 2: a caller changed them
+    instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
+                           (UUID `-`: a GPU instance without compute instance; memory slice n is bit n, 0: the driver does not report them)
     event NUMBER GPU TYPE DATA          (delivered once to each event set that existed before it)
 
-The library itself writes what callers have set; it is removed when the driver is unloaded:
+The library itself writes what callers have set; it is removed when the driver is unloaded, MIG devices also by a reset of the GPU:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
+    migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts
 """
 
 import fcntl
@@ -37,7 +40,7 @@ _EVENTS_KEPT: Final = 32
 
 #: Number of words after the verb that belong to a fact's subject; 1 for all others.
 _SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "instance": 2, "memorylimit": 2}
-_SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit"})
+_SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit", "migmode", "migpending"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 
 Key = tuple[str, ...]
@@ -47,11 +50,12 @@ Facts = dict[Key, str]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimProcess:
     """A process on a simulated GPU. `memory_bytes` None = the driver does not report it. `sm_percent` is its utilisation of the
-    GPU; at 0 the driver has no sample of it."""
+    GPU; at 0 the driver has no sample of it. `mig_uuid`: the MIG device of the GPU on which it runs."""
 
     pid: int
     memory_bytes: int | None = 0
     sm_percent: int = 0
+    mig_uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,17 @@ class SimControl:
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set."""
-        self._drop(lambda key: key[0] in {"lost", "ecc", "recovery"} and key[1] == str(gpu))
+        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set, a pending MIG mode is in
+        force, and MIG devices that callers created are gone."""
+
+        def change(facts: Facts) -> None:
+            made = _made_by_callers(facts)
+            _remove(facts, lambda key: key[1:2] == (str(gpu),) and (key[0] in {"lost", "ecc", "recovery"} or key in made))
+            if (mode := facts.pop(("migpending", str(gpu)), None)) is not None:
+                facts.pop(("mig", str(gpu)), None)
+                facts[("migmode", str(gpu))] = mode
+
+        self._change(change)
 
     def xid(self, gpu: int, number: int) -> None:
         """One critical XID event."""
@@ -95,7 +108,12 @@ class SimControl:
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
+        """Sets the MIG mode; callers can change it afterwards."""
         self._set(("mig", str(gpu)), str(int(enabled)))
+
+    def require_reset_for_mig(self, gpu: int) -> None:
+        """A caller's change of the MIG mode is pending from now on until `restore_gpu`."""
+        self._set(("migreset", str(gpu)), "1")
 
     def set_mig_instances(self, gpu: int, instances: Mapping[int, MigInstance]) -> None:
         """Replaces the GPU's MIG devices, by NVML's index of the MIG device."""
@@ -107,6 +125,23 @@ class SimControl:
                 facts[("instance", str(gpu), str(number))] = instance_fact(instance)
 
         self._change(change)
+
+    def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
+        """The GPU's MIG devices by NVML's index as far as they are not those of the node's description: set here, or changed by callers. A
+        GPU instance without compute instance has the UUID `-`."""
+        found = {}
+        for key, value in self._read().items():
+            if key[:2] == ("instance", str(gpu)):
+                uuid, instance, compute, mebibytes, _, _, profile, slices = value.split()
+                found[int(key[2])] = MigInstance(
+                    uuid=uuid,
+                    profile=profile,
+                    gpu_instance=int(instance),
+                    compute_instance=int(compute),
+                    memory_bytes=int(mebibytes) << 20,
+                    memory_slices=int(slices),
+                )
+        return found
 
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
         """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
@@ -180,7 +215,8 @@ class SimControl:
         def change(facts: Facts) -> None:
             facts[("loaded",)] = "0"
             facts[("generation",)] = str(int(facts.get(("generation",), "0")) + 1)
-            _remove(facts, lambda key: key[0] in _SET_BY_CALLERS)
+            made = _made_by_callers(facts)
+            _remove(facts, lambda key: key[0] in _SET_BY_CALLERS or key in made)
 
         self._change(change)
 
@@ -196,7 +232,12 @@ class SimControl:
 
     def clear(self) -> None:
         """Removes every fault and script. Delivered events, stale sessions and values that callers set remain."""
-        self._drop(lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS)
+
+        def change(facts: Facts) -> None:
+            made = _made_by_callers(facts)
+            _remove(facts, lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS and key not in made)
+
+        self._change(change)
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
@@ -230,7 +271,8 @@ def instance_fact(instance: MigInstance) -> str:
     """A MIG device as nvml.c reads it. The slices follow from the profile's name, [Cc.]Gg.SIZEgb."""
     slices = [part[:-1] for part in instance.profile.split(".") if part[:-1].isdigit()]
     ids = f"{instance.gpu_instance} {instance.compute_instance}"
-    return f"{instance.uuid} {ids} {instance.memory_bytes >> 20} {slices[-1]} {slices[0]} {instance.profile}"
+    sizes = f"{instance.memory_bytes >> 20} {slices[-1]} {slices[0]}"
+    return f"{instance.uuid} {ids} {sizes} {instance.profile} {instance.memory_slices}"
 
 
 def _parse(text: str) -> Facts:
@@ -247,7 +289,12 @@ def _put_processes(facts: Facts, gpu: int, processes: Iterable[SimProcess]) -> N
     _remove(facts, lambda key: key[:2] == ("process", str(gpu)))
     for process in processes:
         memory = -1 if process.memory_bytes is None else process.memory_bytes
-        facts[("process", str(gpu), str(process.pid))] = f"{memory} {process.sm_percent}"
+        facts[("process", str(gpu), str(process.pid))] = f"{memory} {process.sm_percent} {process.mig_uuid or ''}".rstrip()
+
+
+def _made_by_callers(facts: Facts) -> set[Key]:
+    """The facts about MIG devices of the GPUs whose MIG devices callers have changed."""
+    return {key for key in facts if key[0] in {"remade", "instance"} and facts.get(("remade", key[1])) == "2"}
 
 
 def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:

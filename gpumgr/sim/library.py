@@ -16,6 +16,7 @@ from gpumgr.files import replace_file
 from gpumgr.sim.control import SimControl, instance_fact
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import proc_root_of
+from gpumgr.topology.devices import MigProfile
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _SOURCE: Final = Path(__file__).with_name("nvml.c")
@@ -84,11 +85,17 @@ def render_node(node: NodeDescription) -> str:
         place = [-1 if gpu.numa_node is None else gpu.numa_node]
         rest = [_MIG_NUMBER[card.mig], card.idle_celsius, card.idle_watts * 1000]
         lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
+        lines += [f"profile {index} {number} {_profile_fact(each)}" for number, each in node.mig_profiles_of(index).items()]
         lines += [f"instance {index} {number} {instance_fact(mig)}" for number, mig in enumerate(node.mig_instances_of(index))]
     for a in range(len(node.gpus)):
         lines += [f"level {a} {b} {node.nvml_level(a, b)}" for b in range(a + 1, len(node.gpus))]
         lines += [f"link {a} {number} {kind} {_nvml_bus_id(bus_id)}" for number, (kind, bus_id) in enumerate(_links_of(node, a))]
     return "\n".join(lines) + "\n"
+
+
+def _profile_fact(profile: MigProfile) -> str:
+    starts = sum(1 << start for start in profile.starts)
+    return f"{profile.number} {profile.slices} {profile.size} {starts} {profile.memory_mebibytes} {profile.name}"
 
 
 def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:

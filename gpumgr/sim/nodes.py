@@ -5,6 +5,7 @@ The built-in nodes are in the folder `nodes/` and are examples of the format.
 
 import re
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -13,6 +14,7 @@ import yaml
 
 from gpumgr.errors import SettingsError
 from gpumgr.topology.devices import MigInstance
+from gpumgr.topology.devices import MigProfile as GpuMigProfile
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
 #: Namespace of UUIDs for GPUs without one in the description: the same node has the same UUIDs everywhere.
@@ -23,6 +25,18 @@ MAX_LINKS: Final = 36
 
 # NVML's numbers for how close two GPUs are (nvmlGpuTopologyLevel_t).
 INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
+
+#: The MIG profiles of A100 and later, by NVML's number: id, compute slices, memory slices in a row, and where they may begin.
+_MIG_PROFILES: Final = {
+    0: (19, 1, 1, (0, 1, 2, 3, 4, 5, 6)),
+    1: (14, 2, 2, (0, 2, 4)),
+    2: (9, 3, 4, (0, 4)),
+    3: (5, 4, 4, (0,)),
+    4: (0, 7, 8, (0,)),
+    9: (15, 1, 2, (0, 2, 4, 6)),
+}
+#: How much less memory than its share a MIG device has, in 128 MiB, by its memory slices; so it is on H100 with 80 GB.
+_MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 MigProfile = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
@@ -81,8 +95,30 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def uuid_of(self, index: int) -> str:
         return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
 
+    def mig_profiles_of(self, index: int) -> dict[int, GpuMigProfile]:
+        """The MIG profiles of the GPU by NVML's number."""
+        card = self.card_of(index)
+        gib = -(-card.memory_mib // 1024)
+        return {
+            number: GpuMigProfile(
+                name=f"{slices}g.{(2 * size * gib + 8) // 16}gb",
+                number=driver_id,
+                memory_mebibytes=128 * (card.memory_mib * size // 1024 - _MIG_RESERVED[size]),
+                slices=slices,
+                size=size,
+                starts=starts,
+            )
+            for number, (driver_id, slices, size, starts) in _MIG_PROFILES.items()
+            if card.mig != "unsupported"
+        }
+
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
-        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere."""
+        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. Those that have no place together, or no known
+        profile, have no memory slices."""
+        profiles = {each.name: each for each in self.mig_profiles_of(index).values()}
+        found = [profiles.get(re.sub(r"^\dc\.|\+.*", "", name)) for name in self.gpus[index].mig_instances]
+        wanted = [[((1 << each.size) - 1) << start for start in each.starts] if each else [0] for each in found]
+        places = _places_of(wanted) or (0,) * len(wanted)
         return tuple(
             MigInstance(
                 uuid=f"MIG-{uuid.uuid5(_NAMESPACE, f'{self.uuid_of(index)}/{number}')}",
@@ -90,6 +126,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 gpu_instance=number + 1,
                 compute_instance=0,
                 memory_bytes=int(profile.partition("gb")[0].rpartition(".")[2]) << 30,
+                memory_slices=places[number],
             )
             for number, profile in enumerate(self.gpus[index].mig_instances)
         )
@@ -114,6 +151,16 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return HOSTBRIDGE
         # Below the last port that both share each GPU may have one more, its own port of the same switch.
         return SINGLE if max(len(one.pcie), len(other.pcie)) - shared <= 1 else MULTIPLE
+
+
+def _places_of(wanted: Sequence[Sequence[int]], taken: int = 0) -> tuple[int, ...] | None:
+    """One of each list of bit masks so that none overlap; None if there are none."""
+    if not wanted:
+        return ()
+    for mask in wanted[0]:
+        if not mask & taken and (others := _places_of(wanted[1:], taken | mask)) is not None:
+            return mask, *others
+    return None
 
 
 def built_in_names() -> tuple[str, ...]:

@@ -27,13 +27,13 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8 };
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8, MAX_PROFILES = 8 };
 enum { MAX_CGROUP = 512, MAX_LINE = 1024 };
 
 typedef enum {
-    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
+    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
     TIMEOUT = 10, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15, RESET_REQUIRED = 16, OPERATING_SYSTEM = 17, LIB_RM_VERSION_MISMATCH = 18,
-    ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
+    IN_USE = 19, INSUFFICIENT_RESOURCES = 23, ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
 } result_t;
 
 enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8 };
@@ -50,6 +50,12 @@ typedef struct { unsigned pid; unsigned long long timestamp; unsigned sm, memory
 typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } event_t;
 typedef struct { uint32_t field, scope; int64_t timestamp, latency; unsigned type; int result; union { unsigned ui; unsigned long long ull; } value; } field_t;
 typedef struct { unsigned version, sensor; int celsius; } temperature_t;
+typedef struct { unsigned start, size; } placement_t;
+typedef struct { unsigned id, p2p, slices, instances, multiprocessors, copy, decoder, encoder, jpeg, ofa; unsigned long long memory_mib; } profile_info_t;
+typedef struct { unsigned version, id, p2p, slices, instances, multiprocessors, copy, decoder, encoder, jpeg, ofa; unsigned long long memory_mib; char name[96]; } profile_info_v2_t;
+typedef struct { void *device; unsigned id, profile; placement_t placement; } gpu_instance_info_t;
+typedef struct { unsigned id, slices, instances, multiprocessors, copy, decoder, encoder, jpeg, ofa; } compute_profile_info_t;
+typedef struct { void *device, *gpu_instance; unsigned id, profile; placement_t placement; } compute_instance_info_t;
 typedef struct { const char *cgroup; unsigned long long soft, hard; } set_limits_t;
 typedef struct { const char *cgroup; unsigned long long soft, hard, used; } get_limits_t;
 
@@ -60,8 +66,12 @@ typedef struct { link_kind_t kind; char bus_id[32]; } link_t;
 
 typedef struct { unsigned multiprocessors, copy, decoder, encoder, jpeg, ofa, gpu_slices, compute_slices; unsigned long long memory_mib; } attributes_t;
 
-/* A MIG device. Without a UUID the index is unused. */
-typedef struct { char uuid[96], profile[32]; unsigned gpu_instance, compute_instance; attributes_t attributes; } instance_t;
+/* A MIG device. Without a UUID the index is unused; with the UUID "-" it is a GPU instance without compute instance, which is no device.
+ * memory_slices: slice n as bit n; 0 = the driver does not report the place. */
+typedef struct { char uuid[96], profile[32]; unsigned gpu_instance, compute_instance, memory_slices; attributes_t attributes; } instance_t;
+
+/* A GPU instance profile; starts: memory slice n as bit n. */
+typedef struct { char name[32]; unsigned number, id, slices, size, starts; unsigned long long memory_mib; } profile_t;
 
 typedef struct {
     char uuid[96], bus_id[32], name[96];
@@ -71,12 +81,14 @@ typedef struct {
     int level[MAX_GPUS];
     link_t link[MAX_LINKS];
     instance_t instance[MAX_INSTANCES];
+    profile_t profile[MAX_PROFILES];
+    int profiles;
 } gpu_t;
 
-typedef struct { unsigned pid; long long used; unsigned sm; } running_t;
+typedef struct { unsigned pid; long long used; unsigned sm, mig; } running_t; /* mig: the hash of its MIG device's UUID, 0 = none */
 
 typedef struct {
-    int lost, mig, recovery, grow, compute_mode;
+    int lost, mig, mig_set, mig_pending, mig_needs_reset, recovery, grow, compute_mode; /* the first three of MIG: -1 = not set */
     long long used; /* -1 = the sum of the processes */
     unsigned celsius, milliwatts, busy, memory_busy;
     unsigned long long double_bit_errors;
@@ -147,11 +159,17 @@ static FILE *open_beside(const char *name) {
     return fopen(path, "re");
 }
 
+static unsigned hash_of(const char *text) {
+    unsigned hash = 2166136261u;
+    while (*text) hash = (hash ^ (unsigned char)*text++) * 16777619u;
+    return hash;
+}
+
 static int read_instance(instance_t *list, const char *text) {
     instance_t m = {0};
     unsigned slot;
-    if (sscanf(text, "%u %95s %u %u %llu %u %u %31s", &slot, m.uuid, &m.gpu_instance, &m.compute_instance, &m.attributes.memory_mib,
-               &m.attributes.gpu_slices, &m.attributes.compute_slices, m.profile) < 8 || slot >= MAX_INSTANCES) return 0;
+    if (sscanf(text, "%u %95s %u %u %llu %u %u %31s %u", &slot, m.uuid, &m.gpu_instance, &m.compute_instance, &m.attributes.memory_mib,
+               &m.attributes.gpu_slices, &m.attributes.compute_slices, m.profile, &m.memory_slices) < 8 || slot >= MAX_INSTANCES) return 0;
     list[slot] = m;
     return 1;
 }
@@ -177,6 +195,13 @@ static void read_node_link(const char *text) {
     strcpy(link->bus_id, bus_id);
 }
 
+static void read_node_profile(const char *text) {
+    profile_t p = {0};
+    int i;
+    if (sscanf(text, "%d %u %u %u %u %u %llu %31s", &i, &p.number, &p.id, &p.slices, &p.size, &p.starts, &p.memory_mib, p.name) < 8) return;
+    if (i >= 0 && i < MAX_GPUS && node.gpu[i].profiles < MAX_PROFILES) node.gpu[i].profile[node.gpu[i].profiles++] = p;
+}
+
 static int read_node(void) {
     FILE *file = open_beside("node.txt");
     if (!file) return 0;
@@ -192,6 +217,7 @@ static int read_node(void) {
         else if (!strcmp(verb, "cuda")) node.cuda = atoi(rest);
         else if (!strcmp(verb, "gpu")) read_node_gpu(rest);
         else if (!strcmp(verb, "link")) read_node_link(rest);
+        else if (!strcmp(verb, "profile")) read_node_profile(rest);
         else if (!strcmp(verb, "instance") && sscanf(rest, "%d %n", &a, &used) == 1 && a >= 0 && a < MAX_GPUS)
             read_instance(node.gpu[a].instance, rest + used);
         else if (!strcmp(verb, "without") && node.absents < MAX_FAULTS) snprintf(node.absent[node.absents++], 64, "%.60s", rest);
@@ -208,7 +234,7 @@ static void calm(void) {
     memset(&control, 0, sizeof control);
     control.loaded = 1;
     for (int i = 0; i < MAX_GPUS; i++) {
-        control.gpu[i].mig = -1;
+        control.gpu[i].mig = control.gpu[i].mig_set = control.gpu[i].mig_pending = -1;
         control.gpu[i].used = -1;
         asked_for_size[i] = 0;
     }
@@ -217,11 +243,15 @@ static void calm(void) {
 static void read_gpu_fact(const char *verb, const char *rest) {
     int i, used = 0;
     long long value = 0, second = 0, third = 0;
+    char device[96] = "";
     if (sscanf(rest, "%d %n", &i, &used) != 1 || i < 0 || i >= MAX_GPUS) return;
-    int words = sscanf(rest + used, "%lld %lld %lld", &value, &second, &third);
+    int words = sscanf(rest + used, "%lld %lld %lld %95s", &value, &second, &third, device);
     state_t *g = &control.gpu[i];
     if (!strcmp(verb, "lost")) g->lost = 1;
     else if (!strcmp(verb, "mig")) g->mig = (int)value;
+    else if (!strcmp(verb, "migmode")) g->mig_set = (int)value;
+    else if (!strcmp(verb, "migpending")) g->mig_pending = (int)value;
+    else if (!strcmp(verb, "migreset")) g->mig_needs_reset = 1;
     else if (!strcmp(verb, "remade")) g->remade = 1;
     else if (!strcmp(verb, "instance")) read_instance(g->instance, rest + used);
     else if (!strcmp(verb, "recovery")) g->recovery = (int)value;
@@ -232,8 +262,8 @@ static void read_gpu_fact(const char *verb, const char *rest) {
     else if (!strcmp(verb, "temperature")) g->celsius = (unsigned)value;
     else if (!strcmp(verb, "power")) g->milliwatts = (unsigned)value;
     else if (!strcmp(verb, "utilization")) g->busy = (unsigned)value, g->memory_busy = (unsigned)second;
-    else if (!strcmp(verb, "process") && words == 3 && g->processes < MAX_PROCESSES)
-        g->running[g->processes++] = (running_t){(unsigned)value, second, (unsigned)third};
+    else if (!strcmp(verb, "process") && words >= 3 && g->processes < MAX_PROCESSES)
+        g->running[g->processes++] = (running_t){(unsigned)value, second, (unsigned)third, *device ? hash_of(device) : 0};
 }
 
 static void read_delay(delay_t *list, int *count, const char *rest) {
@@ -289,25 +319,43 @@ static void refresh(void) {
     fclose(file);
 }
 
-/* Replaces the line that begins with `subject`, atomically and under the lock of the file, as control.py does. */
-static result_t keep_fact(const char *subject, const char *value) {
-    char path[PATH_MAX + 32], fresh_path[PATH_MAX + 32], line[MAX_LINE];
+/* Takes the lock that control.py takes for its changes, and reads the file, so that it does not change until the lock is closed. */
+static int take_turn(void) {
+    char path[PATH_MAX + 32];
     snprintf(path, sizeof path, "%s/control.lock", folder());
     int turn = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    if (turn >= 0) flock(turn, LOCK_EX);
+    refresh();
+    return turn;
+}
+
+/* Ends the turn. The lines that begin with one of the subjects (up to NULL) are replaced by `text`, atomically, if `result` is OK. */
+static result_t end_turn(int turn, result_t result, const char *const *subjects, const char *text) {
+    char path[PATH_MAX + 32], fresh_path[PATH_MAX + 32], line[MAX_LINE];
     if (turn < 0) return OPERATING_SYSTEM;
-    flock(turn, LOCK_EX);
-    snprintf(path, sizeof path, "%s/control.txt", folder());
-    snprintf(fresh_path, sizeof fresh_path, "%s/control.new", folder());
-    FILE *old = open_beside("control.txt"), *fresh = fopen(fresh_path, "we");
-    while (old && fresh && fgets(line, sizeof line, old))
-        if (strncmp(line, subject, strlen(subject))) fputs(line, fresh);
-    int kept = fresh && fprintf(fresh, "%s%s\n", subject, value) > 0;
-    if (fresh && fclose(fresh)) kept = 0;
-    if (old) fclose(old);
-    kept = kept && !rename(fresh_path, path);
+    if (!result) {
+        snprintf(path, sizeof path, "%s/control.txt", folder());
+        snprintf(fresh_path, sizeof fresh_path, "%s/control.new", folder());
+        FILE *old = open_beside("control.txt"), *fresh = fopen(fresh_path, "we");
+        while (old && fresh && fgets(line, sizeof line, old)) {
+            int replaced = 0;
+            for (int n = 0; subjects[n]; n++) replaced |= !strncmp(line, subjects[n], strlen(subjects[n]));
+            if (!replaced) fputs(line, fresh);
+        }
+        int kept = fresh && fputs(text, fresh) >= 0;
+        if (fresh && fclose(fresh)) kept = 0;
+        if (old) fclose(old);
+        result = kept && !rename(fresh_path, path) ? OK : OPERATING_SYSTEM;
+    }
     close(turn);
     refresh();
-    return kept ? OK : OPERATING_SYSTEM;
+    return result;
+}
+
+static result_t keep_fact(const char *subject, const char *value) {
+    char text[MAX_LINE];
+    snprintf(text, sizeof text, "%s%s\n", subject, value);
+    return end_turn(take_turn(), OK, (const char *const[]){subject, NULL}, text);
 }
 
 /* ---- the beginning and the end of every call ------------------------------------------------------------------------- */
@@ -372,22 +420,33 @@ static int index_of(const void *device) {
     return g >= node.gpu && g < node.gpu + node.gpus ? (int)(g - node.gpu) : -1;
 }
 
-/* Handles of MIG devices are addresses in this array. */
-static char mig_handle[MAX_GPUS * MAX_INSTANCES];
+/* Handles of MIG devices, GPU instances and compute instances are addresses in these arrays. */
+static char mig_handle[MAX_GPUS * MAX_INSTANCES], gpu_instance_handle[MAX_GPUS * MAX_INSTANCES], compute_instance_handle[MAX_GPUS * MAX_INSTANCES];
 
-static int slot_of(const void *device) {
-    const char *h = device;
-    return h >= mig_handle && h < mig_handle + sizeof mig_handle ? (int)(h - mig_handle) : -1;
+static int slot_in(const char *handles, const void *handle) {
+    const char *h = handle;
+    return h >= handles && h < handles + sizeof mig_handle ? (int)(h - handles) : -1;
 }
 
-static int mig_of(int i) { return control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig; }
+static int mig_of(int i) {
+    state_t *g = &control.gpu[i];
+    return g->mig >= 0 ? g->mig : g->mig_set >= 0 ? g->mig_set : node.gpu[i].mig;
+}
+
+static instance_t *instances_of(int i) { return control.gpu[i].remade ? control.gpu[i].instance : node.gpu[i].instance; }
+static int is_device(const instance_t *m) { return *m->uuid && strcmp(m->uuid, "-"); }
+
+/* The GPU instance with this number of a handle, or NULL. */
+static instance_t *gpu_instance_at(int slot) {
+    if (slot < 0 || mig_of(slot / MAX_INSTANCES) != 1) return NULL;
+    instance_t *m = instances_of(slot / MAX_INSTANCES) + slot % MAX_INSTANCES;
+    return *m->uuid ? m : NULL;
+}
 
 /* The MIG device with this number of a handle, or NULL. */
 static instance_t *instance_at(int slot) {
-    if (slot < 0 || mig_of(slot / MAX_INSTANCES) != 1) return NULL;
-    int i = slot / MAX_INSTANCES;
-    instance_t *m = (control.gpu[i].remade ? control.gpu[i].instance : node.gpu[i].instance) + slot % MAX_INSTANCES;
-    return *m->uuid ? m : NULL;
+    instance_t *m = gpu_instance_at(slot);
+    return m && is_device(m) ? m : NULL;
 }
 
 /* Every function begins with one of these; on OK the lock is held and `leave` must follow. */
@@ -403,13 +462,25 @@ static instance_t *instance_at(int slot) {
 
 /* The same for a MIG device: `m`; with `gpus_too` for a GPU as well, where `m` is NULL. */
 #define ENTER_MIG(device, gpus_too)                                                                                                        \
-    int slot = slot_of(device), i = slot >= 0 ? slot / MAX_INSTANCES : index_of(device);                                                   \
+    int slot = slot_in(mig_handle, device), i = slot >= 0 ? slot / MAX_INSTANCES : index_of(device);                                                   \
     instance_t *m = NULL;                                                                                                                  \
     do {                                                                                                                                   \
         result_t r_ = arrive(__func__, i);                                                                                                 \
         if (!r_) r_ = driver_state();                                                                                                      \
         if (!r_) m = instance_at(slot);                                                                                                    \
         if (!r_) r_ = i < 0 || (!m && (slot >= 0 || !(gpus_too))) ? INVALID_ARGUMENT : control.gpu[i].lost ? GPU_IS_LOST : OK;              \
+        if (r_) return leave(r_);                                                                                                          \
+    } while (0)
+
+/* The same for the handle of a GPU instance or of a compute instance. */
+#define ENTER_PART(handles, handle, at)                                                                                                    \
+    int slot = slot_in(handles, handle), i = slot < 0 ? -1 : slot / MAX_INSTANCES;                                                         \
+    instance_t *m = NULL;                                                                                                                  \
+    do {                                                                                                                                   \
+        result_t r_ = arrive(__func__, i);                                                                                                 \
+        if (!r_) r_ = driver_state();                                                                                                      \
+        if (!r_) m = at(slot);                                                                                                             \
+        if (!r_) r_ = !m ? INVALID_ARGUMENT : control.gpu[i].lost ? GPU_IS_LOST : OK;                                                      \
         if (r_) return leave(r_);                                                                                                          \
     } while (0)
 
@@ -470,6 +541,7 @@ EXPORT const char *nvmlErrorString(result_t result) {
     case UNINITIALIZED: return "Uninitialized";
     case INVALID_ARGUMENT: return "Invalid Argument";
     case NOT_SUPPORTED: return "Not Supported";
+    case NO_PERMISSION: return "Insufficient Permissions";
     case NOT_FOUND: return "Not Found";
     case INSUFFICIENT_SIZE: return "Insufficient Size";
     case DRIVER_NOT_LOADED: return "Driver Not Loaded";
@@ -479,6 +551,8 @@ EXPORT const char *nvmlErrorString(result_t result) {
     case RESET_REQUIRED: return "GPU requires reset";
     case OPERATING_SYSTEM: return "Operating System call failed";
     case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+    case IN_USE: return "In use by another client";
+    case INSUFFICIENT_RESOURCES: return "Insufficient Resources";
     case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
     default: return "Unknown Error";
     }
@@ -510,6 +584,12 @@ EXPORT result_t nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     int found = -1;
     for (int i = 0; uuid && i < node.gpus; i++)
         if (!strcmp(node.gpu[i].uuid, uuid)) found = i;
+    for (int slot = 0; uuid && found < 0 && slot < node.gpus * MAX_INSTANCES; slot++)
+        if (instance_at(slot) && !strcmp(instance_at(slot)->uuid, uuid)) {
+            result_t r = give_handle(__func__, slot / MAX_INSTANCES, device);
+            *device = mig_handle + slot;
+            return leave(r);
+        }
     return leave(give_handle(__func__, found, device));
 }
 
@@ -554,7 +634,8 @@ EXPORT result_t nvmlDeviceGetPciInfo_v3(void *d, pci_t *pci) { ENTER_GPU(d); put
 EXPORT result_t nvmlDeviceGetMigMode(void *d, unsigned *current, unsigned *pending) {
     ENTER_GPU(d);
     if (node.gpu[i].mig < 0) return leave(NOT_SUPPORTED);
-    *current = *pending = (unsigned)mig_of(i);
+    *current = (unsigned)mig_of(i);
+    *pending = control.gpu[i].mig_pending >= 0 ? (unsigned)control.gpu[i].mig_pending : *current;
     return leave(OK);
 }
 
@@ -575,6 +656,227 @@ EXPORT result_t nvmlDeviceGetMigDeviceHandleByIndex(void *d, unsigned index, voi
 EXPORT result_t nvmlDeviceGetGpuInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->gpu_instance; return leave(OK); }
 EXPORT result_t nvmlDeviceGetComputeInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->compute_instance; return leave(OK); }
 EXPORT result_t nvmlDeviceGetAttributes_v2(void *d, attributes_t *attributes) { ENTER_MIG(d, 0); *attributes = m->attributes; return leave(OK); }
+
+EXPORT result_t nvmlDeviceSetMigMode(void *d, unsigned mode, result_t *status) {
+    ENTER_GPU(d);
+    char text[64], subjects[3][32];
+    state_t *g = &control.gpu[i];
+    int turn = take_turn(), made = 0;
+    for (int n = 0; n < MAX_INSTANCES; n++) made |= *instances_of(i)[n].uuid;
+    result_t r = node.gpu[i].mig < 0 ? NOT_SUPPORTED : mode > 1 ? INVALID_ARGUMENT : !mode && mig_of(i) && made ? IN_USE : OK;
+    *status = (int)mode == mig_of(i) ? OK : g->processes ? IN_USE : g->mig_needs_reset ? RESET_REQUIRED : OK;
+    snprintf(subjects[0], sizeof subjects[0], "migpending %d ", i);
+    snprintf(subjects[1], sizeof subjects[1], "migmode %d ", i);
+    snprintf(subjects[2], sizeof subjects[2], "mig %d ", i);
+    snprintf(text, sizeof text, "%s%u\n", subjects[*status ? 0 : 1], mode);
+    return leave(end_turn(turn, r, (const char *const[]){subjects[0], *status ? NULL : subjects[1], subjects[2], NULL}, text));
+}
+
+/* ---- GPU instances and compute instances ----------------------------------------------------------------------------- */
+
+static unsigned bits(unsigned mask) { return (unsigned)__builtin_popcount(mask); }
+static unsigned mask_of(placement_t p) { return ((1u << p.size) - 1) << p.start; }
+static placement_t place_of(unsigned mask) { return (placement_t){mask ? (unsigned)__builtin_ctz(mask) : 0, bits(mask)}; }
+
+/* The GPU's profile with this number of NVML or, if `by_id`, with this id of the driver; or NULL. */
+static profile_t *profile_of(int i, unsigned number, int by_id) {
+    for (int n = 0; n < node.gpu[i].profiles; n++)
+        if ((by_id ? node.gpu[i].profile[n].id : node.gpu[i].profile[n].number) == number) return &node.gpu[i].profile[n];
+    return NULL;
+}
+
+/* The profile of a GPU instance; NULL if its place is not known. */
+static profile_t *profile_at(int i, const instance_t *m) {
+    for (int n = 0; n < node.gpu[i].profiles; n++) {
+        profile_t *p = &node.gpu[i].profile[n];
+        if (p->slices == m->attributes.gpu_slices && p->size == bits(m->memory_slices)) return p;
+    }
+    return NULL;
+}
+
+static result_t no_profile(unsigned number) { return number < 18 ? NOT_SUPPORTED : INVALID_ARGUMENT; }
+
+EXPORT result_t nvmlDeviceGetGpuInstanceProfileInfo(void *d, unsigned number, profile_info_t *info) {
+    ENTER_GPU(d);
+    profile_t *p = profile_of(i, number, 0);
+    if (!p) return leave(no_profile(number));
+    *info = (profile_info_t){.id = p->id, .slices = p->slices, .instances = bits(p->starts), .memory_mib = p->memory_mib};
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetGpuInstanceProfileInfoV(void *d, unsigned number, profile_info_v2_t *info) {
+    ENTER_GPU(d);
+    profile_t *p = profile_of(i, number, 0);
+    if (!p) return leave(no_profile(number));
+    if (info->version != (sizeof *info | 2u << 24)) return leave(ARGUMENT_VERSION_MISMATCH);
+    *info = (profile_info_v2_t){.version = info->version, .id = p->id, .slices = p->slices, .instances = bits(p->starts), .memory_mib = p->memory_mib};
+    snprintf(info->name, sizeof info->name, "MIG %s", p->name);
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(void *d, unsigned id, placement_t *list, unsigned *count) {
+    ENTER_GPU(d);
+    profile_t *p = profile_of(i, id, 1);
+    if (!p) return leave(node.gpu[i].mig < 0 ? NOT_SUPPORTED : INVALID_ARGUMENT);
+    *count = 0;
+    for (unsigned start = 0; p->starts >> start; start++) {
+        if (!(p->starts >> start & 1)) continue;
+        if (list) list[*count] = (placement_t){start, p->size};
+        ++*count;
+    }
+    return leave(OK);
+}
+
+/* The GPU's MIG devices and GPU instances are `list` from now on: what a caller has changed. */
+static result_t keep_instances(int turn, result_t result, int i, const instance_t *list) {
+    char text[MAX_INSTANCES * 320], remade[32], instance[32];
+    snprintf(remade, sizeof remade, "remade %d ", i);
+    snprintf(instance, sizeof instance, "instance %d ", i);
+    int used = snprintf(text, sizeof text, "%s2\n", remade);
+    for (int n = 0; n < MAX_INSTANCES; n++) {
+        const instance_t *m = &list[n];
+        const attributes_t *a = &m->attributes;
+        if (*m->uuid)
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%d %s %u %u %llu %u %u %s %u\n", instance, n, m->uuid, m->gpu_instance,
+                             m->compute_instance, a->memory_mib, a->gpu_slices, a->compute_slices, m->profile, m->memory_slices);
+    }
+    return end_turn(turn, result, (const char *const[]){remade, instance, NULL}, text);
+}
+
+static result_t add_gpu_instance(instance_t *list, int i, unsigned id, placement_t place, int *slot) {
+    profile_t *p = profile_of(i, id, 1);
+    unsigned numbers = 1; /* the ids in use; none is 0 */
+    if (mig_of(i) != 1) return NOT_SUPPORTED;
+    if (!p || place.size != p->size || place.start > 31 || !(p->starts >> place.start & 1)) return INVALID_ARGUMENT;
+    for (int n = MAX_INSTANCES - 1; n >= 0; n--) {
+        if (list[n].memory_slices & mask_of(place)) return INSUFFICIENT_RESOURCES;
+        if (*list[n].uuid) numbers |= 1u << list[n].gpu_instance;
+        else *slot = n;
+    }
+    if (*slot < 0) return INSUFFICIENT_RESOURCES;
+    instance_t m = {.uuid = "-", .gpu_instance = (unsigned)__builtin_ctz(~numbers), .memory_slices = mask_of(place)};
+    m.attributes = (attributes_t){.gpu_slices = p->slices, .compute_slices = p->slices, .memory_mib = p->memory_mib};
+    strcpy(m.profile, p->name);
+    list[*slot] = m;
+    return OK;
+}
+
+EXPORT result_t nvmlDeviceCreateGpuInstanceWithPlacement(void *d, unsigned id, const placement_t *place, void **made) {
+    ENTER_GPU(d);
+    instance_t list[MAX_INSTANCES];
+    int slot = -1, turn = take_turn();
+    memcpy(list, instances_of(i), sizeof list);
+    result_t r = keep_instances(turn, add_gpu_instance(list, i, id, *place, &slot), i, list);
+    if (!r) *made = gpu_instance_handle + i * MAX_INSTANCES + slot;
+    return leave(r);
+}
+
+EXPORT result_t nvmlGpuInstanceDestroy(void *handle) {
+    ENTER_PART(gpu_instance_handle, handle, gpu_instance_at);
+    instance_t list[MAX_INSTANCES];
+    unsigned id = m->gpu_instance;
+    result_t r = OK;
+    int turn = take_turn();
+    memcpy(list, instances_of(i), sizeof list);
+    for (int n = 0; n < MAX_INSTANCES; n++) {
+        if (!*list[n].uuid || list[n].gpu_instance != id) continue;
+        if (is_device(&list[n])) r = IN_USE;
+        memset(&list[n], 0, sizeof list[n]);
+    }
+    return leave(keep_instances(turn, r, i, list));
+}
+
+EXPORT result_t nvmlDeviceGetGpuInstances(void *d, unsigned id, void **list, unsigned *count) {
+    ENTER_GPU(d);
+    if (mig_of(i) != 1) return leave(NOT_SUPPORTED);
+    *count = 0;
+    for (int n = 0; n < MAX_INSTANCES; n++) {
+        instance_t *m = gpu_instance_at(i * MAX_INSTANCES + n);
+        if (m && profile_at(i, m) && profile_at(i, m)->id == id) list[(*count)++] = gpu_instance_handle + i * MAX_INSTANCES + n;
+    }
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetGpuInstanceById(void *d, unsigned id, void **instance) {
+    ENTER_GPU(d);
+    if (mig_of(i) != 1) return leave(NOT_SUPPORTED);
+    for (int slot = i * MAX_INSTANCES; slot < (i + 1) * MAX_INSTANCES; slot++) {
+        if (!gpu_instance_at(slot) || gpu_instance_at(slot)->gpu_instance != id) continue;
+        *instance = gpu_instance_handle + slot;
+        return leave(OK);
+    }
+    return leave(NOT_FOUND);
+}
+
+EXPORT result_t nvmlGpuInstanceGetInfo(void *handle, gpu_instance_info_t *info) {
+    ENTER_PART(gpu_instance_handle, handle, gpu_instance_at);
+    profile_t *p = profile_at(i, m);
+    if (!p) return leave(NOT_SUPPORTED);
+    *info = (gpu_instance_info_t){&node.gpu[i], m->gpu_instance, p->id, place_of(m->memory_slices)};
+    return leave(OK);
+}
+
+/* NVML's numbers of compute instance profiles, which are the driver's ids of them here. */
+static const unsigned compute_slices[] = {1, 2, 3, 4, 7, 8, 6};
+
+EXPORT result_t nvmlGpuInstanceGetComputeInstanceProfileInfo(void *handle, unsigned number, unsigned engines, compute_profile_info_t *info) {
+    ENTER_PART(gpu_instance_handle, handle, gpu_instance_at);
+    if (number > 8 || engines) return leave(INVALID_ARGUMENT);
+    if (number > 6 || compute_slices[number] > m->attributes.gpu_slices) return leave(NOT_SUPPORTED);
+    *info = (compute_profile_info_t){.id = number, .slices = compute_slices[number], .instances = 1};
+    return leave(OK);
+}
+
+static void put_uuid(char *uuid, size_t length) {
+    unsigned r[4] = {0};
+    FILE *file = fopen("/dev/urandom", "re");
+    if (file && !fread(r, sizeof r, 1, file)) r[0] = (unsigned)getpid();
+    if (file) fclose(file);
+    snprintf(uuid, length, "MIG-%08x-%04x-%04x-%04x-%04x%08x", r[0], r[1] >> 16, r[1] & 0xffff, r[2] >> 16, r[2] & 0xffff, r[3]);
+}
+
+/* Only compute instances of the whole GPU instance are simulated. */
+EXPORT result_t nvmlGpuInstanceCreateComputeInstance(void *handle, unsigned id, void **made) {
+    ENTER_PART(gpu_instance_handle, handle, gpu_instance_at);
+    instance_t list[MAX_INSTANCES];
+    int turn = take_turn();
+    memcpy(list, instances_of(i), sizeof list);
+    m = &list[slot % MAX_INSTANCES];
+    result_t r = id > 6 || compute_slices[id] != m->attributes.gpu_slices ? INVALID_ARGUMENT : is_device(m) ? INSUFFICIENT_RESOURCES : OK;
+    put_uuid(m->uuid, sizeof m->uuid);
+    r = keep_instances(turn, r, i, list);
+    if (!r) *made = compute_instance_handle + slot;
+    return leave(r);
+}
+
+EXPORT result_t nvmlComputeInstanceDestroy(void *handle) {
+    ENTER_PART(compute_instance_handle, handle, instance_at);
+    instance_t list[MAX_INSTANCES];
+    result_t r = OK;
+    int turn = take_turn();
+    memcpy(list, instances_of(i), sizeof list);
+    m = &list[slot % MAX_INSTANCES];
+    for (int p = 0; p < control.gpu[i].processes; p++)
+        if (control.gpu[i].running[p].mig == hash_of(m->uuid)) r = IN_USE;
+    strcpy(m->uuid, "-");
+    return leave(keep_instances(turn, r, i, list));
+}
+
+EXPORT result_t nvmlGpuInstanceGetComputeInstanceById(void *handle, unsigned id, void **instance) {
+    ENTER_PART(gpu_instance_handle, handle, gpu_instance_at);
+    for (int n = i * MAX_INSTANCES; n < (i + 1) * MAX_INSTANCES; n++) {
+        if (!instance_at(n) || instance_at(n)->gpu_instance != m->gpu_instance || instance_at(n)->compute_instance != id) continue;
+        *instance = compute_instance_handle + n;
+        return leave(OK);
+    }
+    return leave(NOT_FOUND);
+}
+
+EXPORT result_t nvmlComputeInstanceGetInfo_v2(void *handle, compute_instance_info_t *info) {
+    ENTER_PART(compute_instance_handle, handle, instance_at);
+    *info = (compute_instance_info_t){mig_handle + slot, gpu_instance_handle + slot, m->compute_instance, 0, {0, m->attributes.compute_slices}};
+    return leave(OK);
+}
 
 /* ---- the topology ---------------------------------------------------------------------------------------------------- */
 
@@ -681,26 +983,31 @@ EXPORT result_t nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
     return leave(OK);
 }
 
-static result_t put_processes(int i, unsigned *count, process_t *list) {
+/* The processes of a GPU, or of its MIG device `m`. */
+static result_t put_processes(int i, const instance_t *m, unsigned *count, process_t *list) {
     state_t *g = &control.gpu[i];
-    /* "grow": processes that start between the caller's first call, for the size, and the call for the list */
-    unsigned extra = g->grow > 0 && asked_for_size[i] ? (unsigned)g->grow : 0, n = (unsigned)g->processes + extra, room = *count;
-    asked_for_size[i] = 1;
-    *count = n;
-    if (n && (!list || room < n)) return INSUFFICIENT_SIZE;
-    for (unsigned p = 0; p < n; p++) {
-        running_t newcomer = {900000 + p, 1 << 20, 0}, *r = p < (unsigned)g->processes ? &g->running[p] : &newcomer;
-        list[p] = (process_t){r->pid, r->used < 0 ? ~0ULL : (unsigned long long)r->used, ~0U, ~0U};
+    unsigned n = 0, room = *count, extra = 0;
+    if (!m) {
+        /* "grow": processes that start between the caller's first call, for the size, and the call for the list */
+        extra = g->grow > 0 && asked_for_size[i] ? (unsigned)g->grow : 0;
+        asked_for_size[i] = 1;
     }
-    return OK;
+    for (unsigned p = 0; p < (unsigned)g->processes + extra; p++) {
+        running_t newcomer = {900000 + p, 1 << 20, 0, 0}, *r = p < (unsigned)g->processes ? &g->running[p] : &newcomer;
+        if (m && r->mig != hash_of(m->uuid)) continue;
+        if (list && n < room) list[n] = (process_t){r->pid, r->used < 0 ? ~0ULL : (unsigned long long)r->used, ~0U, ~0U};
+        n++;
+    }
+    *count = n;
+    return n && (!list || room < n) ? INSUFFICIENT_SIZE : OK;
 }
 
 static result_t put_none(unsigned *count) { *count = 0; return OK; }
 
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); return leave(put_processes(i, n, list)); }
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); return leave(put_processes(i, n, list)); }
-EXPORT result_t nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); (void)list; return leave(put_none(n)); }
-EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); (void)list; return leave(put_none(n)); }
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list)); }
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list)); }
+EXPORT result_t nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); (void)list; return leave(put_none(n)); }
+EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); (void)list; return leave(put_none(n)); }
 
 EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
     ENTER_GPU(d);

@@ -44,7 +44,7 @@ def _lines(view: AgentView, node: dict[str, Any], depth: int = 0) -> Iterator[st
 
 def _tree(view: AgentView) -> dict[str, Any]:
     cores, blocks = view.ledger.held("core"), view.ledger.held("memory")
-    taken = {*cores, *blocks, *view.node.unschedulable}
+    taken = {*cores, *blocks, *view.node.out_of_service}
     free = sum(1 << row for name, row in view.node.rows.items() if name not in taken)
     labels = [f"GPU{gpu.index}" for gpu in view.inventory.snapshot.gpus]
     return _with_gpus(view, tree_data(view.node.topology, free, labels), {row: name for name, row in view.node.rows.items()})
@@ -78,7 +78,7 @@ def _gpu_data(view: AgentView, name: GpuName) -> dict[str, Any]:
         "cores_free": available.cores,
         "memory_blocks": card.memory_blocks,
         "memory_blocks_free": available.memory_mebibytes // BLOCK_MEBIBYTES,
-        "takes_nothing_new": view.node.unschedulable.get(name),
+        "takes_nothing_new": view.node.out_of_service.get(name),
         "holders": [_holder_data(holder, name) for holder in view.ledger.on(name)],
     }
 

@@ -103,7 +103,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 memory_blocks_free=available.memory_mebibytes // BLOCK_MEBIBYTES,
                 healthy=name not in unschedulable,
                 reason=unschedulable.get(name),
-                message=view.node.unschedulable.get(name),
+                message=view.node.out_of_service.get(name),
                 cordon=_cordon(report, card.uuid),
                 memory_used_bytes=sample.memory_used_bytes,
                 utilization_ratio=sample.utilization_ratio,

@@ -2,6 +2,8 @@
 that a pod may have are chosen for it, and the index equals one that is filled from the nodes and the bound pods alone."""
 
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import get_args
 
 from hypothesis import settings
@@ -14,7 +16,7 @@ from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.constraints import UNCONSTRAINED
-from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
+from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
 NODES = (
@@ -22,6 +24,7 @@ NODES = (
     with_replicas(node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)), 4),
     homogeneous("c", 200, 2 * 16384),
     replace(node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"), cpu_milli=4000),
+    with_mig(with_replicas(node_state("m", 2, models=(A100, A100)), 3), 1),
 )
 REQUESTS: tuple[PodRequest, ...] = (
     share(10, 4),
@@ -48,6 +51,8 @@ REQUESTS: tuple[PodRequest, ...] = (
     hami(cores=100),
     together(hami("init", cores=60, memory=2000), hami(cores=20, memory=4000)),
     together(hami("sidecar", memory=500), hami("app", gpus=2, memory=1000)),
+    constrained(hami(memory=9000), mig=True),
+    constrained(together(hami("init", memory=30000), hami("init", gpus=1, memory=9), hami(cores=20), hami(cores=15)), mig=True),
 )
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 NAMES = [node.name for node in NODES]
@@ -194,6 +199,16 @@ class Cluster(RuleBasedStateMachine):
                 assert 0 <= used.replicas <= gpu.replicas
 
     @invariant()
+    def no_memory_slice_is_given_to_two_pods(self) -> None:
+        gpu, taken = self.nodes["m"].gpus[1].uuid, 0
+        for pod in self.index.pods_on("m").values():
+            own = [amounts.slices for shares in pod.shares or () for name, amounts in shares if name == gpu]
+            assert all(own)
+            assert not taken & reduce(or_, own, 0)
+            taken |= reduce(or_, own, 0)
+        assert not taken & ~self.index.used("m")[1].slices
+
+    @invariant()
     def it_uses_what_an_index_that_is_filled_again_uses(self) -> None:
         again = self._filled_again()
         assert {name: again.used(name) for name in NAMES} == {name: self.index.used(name) for name in NAMES}
@@ -202,7 +217,7 @@ class Cluster(RuleBasedStateMachine):
     def it_answers_as_an_index_that_is_filled_again(self, policy: Policy) -> None:
         again = self._filled_again()
         for wanted in REQUESTS:
-            assert again.rank(wanted, policy, NAMES, 4) == self.index.rank(wanted, policy, NAMES, 4)
+            assert again.rank(wanted, policy, NAMES, 5) == self.index.rank(wanted, policy, NAMES, 5)
 
     def teardown(self) -> None:
         for policy in POLICIES:

@@ -5,11 +5,11 @@ from typing import Final
 
 from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
+from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
-from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
+from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.app.hardware_events import MIG_DEVICE_GONE
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
@@ -62,6 +62,13 @@ ANNOTATIONS: Final = (
         AMOUNTS_ANNOTATION,
         "answered",
         "It has the amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`.",
+    ),
+    (
+        "container",
+        MIG_ANNOTATION,
+        "answered",
+        "It has the MIG devices that were created for a container of `nvidia.com/gpu`: for each one `GPU=profile,memory slices as bits,"
+        "UUID,GPU instance,compute instance`, joined by `;`.",
     ),
     (
         "pod",

@@ -12,18 +12,19 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NoReturn
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import BugLog, next_tick
-from gpumgr.allocator.annotations import ALLOCATIONS, HAMI_PHASE, pod_annotations
+from gpumgr.allocator.annotations import ALLOCATIONS, HAMI_PHASE, is_ours, pod_annotations
 from gpumgr.allocator.callers import next_container
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.cache import PodCache
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, with_driver_ids
 from gpumgr.kubeapi.hami_node import LOCK
 from gpumgr.kubeapi.publisher import event_texts
 from gpumgr.kubeapi.publisher.events import Event, ObjectRef, pod_ref
@@ -213,14 +214,25 @@ class DecisionReporter:
         if view is None or view.phase == "Failed":
             return
         gpus = self._agent_state.inventory.gpus(gpu_registry)
-        self._annotate(view, pod_annotations(view, allocations, gpu_registry, gpus, node=self._node, evaluators=self._evaluators))
+        wanted = pod_annotations(view, allocations, gpu_registry, gpus, node=self._node, evaluators=self._evaluators)
+        self._annotate(view, {**wanted, **self._for_hami(view, allocations)})
         if fresh:
             self._record(event_texts.placement(_ref(view), fresh, self._agent_state.node().label))
+
+    def _for_hami(self, view: PodView, allocations: Iterable[Allocation]) -> Mapping[str, str]:
+        """The ids of the MIG devices of a pod, where the scheduler wrote their places for other programs."""
+        registry, text = self._agent_state.ledger.gpu_registry, self._pods.annotations(view.uid).get(MIG_ALLOCATIONS)
+        if text is None:
+            return {}
+        devices = [(registry.by_name[device.gpu].uuid, device) for a in allocations for device in a.mig_devices]
+        with contextlib.suppress(ValueError):
+            text = with_driver_ids(text, devices)
+        return {MIG_ALLOCATIONS: text}
 
     def _annotate(self, view: PodView, wanted: Mapping[str, str]) -> None:
         """Publishes what differs. Only keys that the agent wrote are removed, since a scheduler writes some of the same keys."""
         present = self._published.get(view.uid) or self._pods.annotations(view.uid)
-        gone = [key for key in present if key not in wanted] if ALLOCATIONS in present else []
+        gone = [key for key in present if key not in wanted and is_ours(key)] if ALLOCATIONS in present else []
         if self._annotate_pods and (gone or any(present.get(key) != value for key, value in wanted.items())):
             self._published[view.uid] = wanted
             self._publisher.annotate_pod(view.key, view.uid, {**dict.fromkeys(gone), **wanted})

@@ -16,6 +16,8 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.aio import until_tick
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.evaluators.mig import most_devices, without_places
+from gpumgr.kubeapi.hami_mig import registered_profiles
 from gpumgr.kubeapi.hami_node import (
     HANDSHAKE,
     REGISTER,
@@ -91,7 +93,8 @@ class RegisterReporter:
     def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
         view, wanted = report.view, self._wanted
         registry = view.ledger.gpu_registry
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
+        on_demand = view.inventory.mig_profiles(registry)
         others = {key: each for key, each in view.ledger.allocations.items() if not self._of_hami(each)}
         foreign = Ledger(gpu_registry=registry, allocations=others)
         made = []
@@ -101,17 +104,25 @@ class RegisterReporter:
             memory = max(0, (gpu.memory_bytes >> 20) - held.memory_mebibytes)
             cores = max(0, CORES_PER_GPU - held.cores)
             taken = sum(name in each.held("replica") for each in others.values())
-            offered = name is not None and name not in failed and name not in unschedulable and not gpu.mig_enabled
+            profiles = [without_places(each, held.slices) for each in on_demand.get(name or "", ())]
+            offered = (
+                name is not None and name not in failed and name not in unschedulable and not (gpu.mig_enabled and not profiles)
+            )
+            count = min(wanted.count, most_devices(profiles)) if profiles else wanted.count
+            # Scaling has no meaning for MIG devices.
+            scaling = (1.0, 1.0) if profiles else (wanted.memory_scaling, wanted.core_scaling)
             made.append(
                 RegisteredGpu(
                     uuid=gpu.uuid,
                     index=gpu.index,
-                    count=max(0, wanted.count - taken),
-                    memory_mebibytes=int(memory * wanted.memory_scaling),
-                    cores=int(cores * wanted.core_scaling),
+                    count=count if profiles else max(0, count - taken),
+                    memory_mebibytes=int(memory * scaling[0]),
+                    cores=int(cores * scaling[1]),
                     model=device_type(gpu.model),
                     numa=max(0, gpu.numa_node or 0),
-                    healthy=offered and memory > 0 and cores > 0 and taken < wanted.count,
+                    mode="mig" if profiles else "hami-core",
+                    mig_profiles=registered_profiles(profiles),
+                    healthy=offered and memory > 0 and cores > 0 and (count > 0 if profiles else taken < count),
                 )
             )
         return made

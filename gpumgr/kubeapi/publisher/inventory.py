@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NoReturn
 
 from msgspec import UNSET
@@ -23,12 +24,13 @@ from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     Inventory,
     InventoryGpu,
-    OtherShare,
     TopologyManagerPolicy,
     encode,
     levels_of,
+    mig_rows,
+    slices_of,
 )
-from gpumgr.units import CORES_PER_GPU, GpuName
+from gpumgr.units import CORES_PER_GPU, Amounts, GpuName
 
 REPORT_SECONDS: Final = 1.0
 #: An unchanged inventory is written again this often: the Node may have been deleted and registered again.
@@ -77,8 +79,10 @@ class InventoryReporter:
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
+        on_demand = view.inventory.mig_profiles(registry)
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
+        other = self._other(view, {name: position for position, name in enumerate(names) if name})
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
             enforcement=self._enforcement()[:_MAX_TEXT],
@@ -92,14 +96,16 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
+                    mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
             levels=levels_of(snapshot.topology),
-            other=self._other(view, {name: position for position, name in enumerate(names) if name}),
+            other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
+            slices=slices_of(other),
         )
 
-    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, tuple[OtherShare, ...]]:
+    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
         """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
         now, before = self._clock(), self._explained
         self._explained = {}
@@ -132,18 +138,19 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
         gpu in named
         and held.cores <= named[gpu].cores
         and (named[gpu].whole or held.memory_mebibytes <= named[gpu].memory_mebibytes)
+        and not held.slices & ~named[gpu].slices
         for gpu in a.places
         for held in [a.amounts_on(gpu)]
     )
 
 
-def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> tuple[OtherShare, ...]:
+def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
     """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
     held = Ledger(allocations={a.id: a for a in allocations})
-    shares: list[OtherShare] = []
+    shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
         most = held.used(gpu)
         for a in allocations:
             most = most.most(a.gpus[gpu]) if gpu in a.gpus and a.gpus[gpu].whole else most
-        shares.append((positions[gpu], min(most.cores, CORES_PER_GPU), most.memory_mebibytes))
-    return tuple(shares)
+        shares.append((positions[gpu], replace(most, cores=min(most.cores, CORES_PER_GPU))))
+    return shares

@@ -6,11 +6,15 @@ from datetime import datetime
 from typing import Any, Literal
 
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.kubeapi.hami_node import HANDSHAKE, REGISTER, SCORES
 from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
 from gpumgr.kubeapi.publisher.inventory import RESYNC_SECONDS
+from gpumgr.topology.devices import MigInstance
 from gpumgr.units import Amounts
+from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
+from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, uuid_of, view_of, whole
 
@@ -110,3 +114,38 @@ def test_an_old_scheduler_gets_csv_and_a_handshake() -> None:
     assert texts[HANDSHAKE] == "Reported_2026-01-02 03:04:05"
     assert node.look(seconds=29.0) == []
     assert node.look() == [HANDSHAKE]
+
+
+def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
+    """Both GPUs support MIG on demand, and are in MIG mode."""
+    view = view_of(*allocations)
+    snapshot = with_mig(view.inventory.snapshot)
+    mig_mode = [gpu.uuid for gpu in snapshot.gpus]
+    cordoned = dict.fromkeys(mig_mode, "MIG is enabled")
+    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=(), cordoned=cordoned, in_mig_mode=mig_mode, **changes)
+    return replace(view, inventory=inventory)
+
+
+def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:
+    node = Node(memory_scaling=2.0)
+    node.report = replace(node.report, view=mig_view())
+    node.reporter.report()
+    gpu = node.gpus[0]
+    assert (gpu["mode"], gpu["count"], gpu["devmem"], gpu["devcore"], gpu["health"]) == ("mig", 7, MIG_MEBIBYTES, 100, True)
+    profiles = {each["name"]: each for each in gpu["migProfiles"]}
+    assert profiles["3g.40gb"] == {
+        "name": "3g.40gb", "memoryMB": 40448, "core": 42, "sliceCount": 3,
+        "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}],
+    }  # fmt: skip
+    instance = MigInstance(
+        uuid="MIG-1", profile="3g.40gb", gpu_instance=1, compute_instance=0, memory_bytes=1, memory_slices=0b1111_0000
+    )
+    view = mig_view(mig_stuck=["MIG-1"])
+    snapshot = view.inventory.snapshot
+    with_instance = replace(snapshot, gpus=(replace(snapshot.gpus[0], mig_instances=(instance,)), *snapshot.gpus[1:]))
+    node.report = replace(node.report, view=replace(view, inventory=replace(view.inventory, snapshot=with_instance)))
+    node.reporter.report()
+    profiles = {each["name"]: each["placements"] for each in node.gpus[0]["migProfiles"]}
+    assert (profiles["3g.40gb"], profiles["7g.80gb"]) == ([{"start": 0, "size": 4}], [])
+    assert node.gpus[0]["count"] == 4
+    assert node.gpus[1]["count"] == 7

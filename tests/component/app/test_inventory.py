@@ -14,6 +14,7 @@ from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
 from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, RESYNC_SECONDS, InventoryReporter
 from gpumgr.units import Amounts
+from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole
 
@@ -177,6 +178,21 @@ def test_all_that_a_pod_holds_is_reported_if_a_part_is_not_explained() -> None:
     assert node.other == {"uid-a": ((0, 40, 768),)}
 
 
+def test_mig_devices_are_reported_with_their_places() -> None:
+    """Of a pod that the scheduler has not placed, or has placed elsewhere on the GPU."""
+    node, held = Node(), Amounts(14, 9984, slices=1 << 6)
+    there = replace(share("a", 0), device_ids={}, gpus={name_of(0): held})
+    put(node, pod("a"))
+    node.look(there)
+    assert (node.other, node.inventory.slices) == ({"uid-a": ((0, 14, 9984),)}, {"uid-a": (1 << 6,)})
+    put(node, pod("a", (uuid_of(0), held)))
+    node.look(there)
+    assert (node.other, node.inventory.slices) == ({}, UNSET)
+    put(node, pod("a", (uuid_of(0), replace(held, slices=1))))
+    node.look(there)
+    assert node.inventory.slices == {"uid-a": (1 << 6,)}
+
+
 def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> None:
     node = Node()
     pair = allocation("p", ("team", "p"), cores={0: ALL_CORES, 1: ALL_CORES}, blocks={0: 1})
@@ -184,3 +200,19 @@ def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> Non
     assert node.other == {"uid-p": ((0, 100, BLOCKS * 256), (1, 100, BLOCKS * 256))}
     node.look(pair, shown=1)
     assert node.other == {"uid-p": ((0, 100, BLOCKS * 256),)}
+
+
+def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> None:
+    view = view_of()
+    snapshot = with_mig(view.inventory.snapshot)
+    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=["1g.10gb", "3g.40gb"])
+    mig_mode = [gpu.uuid for gpu in snapshot.gpus]
+    node = Node()
+    for in_mig_mode, cordoned in ((mig_mode, False), ([], True)):
+        changed = replace(inventory, cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
+        node.report = replace(node.report, view=replace(view, inventory=changed))
+        node.reporter.report()
+        (gpu, _) = node.inventory.gpus
+        assert (gpu.cordoned, [each.name for each in gpu.mig_profiles]) == (cordoned, ["3g.40gb", "1g.10gb"])
+    node.look()
+    assert [gpu.mig for gpu in node.inventory.gpus] == [UNSET, UNSET]

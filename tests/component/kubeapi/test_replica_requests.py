@@ -95,3 +95,17 @@ def test_the_choice_of_hamis_scheduler_counts_on_its_node_only() -> None:
         "the annotation hami.io/vgpu-devices-allocated can't be read: 'x' is no list of devices as HAMi writes it"
     )
     assert not view(mine, None).wants_gpu
+
+
+def test_the_place_of_a_mig_device_is_hamis() -> None:
+    """The positions are those of the device list, which may lack leading containers."""
+    allocation = '[{"containerIndex":1,"deviceIndex":0,"gpuUUID":"GPU-a","profile":"2g.20gb","placement":{"start":2,"size":2}}]'
+    mine = {
+        "hami.io/vgpu-node": "node-1",
+        "hami.io/vgpu-devices-allocated": ";GPU-a,NVIDIA,20096,28:;",
+        "hami.io/vgpu-mig-allocations": allocation,
+    }
+    assert view(mine).placed == (("main", (("GPU-a", Amounts(28, 20096, slices=0b1100)),)),)
+    wrong = view({**mine, "hami.io/vgpu-mig-allocations": "[{}]"})
+    assert (wrong.bound_by_hami, wrong.placed) == (True, (("", ()),))
+    assert "hami.io/vgpu-mig-allocations can't be read: no MIG allocations of HAMi" in (wrong.placement_ignored or "")

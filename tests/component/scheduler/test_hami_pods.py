@@ -3,14 +3,20 @@
 import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from gpumgr.kubeapi.cluster_annotations import InventoryGpu, mig_rows
+from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
+from gpumgr.topology.devices import MigProfile
+from gpumgr.units import Amounts
+from tests.mig_profiles import H100
 
 from .conftest import Json, Stage, inventory, node, pod, running, until
 
@@ -205,3 +211,69 @@ async def test_an_explicit_zero_blocks(hami: Stage, quotas: Quotas) -> None:
 async def test_without_the_profile_such_pods_are_none_of_the_schedulers(stage: Stage) -> None:
     answer = await stage.filter(hami_pod("other", {"gpu": 1, "gpumem": 1000}))
     assert answer["NodeNames"] == ["a", "b"]
+
+
+def mig_node(name: str, profiles: tuple[MigProfile, ...] = H100, **more: Any) -> Json:
+    """GPU 0 is shared by up to 10 containers, GPU 1 has dynamic MIG."""
+    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", memory=81408, mig=mig_rows(profiles if gpu else ())) for gpu in range(2))
+    made = node(name, 2, inventory(name, 2, gpus=gpus, **more))
+    made["status"] = {"capacity": {"nvidia.com/gpu": "17"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    return made
+
+
+async def test_a_pod_on_a_mig_node_is_bound_with_the_places_of_its_devices(hami: Stage) -> None:
+    hami.sim.put_node(mig_node("m"))
+    await until(lambda: hami.index.node("m") is not None)
+    state = hami.index.node("m")
+    assert state is not None
+    assert [gpu.replicas for gpu in state.gpus] == [10, 7]
+    only = {"nvidia.com/vgpu-mode": "mig"}
+    shown = hami_pod("mig", {}, {"gpu": 1, "gpumem": 15000, "gpucores": 20}, {"gpu": 1, "gpumem": 500}, annotations=only)
+    assert await hami.schedule(shown, ["a", "m"]) == "m"
+    written = annotations(hami, "mig")
+    placement = json.loads(written["gpumgr.io/placement"])
+    assert placement["containers"] == {"c1": [["GPU-m-1", 28, 20096]], "c2": [["GPU-m-1", 28, 20096]]}
+    assert placement["slices"] == {"c1": [3], "c2": [3]}
+    assert written["hami.io/vgpu-devices-allocated"] == ";GPU-m-1,NVIDIA,20096,28:;GPU-m-1,NVIDIA,20096,28:;"
+    place = {"gpuUUID": "GPU-m-1", "profile": "2g.20gb", "placement": {"start": 0, "size": 2}}
+    assert json.loads(written["hami.io/vgpu-mig-allocations"]) == [
+        {"containerIndex": 1, "deviceIndex": 0, **place},
+        {"containerIndex": 2, "deviceIndex": 0, **place},
+    ]
+    assert hami.index.used("m")[1] == Amounts(28, 20096, 1, 3)
+    view = parse_pod(hami.sim._pods.items["uid-mig"], HAMI)
+    assert dict(view.placed) == dict.fromkeys(("c1", "c2"), (("GPU-m-1", Amounts(28, 20096, slices=3)),))
+
+
+async def test_a_pod_without_a_place_is_rejected_with_the_reason(hami: Stage) -> None:
+    hami.sim.put_node(mig_node("m", other={"foreign": ((1, 14, 9984),)}, slices={"foreign": (0b0010_0000,)}))
+    await until(lambda: hami.index.node("m") is not None)
+    only, half = {"nvidia.com/vgpu-mode": "mig"}, {"gpu": 1, "gpumem": 30000}
+    assert await hami.schedule(hami_pod("first", half, annotations=only), ["m"]) == "m"
+    assert json.loads(annotations(hami, "first")["gpumgr.io/placement"])["slices"] == {"c0": [0x0F]}
+    answer = await hami.filter(hami_pod("second", half, annotations=only), ["a", "m"])
+    text = next(iter(answer["FailedAndUnresolvableNodes"].values()))
+    assert "1 has no GPU in mode mig" in text
+    assert "1 has no place for 1 MIG device with 30000 MiB in mode mig" in text
+
+
+@pytest.mark.parametrize(
+    ("share", "slices", "counts"),
+    [
+        (["GPU-m-1", 14, 20096], 0b11_0000, True),
+        (["GPU-m-1", 14, 9984], 1, False),  # less than it requests
+        (["GPU-m-1", 14, 20096], "3", False),
+    ],
+)
+async def test_a_placement_with_a_device_counts_if_it_has_what_the_pod_requests(
+    hami: Stage, share: list[object], slices: object, counts: bool
+) -> None:
+    """Otherwise a likely device counts."""
+    hami.sim.put_node(mig_node("m"))
+    placement = {"version": 1, "node": "m", "containers": {"c0": [share]}, "slices": {"c0": [slices]}}
+    bound = hami_pod("bound", {"gpu": 1, "gpumem": 15000}, annotations={"gpumgr.io/placement": json.dumps(placement)})
+    bound["spec"]["nodeName"] = "m"
+    hami.sim.put_document(bound)
+    await until(lambda: "uid-bound" in hami.index.pods_on("m"))
+    shares = (("GPU-m-1", Amounts(14, 20096, 1, 0b11_0000)),)
+    assert hami.index.pods_on("m")["uid-bound"].shares == ((shares,) if counts else None)

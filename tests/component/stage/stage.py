@@ -34,6 +34,8 @@ from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
 
+from .mig import MemoryMig
+
 #: The resources of a node with the profile both.
 WITHOUT_MIG: tuple[Resource, ...] = (*RESOURCES, "replica")
 HAMI = ReplicaResources(
@@ -230,6 +232,11 @@ class Stage:
                     assert len(mine) <= 1
 
 
+def mig_mode(mig: MemoryMig | None) -> dict[str, str]:
+    """What the health of the GPUs says about those in MIG mode."""
+    return {gpu.uuid: "MIG is enabled" for gpu in mig.snapshot.gpus if gpu.mig_enabled} if mig else {}
+
+
 @asynccontextmanager
 async def stage(
     folder: Path,
@@ -241,6 +248,8 @@ async def stage(
     runs: Any = lambda _process: True,
     kinds: Sequence[Resource] = RESOURCES,
     hami: ReplicaResources = HAMI,
+    mig: MemoryMig | None = None,
+    enforcement: Enforcer | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
@@ -266,27 +275,33 @@ async def stage(
             policy="binpack",
             clock=clock,
             replicas=10 if "replica" in kinds else 0,
+            mig_on_demand=() if mig else None,
         )
         admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
         agent = Agent(
             agent_state=agent_state,
+            mig_driver=mig or MemoryMig(),
             admission=admission,
             reconciler=reconciler,
             pods=pods,
-            enforcement=unlimited(),
+            enforcement=enforcement or unlimited(),
             share_mode=share_mode,
             host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
             make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
             new_id=lambda: next(ids),
         )
-        await agent_state.set_snapshot(node or snapshot())
+        await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())
+        await agent_state.set_health(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
         device_lists.start()
         link = KubeletLink(kubelet.plugin_folder, agent, devices)
         task = asyncio.create_task(link.run())
         try:
             for kind in kinds:
-                await kubelet.until_allocatable(RESOURCE_NAMES[kind])
+                if mig:  # none may be allocatable
+                    await kubelet.until(lambda name=RESOURCE_NAMES[kind]: name in kubelet.node_status())  # type: ignore[misc]
+                else:
+                    await kubelet.until_allocatable(RESOURCE_NAMES[kind])
             yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices, hami)
         finally:
             await link.stop(1.0)

@@ -30,6 +30,7 @@ from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Resource
+from tests.component.stage.mig import MemoryMig
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot, unlimited
 
 
@@ -172,6 +173,7 @@ class World:
             wall_clock=lambda: self.wall,
         )
         self.agent = Agent(
+            mig_driver=MemoryMig(),
             agent_state=self.agent_state,
             admission=self.admission,
             reconciler=self.reconciler,

@@ -2,24 +2,10 @@
 
 import pytest
 
-from gpumgr.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, smallest
+from gpumgr.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves, smallest
 from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.topology.devices import MigProfile
 from gpumgr.units import Amounts
-
-
-def profile(name: str, number: int, memory: int, size: int, *starts: int) -> MigProfile:
-    return MigProfile(name=name, number=number, memory_mebibytes=memory, slices=int(name[0]), size=size, starts=starts)
-
-
-H100 = (
-    profile("7g.80gb", 0, 81152, 8, 0),
-    profile("4g.40gb", 5, 40448, 4, 0),
-    profile("3g.40gb", 9, 40448, 4, 0, 4),
-    profile("2g.20gb", 14, 20096, 2, 0, 2, 4),
-    profile("1g.20gb", 15, 20096, 2, 0, 2, 4, 6),
-    profile("1g.10gb", 19, 9984, 1, 0, 1, 2, 3, 4, 5, 6),
-)
+from tests.mig_profiles import H100
 
 
 def memory(mebibytes: int, cores: int = 0) -> ReplicaRequest:
@@ -107,6 +93,16 @@ def test_the_devices_of_a_full_gpu_have_no_more_cores_than_it() -> None:
     third = amounts_of(MigPlace(profile=H100[2], start=4), H100)
     assert half + third == Amounts(99, 80896, slices=0xFF)
     assert (half + third) - third == half
+
+
+def test_one_device_serves_several_requests() -> None:
+    both = memory(15000), memory(5000, 40)
+    place = find_place(H100, 0, *both)
+    assert place is not None
+    assert (place.profile.name, place.start) == ("3g.40gb", 4)
+    assert serves(H100, amounts_of(place, H100), *both)
+    assert not serves(H100, amounts_of(place, H100), *both, memory(1, 58))
+    assert not serves(H100, Amounts(42, 40448), memory(1))
 
 
 def test_a_gpu_without_profiles_has_no_place() -> None:

@@ -12,8 +12,12 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_placement,
     encode,
     levels_of,
+    mig_rows,
+    slices_of,
 )
 from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.units import Amounts
+from tests.mig_profiles import H100
 
 TOPOLOGY = topology_from_matrix([["X", "NV4+NODE"], ["NV4+NODE", "X"]])
 INVENTORY = Inventory(
@@ -55,6 +59,83 @@ def test_an_index_is_written_where_it_is_not_the_position() -> None:
 def test_a_placement_has_this_text() -> None:
     assert encode(PLACEMENT) == PLACEMENT_TEXT
     assert decode_placement(PLACEMENT_TEXT) == PLACEMENT
+
+
+MIG_INVENTORY = msgspec.structs.replace(
+    INVENTORY,
+    gpus=(INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], mig=mig_rows(H100[-2:]))),
+    other={"uid-1": ((1, 14, 9984),), "uid-2": ((0, 10, 256),)},
+    slices={"uid-1": (64,)},
+)
+MIG_INVENTORY_TEXT = INVENTORY_TEXT.replace(
+    '"healthy":false,"memory":81408,',
+    '"healthy":false,"memory":81408,"mig":[["1g.20gb",15,20096,1,2,[0,2,4,6]],["1g.10gb",19,9984,1,1,[0,1,2,3,4,5,6]]],',
+).replace('"other":{"uid-1":[[1,50,1024]]}', '"other":{"uid-1":[[1,14,9984]],"uid-2":[[0,10,256]]},"slices":{"uid-1":[64]}')
+
+
+def test_an_inventory_with_dynamic_mig_has_this_text() -> None:
+    assert encode(MIG_INVENTORY) == MIG_INVENTORY_TEXT
+    found = decode_inventory(MIG_INVENTORY_TEXT)
+    assert found == MIG_INVENTORY
+    assert [gpu.mig_profiles for gpu in found.gpus] == [(), H100[-2:]]
+    assert found.held == {"uid-1": ((1, Amounts(14, 9984, slices=64)),), "uid-2": ((0, Amounts(10, 256)),)}
+    assert slices_of(found.held) == found.slices
+
+
+def test_slices_are_written_only_where_there_are_some() -> None:
+    assert mig_rows(()) is msgspec.UNSET
+    assert slices_of({"a": [("GPU-a", Amounts(1, 2))], "b": []}) is msgspec.UNSET
+    assert slices_of({"a": [("x", Amounts(1, 2)), ("y", Amounts(1, 2, slices=3))], "b": []}) == {"a": (0, 3)}
+
+
+def test_a_placement_of_mig_devices_has_this_text() -> None:
+    made = msgspec.structs.replace(PLACEMENT, slices={"main": (1, 0xFF)})
+    text = PLACEMENT_TEXT.replace(',"version"', ',"slices":{"main":[1,255]},"version"')
+    assert encode(made) == text
+    assert decode_placement(text) == made
+    first, second = Amounts(100, 81408, slices=1), Amounts(100, 81408, slices=255)
+    assert decode_placement(text).named == {"main": (("GPU-a", first), ("GPU-b", second))}
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        '{"main":[1]}',
+        '{"main":[1,2,3]}',
+        '{"other":[1,2]}',
+        '{"main":[1,-1]}',
+        '{"main":[1,4294967296]}',
+        '{"main":[1,"2"]}',
+        "[]",
+    ],
+)
+def test_slices_that_do_not_belong_to_the_shares_are_refused(slices: str) -> None:
+    with pytest.raises(ValueError, match=r"not valid|one number for each share"):
+        decode_placement(PLACEMENT_TEXT.replace(',"version"', f',"slices":{slices},"version"'))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("[0,2,4,6]", "[0,4,2]"),
+        ("[0,2,4,6]", "[0,0]"),
+        ("[0,2,4,6]", "[31]"),
+        ("[0,2,4,6]", "[32]"),
+        ("[0,2,4,6]", "[-1]"),
+        ("20096,1,2", "20096,1,0"),
+        ("20096,1,2", "20096,0,2"),
+        ("20096,1,2", "0,1,2"),
+        ('"1g.20gb",15', '"1g.10gb",15'),
+        ('"1g.20gb",15', '"",15'),
+        ('"1g.20gb",15,', '"1g.20gb",'),
+        ('"slices":{"uid-1":[64]}', '"slices":{"uid-1":[64,1]}'),
+        ('"slices":{"uid-1":[64]}', '"slices":{"uid-3":[64]}'),
+    ],
+)
+def test_wrong_mig_profiles_and_slices_are_refused(before: str, after: str) -> None:
+    assert before in MIG_INVENTORY_TEXT
+    with pytest.raises(ValueError, match=r"not valid|mig has a profile twice|one number for each share"):
+        decode_inventory(MIG_INVENTORY_TEXT.replace(before, after))
 
 
 def test_a_field_that_a_later_program_adds_is_ignored() -> None:

@@ -1,12 +1,14 @@
 """HAMi's annotations of a node, both ways."""
 
 import contextlib
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumgr.kubeapi.hami_mig import registered_profiles
 from gpumgr.kubeapi.hami_node import (
     NodeLock,
     RegisteredGpu,
@@ -19,6 +21,7 @@ from gpumgr.kubeapi.hami_node import (
     encode_scores,
     reported,
 )
+from tests import mig_profiles
 
 GOLDEN = (
     '[{"id":"GPU-0fc3","index":1,"count":10,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"hami-core",'
@@ -26,6 +29,12 @@ GOLDEN = (
 )
 H100 = RegisteredGpu(uuid="GPU-0fc3", index=1, count=10, memory_mebibytes=81559, cores=100, model="NVIDIA H100 80GB HBM3")
 CSV = "GPU-ebe7,10,7680,100,NVIDIA-Tesla P4,0,true:"
+MIG_GOLDEN = (
+    '[{"id":"GPU-0fc3","count":7,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"mig","migProfiles":['
+    '{"name":"7g.80gb","memoryMB":81152,"core":100,"sliceCount":7,"placements":[{"start":0,"size":8}]},'
+    '{"name":"3g.40gb","memoryMB":40448,"core":42,"sliceCount":3,"placements":[{"start":0,"size":4},{"start":4,"size":4}]}],'
+    '"health":true}]'
+)
 P4 = RegisteredGpu(uuid="GPU-ebe7", count=10, memory_mebibytes=7680, cores=100, model="NVIDIA-Tesla P4")
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters=",:", exclude_categories=["C"]), max_size=40)
@@ -53,6 +62,21 @@ def test_the_list_is_hamis() -> None:
     sick = RegisteredGpu(uuid="a", count=0, memory_mebibytes=0, cores=0, model="NVIDIA-T4", numa=1, healthy=False)
     assert encode_register([sick]) == '[{"id":"a","type":"NVIDIA-T4","numa":1,"mode":"hami-core"}]'
     assert (encode_register([]), decode_register("[]"), decode_register("null")) == ("[]", [], [])
+
+
+def test_a_gpu_with_dynamic_mig_lists_its_profiles() -> None:
+    profiles = registered_profiles((mig_profiles.H100[0], mig_profiles.H100[2]))
+    gpu = replace(H100, index=0, count=7, mode="mig", mig_profiles=profiles)
+    assert encode_register([gpu]) == MIG_GOLDEN
+    assert decode_register(MIG_GOLDEN) == [gpu]
+    for before, after in (
+        ('"sliceCount":7,', ""),
+        ('"size":8', '"size":0'),
+        ('"name":"7g.80gb"', '"name":7'),
+        ("100,", '"100",'),
+    ):
+        with pytest.raises(ValueError, match=r"migProfiles|whole number"):
+            decode_register(MIG_GOLDEN.replace(before, after))
 
 
 @pytest.mark.parametrize(("text", "index", "mode"), [(CSV, 0, "hami-core"), (CSV[:-1] + ",1,mig:", 1, "mig")])

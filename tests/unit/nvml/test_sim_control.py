@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.sim.control import SimControl
-from gpumgr.topology.devices import MemoryLimit
+from gpumgr.topology.devices import MemoryLimit, MigInstance
 
 
 @pytest.fixture
@@ -58,3 +58,18 @@ def test_what_callers_set_ends_with_the_driver_alone(control: SimControl) -> Non
     assert control.memory_limits(1) == {"/sys/fs/cgroup/a": limit, "/sys/fs/cgroup/b": MemoryLimit()}
     control.unload_driver()
     assert (control.compute_mode(1), control.memory_limits(1)) == (0, {})
+
+
+def test_mig_devices_of_callers_remain_and_those_of_scripts_do_not(control: SimControl) -> None:
+    device = MigInstance(
+        uuid="MIG-1", profile="1g.5gb", gpu_instance=3, compute_instance=0, memory_bytes=5 << 30, memory_slices=4
+    )
+    control.set_mig_instances(0, {6: device})
+    control.set_mig_instances(1, {0: device})
+    control._set(("remade", "1"), "2")  # as the library writes it
+    control.clear()
+    assert (control.mig_instances(0), control.mig_instances(1)) == ({}, {0: device})
+    control.restore_gpu(0)
+    assert control.mig_instances(1) == {0: device}
+    control.restore_gpu(1)
+    assert control.mig_instances(1) == {}

@@ -67,6 +67,19 @@ gpus:
     assert node.nvml_level(7, 8) == NODE
 
 
+def test_the_places_of_mig_devices(tmp_path: Path) -> None:
+    card = "  a100: {model: A100, memory_mib: 40960, mig: enabled}\n"
+    cut = ("[1c.3g.20gb, 4g.20gb]", "[3g.20gb, 2g.10gb, 1g.5gb+me, 1g.5gb]", "[4g.20gb, 4g.20gb]", "[1g.6gb, 7g.40gb]")
+    gpus = [f"  - {{card: a100, bus_id: 0000:0{n}:00.0, pcie: [a], mig_instances: {each}}}\n" for n, each in enumerate(cut)]
+    node = described(tmp_path, f"{card}gpus:\n{''.join(gpus)}")
+    assert [[each.memory_slices for each in node.mig_instances_of(n)] for n in range(4)] == [
+        [0b11110000, 0b1111],
+        [0b11110000, 0b11, 0b100, 0b1000],
+        [0, 0],
+        [0, 0b11111111],
+    ]
+
+
 GPU = "{card: t4, bus_id: 0000:05:00.0, pcie: [pci0000:00]}"
 TWO = f"gpus:\n - {GPU}\n - {{card: t4, bus_id: 0000:06:00.0, pcie: [pci0000:00]}}\n"
 

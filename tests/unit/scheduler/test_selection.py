@@ -31,6 +31,10 @@ from gpumgr.scheduler.selection import node_policy_of, policy_of
         ),
         ({"nvidia.com/numa-bind": "T"}, {"same_numa_node": True}),
         ({"nvidia.com/numa-bind": "0"}, {}),
+        ({"nvidia.com/vgpu-mode": "mig"}, {"mig": True}),
+        ({"nvidia.com/vgpu-mode": " hami-core"}, {"mig": False}),
+        ({"nvidia.com/vgpu-mode": "mig,hami-core"}, {}),
+        ({"nvidia.com/vgpu-mode": ""}, {}),
         # gpumgr's counts
         ({"gpumgr.io/use-gpu-model": "A100", "nvidia.com/use-gputype": "T4"}, {"use_models": ("A100",)}),
         ({"gpumgr.io/use-gpu-model": "", "nvidia.com/use-gputype": "T4"}, {}),
@@ -53,6 +57,7 @@ def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> N
         ("nvidia.com/use-gputype", ",".join(map(str, range(65))), "at most 64 texts"),
         ("gpumgr.io/use-gpu-model", "A100\nforged", "printable"),
         ("gpumgr.io/use-gpu-model", "\ud800", "printable"),
+        ("nvidia.com/vgpu-mode", "mps", "'mps' contains neither hami-core nor mig"),
     ],
 )
 def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, reason: str) -> None:

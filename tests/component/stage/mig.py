@@ -1,0 +1,80 @@
+"""MIG devices in memory, by NVML's rules, for tests with one event loop. The simulated driver behind the real binding has the same ones."""
+
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from gpumgr.agent.inventory import EMPTY
+from gpumgr.errors import NvmlError
+from gpumgr.evaluators.mig import MigPlace
+from gpumgr.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
+from tests.mig_profiles import H100
+
+MEBIBYTES = 81559
+
+
+@dataclass
+class MemoryMig:
+    """Implements MigDriver. `processes`: MIG devices with processes. `broken`: what each creation fails with."""
+
+    snapshot: NodeSnapshot = EMPTY
+    processes: set[str] = field(default_factory=set)
+    broken: str = ""
+    destroyed: list[str] = field(default_factory=list)
+    _numbers: "count[int]" = field(default_factory=lambda: count(1))
+
+    def gpu(self, uuid: str) -> Gpu:
+        return next(gpu for gpu in self.snapshot.gpus if gpu.uuid == uuid)
+
+    def places(self, uuid: str) -> list[tuple[str, int]]:
+        """(profile, first memory slice) of each MIG device, by slice."""
+        found = [
+            (each.profile, (each.memory_slices & -each.memory_slices).bit_length() - 1) for each in self.gpu(uuid).mig_instances
+        ]
+        return sorted(found, key=lambda pair: pair[1])
+
+    async def enable_mig(self, uuid: str) -> None:
+        self._set(replace(self.gpu(uuid), mig_enabled=True))
+
+    async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
+        if self.broken:
+            raise NvmlError(self.broken)
+        gpu, slices = self.gpu(uuid), MigPlace(profile=profile, start=start).memory_slices
+        assert gpu.mig_enabled
+        assert start in next(each.starts for each in gpu.mig_profiles if each.name == profile.name)
+        if any(each.memory_slices & slices for each in gpu.mig_instances):
+            raise NvmlError("nvmlDeviceCreateGpuInstanceWithPlacement: Insufficient Resources (NVML error 19)")
+        number = next(self._numbers)
+        made = MigInstance(
+            uuid=f"MIG-{number:08x}",
+            profile=profile.name,
+            gpu_instance=number,
+            compute_instance=0,
+            memory_bytes=profile.memory_mebibytes << 20,
+            memory_slices=slices,
+        )
+        self._set(replace(gpu, mig_instances=(*gpu.mig_instances, made)))
+        return made
+
+    async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
+        if instance in self.processes:
+            raise NvmlError(f"{instance} has processes")
+        self.lose(uuid, instance)
+        self.destroyed.append(instance)
+
+    async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
+        return self.gpu(uuid).mig_instances
+
+    def lose(self, uuid: str, instance: str) -> None:
+        """The MIG device is gone, as after a reboot."""
+        gpu = self.gpu(uuid)
+        self._set(replace(gpu, mig_instances=tuple(each for each in gpu.mig_instances if each.uuid != instance)))
+
+    def _set(self, gpu: Gpu) -> None:
+        gpus = tuple(gpu if each.uuid == gpu.uuid else each for each in self.snapshot.gpus)
+        self.snapshot = replace(self.snapshot, gpus=gpus)
+
+
+def with_mig(node: NodeSnapshot, *, enabled: bool = True) -> NodeSnapshot:
+    """The node with H100 GPUs that support MIG."""
+    gpus = tuple(replace(gpu, memory_bytes=MEBIBYTES << 20, mig_enabled=enabled, mig_profiles=H100) for gpu in node.gpus)
+    return replace(node, gpus=gpus)

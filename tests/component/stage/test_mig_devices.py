@@ -1,0 +1,286 @@
+"""Containers of nvidia.com/gpu on GPUs where MIG devices are created on demand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.allocator.pods import NamedGpu
+from gpumgr.app.recovery import ours_of
+from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
+from gpumgr.evaluators.mig import amounts_of, place_named
+from gpumgr.sim.kubelet import SimPod
+from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
+from tests.mig_profiles import H100
+
+from .mig import MemoryMig, with_mig
+from .stage import WITHOUT_MIG, Stage, app, mig_mode, snapshot, stage
+from .test_replicas import hami
+
+FIRST, SECOND = "00000000", "00000001"
+
+
+@asynccontextmanager
+async def mig_stage(
+    folder: Path, gpus: int = 1, *, enabled: bool = True, **options: object
+) -> AsyncIterator[tuple[Stage, MemoryMig]]:
+    mig = MemoryMig(snapshot=with_mig(snapshot(gpus), enabled=enabled))
+    async with stage(folder, kinds=WITHOUT_MIG, mig=mig, **options) as node:  # type: ignore[arg-type]
+        yield node, mig
+
+
+def uuid_of(node: Stage, gpu: str = FIRST) -> str:
+    return node.ledger.gpu_registry.by_name[gpu].uuid
+
+
+async def sample(node: Stage, mig: MemoryMig) -> None:
+    """What the driver's next snapshot, and a second, bring about."""
+    state = node.agent.agent_state
+    await state.set_snapshot(mig.snapshot)
+    await state.set_health(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+    await node.agent.mig_devices.tend()
+    await state.set_snapshot(mig.snapshot)
+
+
+async def end(node: Stage, pod: SimPod) -> None:
+    node.delete(pod)
+    while node.ledger.of(None, pod.uid):
+        await node.agent.reconciler.sweep()
+        await asyncio.sleep(0.02)
+
+
+def place(node: Stage, pod: SimPod, gpu: str, *places: tuple[str, int]) -> None:
+    """The scheduler's placement of the pod's container main."""
+    found = [place_named(H100, *each) for each in places]
+    shares: list[NamedGpu] = [(uuid_of(node, gpu), amounts_of(each, H100)) for each in found if each]
+    view = node.pods.views[pod.namespace, pod.name]
+    node.pods.views[view.key] = replace(view, placed=(("main", tuple(shares)),))
+
+
+async def test_each_container_gets_the_smallest_device_that_fits_at_its_place(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        pods = [
+            node.pod("large", hami(gpumem=40000, gpucores=40)),
+            node.pod("middle", hami(gpumem=15000, gpucores=20)),
+            node.pod("small", hami(gpumem=5000)),
+            node.pod("other", hami(gpumem=5000)),
+        ]
+        await node.run_all(*pods)
+        node.check_agreement(*pods)
+        assert mig.places(uuid_of(node)) == [("2g.20gb", 0), ("1g.10gb", 2), ("1g.10gb", 3), ("3g.40gb", 4)]
+        (small,) = node.ledger.of(None, pods[2].uid)
+        assert small.gpus == {FIRST: Amounts(14, 9984, slices=1 << 3)}
+        assert small.mechanisms == ()
+        assert f"MIG 1g.10gb at slice 3 ({small.mig_devices[0].uuid})" in small.why
+        response = await node.kubelet.start_container(pods[2], "main")
+        assert response.envs["NVIDIA_VISIBLE_DEVICES"] == small.mig_devices[0].uuid
+        # Every slice of the memory is taken.
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 4)
+        status = await node.run(node.pod("late", hami(gpumem=5000)))
+        assert status.phase == "Failed"
+
+
+async def test_a_refusal_names_what_no_gpu_has_a_place_for(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        await node.run_all(node.pod("a", hami(gpumem=1)))
+        status = await node.run(node.pod("b", hami(gpumem=50000, gpucores=60)))
+        assert status.phase == "Failed"
+        assert "has no place for a MIG device with 50000 MiB and 60 cores" in (status.message or "")
+        assert len(mig.places(uuid_of(node))) == 1
+        status = await node.run(node.pod("c", app(30, 4)))
+        assert status.phase == "Failed"  # never shared by cores and blocks
+        assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 0
+
+
+async def test_a_device_is_destroyed_with_its_pod_unless_it_has_processes(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        busy, idle = node.pod("busy", hami(gpumem=40000)), node.pod("idle", hami(gpumem=5000))
+        await node.run_all(busy, idle)
+        await sample(node, mig)
+        uuids = {pod.uid: node.ledger.of(None, pod.uid)[0].mig_devices[0].uuid for pod in (busy, idle)}
+        assert mig.destroyed == []
+        mig.processes.add(uuids[busy.uid])
+        for pod in (busy, idle):
+            await end(node, pod)
+        await sample(node, mig)
+        await sample(node, mig)
+        assert mig.destroyed == [uuids[idle.uid]]
+        # Its place is not given to another container.
+        status = await node.run(node.pod("next", hami(gpumem=40000)))
+        assert (status.phase, mig.destroyed) == ("Running", [uuids[idle.uid]])
+        assert mig.places(uuid_of(node)) == [("3g.40gb", 0), ("3g.40gb", 4)]
+        mig.processes.clear()
+        await sample(node, mig)
+        assert mig.destroyed == [uuids[idle.uid], uuids[busy.uid]]
+
+
+async def test_a_device_of_a_failed_admission_is_destroyed(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        node.checkpoint.full = True
+        assert (await node.run(node.pod("a", hami(gpumem=5000)))).phase == "Failed"
+        assert len(mig.places(uuid_of(node))) == 1
+        node.checkpoint.full = False
+        await sample(node, mig)
+        assert mig.places(uuid_of(node)) == []
+        mig.broken = "nvmlDeviceCreateGpuInstanceWithPlacement: Unknown Error (NVML error 999)"
+        status = await node.run(node.pod("b", hami(gpumem=5000)))
+        assert status.phase == "Failed"
+        assert "the MIG device 1g.10gb at slice 6 can't be created: nvmlDeviceCreateGpuInstanceWithPlacement" in (
+            status.message or ""
+        )
+        assert not node.ledger.allocations
+
+
+async def test_what_a_crash_left_at_the_place_gives_way(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        await mig.create_mig_instance(uuid_of(node), H100[0], 0)
+        await node.agent.agent_state.set_snapshot(mig.snapshot)
+        await node.run_all(node.pod("a", hami(gpumem=5000)))
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
+
+
+async def test_the_schedulers_place_is_followed_or_refused(folder: Path) -> None:
+    async with mig_stage(folder, gpus=2) as (node, mig):
+        pod = node.pod("a", hami(gpumem=5000))
+        place(node, pod, SECOND, ("1g.10gb", 1))
+        await node.run_all(pod)
+        assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
+        rival = node.pod("b", hami(gpumem=15000))
+        place(node, rival, SECOND, ("2g.20gb", 0))
+        status = await node.run(rival)
+        assert status.phase == "Failed"
+        assert "has no place for the MIG device left" in (status.message or "")
+        shared = node.pod("c", hami(gpumem=5000))
+        view = node.pods.views[shared.namespace, shared.name]
+        node.pods.views[view.key] = replace(view, placed=(("main", ((uuid_of(node, SECOND), Amounts(10, 5000)),)),))
+        status = await node.run(shared)
+        assert "names no MIG device that GPU1 (00000001) can have" in (status.message or "")
+        assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
+
+
+async def test_hamis_scheduler_may_name_a_gpu_twice(folder: Path) -> None:
+    async with mig_stage(folder, gpus=2) as (node, mig):
+        pod = node.pod("a", hami(2, gpumem=5000))
+        place(node, pod, SECOND, ("1g.10gb", 6), ("1g.10gb", 5))
+        await node.run_all(pod)
+        node.check_agreement(pod)
+        assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 5), ("1g.10gb", 6)]
+        (held,) = node.ledger.of(None, pod.uid)
+        assert held.gpus == {SECOND: Amounts(28, 19968, slices=0b110_0000)}
+        response = await node.kubelet.start_container(pod, "main")
+        assert response.envs["NVIDIA_VISIBLE_DEVICES"].split(",") == [each.uuid for each in held.mig_devices]
+
+
+@pytest.mark.parametrize(("memory", "places"), [(5000, [("1g.10gb", 6)]), (15000, [("1g.20gb", 6)])])
+async def test_an_app_container_takes_over_the_device_of_its_init_container(
+    folder: Path, memory: int, places: Sequence[tuple[str, int]]
+) -> None:
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), hami(gpumem=memory))
+        await node.run_all(pod)
+        assert sorted(mig.places(uuid_of(node)), reverse=True, key=lambda pair: pair[1]) == places
+        await end(node, pod)
+        await sample(node, mig)
+        assert mig.places(uuid_of(node)) == []
+
+
+async def test_mig_mode_is_turned_on_once_the_gpu_is_idle(folder: Path) -> None:
+    async with mig_stage(folder, enabled=False) as (node, mig):
+        assert (await node.run(node.pod("early", hami(gpumem=5000)))).phase == "Failed"
+        await sample(node, mig)
+        await sample(node, mig)
+        assert mig.gpu(uuid_of(node)).mig_enabled
+        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 7)
+        await node.run_all(node.pod("a", hami(gpumem=5000)))
+
+
+async def test_a_lost_ledger_is_rebuilt_with_the_devices(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(gpumem=15000, gpucores=20))
+        await node.run_all(pod)
+        (before,) = node.ledger.of(None, pod.uid)
+        state = node.agent.agent_state
+        entries = await read_kubelet_checkpoint(node.kubelet.plugin_folder / "kubelet_internal_checkpoint") or ()
+        async with state.lock:
+            await state.commit(state.ledger.free([before.id]))
+        rebuilt = await node.agent.reconciler.adopt(ours_of(entries))
+        assert rebuilt.problems == ()
+        (after,) = node.ledger.of(None, pod.uid)
+        assert (after.gpus, after.mig_devices, after.device_ids) == (before.gpus, before.mig_devices, before.device_ids)
+        await sample(node, mig)
+        assert mig.destroyed == []
+
+
+async def test_devices_are_kept_where_the_ledger_could_not_be_rebuilt(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        await mig.create_mig_instance(uuid_of(node), H100[5], 6)
+        await node.agent.agent_state.set_snapshot(mig.snapshot)
+        node.agent.mig_devices.keep()
+        await sample(node, mig)
+        assert (mig.destroyed, len(mig.places(uuid_of(node)))) == ([], 1)
+
+
+async def test_a_device_that_is_gone_is_reported_and_its_container_is_not_started(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(gpumem=5000))
+        await node.run_all(pod)
+        mig.lose(uuid_of(node), node.ledger.of(None, pod.uid)[0].mig_devices[0].uuid)
+        await sample(node, mig)
+        await sample(node, mig)
+        events = [entry.why for entry in node.agent.agent_state.history.entries() if entry.code == MIG_DEVICE_GONE]
+        assert len(events) == 1
+        assert "does not exist any more, and team/a (main) holds it" in events[0]
+        with pytest.raises(Exception, match="delete the pod and create it again"):
+            await node.kubelet.start_container(pod, "main")
+
+
+async def test_devices_are_never_at_one_place_whatever_the_order(folder: Path) -> None:
+    random = Random(7)
+    async with mig_stage(folder, gpus=2) as (node, mig):
+        running: list[SimPod] = []
+        for number in range(60):
+            pod = node.pod(
+                f"p{number}", hami(random.choice([1, 1, 1, 2]), gpumem=random.choice([100, 9000, 15000, 30000, 45000]))
+            )
+            if (await node.run(pod)).phase == "Running":
+                running.append(pod)
+            else:
+                node.delete(pod)
+            node.check_agreement(*running)
+            if random.random() < 0.5 and running:
+                await end(node, running.pop(random.randrange(len(running))))
+            if random.random() < 0.5:
+                await sample(node, mig)
+            held = {device.uuid for a in node.ledger.allocations.values() for device in a.mig_devices}
+            assert held <= {each.uuid for gpu in mig.snapshot.gpus for each in gpu.mig_instances}
+        assert len(mig.destroyed) > 10
+
+
+@pytest.mark.parametrize("init", [{"gpumem": 5000}, {"gpucores": 100, "gpumem": 80000}])
+@pytest.mark.parametrize("named", [False, True])
+async def test_one_device_serves_an_init_container_and_the_container_that_takes_over(
+    folder: Path, init: dict[str, int], named: bool
+) -> None:
+    """The GPU has no place for two."""
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(name="fetch", kind="init", **init), hami(gpucores=100, gpumem=80000))
+        if named:
+            place(node, pod, FIRST, ("7g.80gb", 0))
+            view = node.pods.views[pod.namespace, pod.name]
+            node.pods.views[view.key] = replace(view, placed=(("fetch", view.placed[0][1]), *view.placed))
+        await node.run_all(pod)
+        assert mig.places(uuid_of(node)) == [("7g.80gb", 0)]
+        node.check_agreement(pod)
+
+
+async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Path) -> None:
+    async with mig_stage(folder, gpus=2) as (node, mig):
+        small, whole = hami(gpumem=5000), hami(name="second", gpucores=100, gpumem=80000)
+        pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), small, whole)
+        await node.run_all(pod)
+        assert sorted(mig.places(uuid_of(node, gpu)) for gpu in (FIRST, SECOND)) == [[("1g.10gb", 6)], [("7g.80gb", 0)]]
