@@ -60,7 +60,7 @@ class RegionMonitor:
         with self._lock:
             self._closed = True
             if isinstance(self._region, RegionFile):
-                if self._waits:  # nobody would end it
+                if self._waits:  # no agent would end it
                     self._write_recent_kernel(self._region, 0)
                 self._region.close()
 

@@ -1,4 +1,4 @@
-"""GPUs that a pod demands by its annotations: the agent gives no others, whoever has bound the pod."""
+"""GPUs that a pod demands by its annotations: the agent gives no others, also to pods of another scheduler."""
 
 from collections.abc import Mapping
 from dataclasses import replace

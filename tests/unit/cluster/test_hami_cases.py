@@ -1,7 +1,22 @@
 """Cases of HAMi's own tests that concern the choice of GPUs, with this scheduler's answer. Numbers: their order in HAMi's suite.
 
-The rest of that suite is about HAMi's texts, resources, lock, quota and MIG. A vcuda container with several GPUs has them whole, one with
-HAMi's resources may share them. Where the answers differ, the comment says why.
+A vcuda container with several GPUs has them whole, one with HAMi's resources may share them. Where the answers differ, the comment says
+why. The other cases of that suite:
+
+1 to 3    the node's CSV: tests/unit/kubeapi/test_hami_node.py
+4 to 7    device lists: tests/component/kubeapi/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
+          container here, and is refused for a pod with some
+10 to 12  how HAMi's scheduler judges a node by its handshake, and remembers its register annotation: not here. gpumgr's scheduler reads
+          the inventory and the kubelet's capacity; the agent writes a handshake for old schedulers, and reads none
+13 to 16  requests: tests/component/kubeapi/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
+17 to 19  admission: tests/e2e/test_hami_admission.py
+32        HAMi's score of a GPU by slots, cores and memory: not here. The evaluators compare cores, then memory; only the sum of a node is
+          used, where a pod has a policy for nodes (case 30)
+33        a quota of 0: tests/component/scheduler/test_hami_pods.py
+34        taking and stealing the lock of a node: not here. No lock is needed; the agent removes that of HAMi's scheduler
+          (tests/e2e/test_hami_plugin.py), and its text is read in tests/unit/kubeapi/test_hami_node.py
+35        places of MIG devices: tests/unit/evaluators/test_mig.py
+40        omitted entries of containers without GPUs: tests/component/kubeapi/test_replica_requests.py
 """
 
 from collections.abc import Iterable, Sequence

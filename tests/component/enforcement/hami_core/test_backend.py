@@ -578,4 +578,4 @@ async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path
     await backend.adjust(here)
     assert word(low) == -1
     await backend.close()
-    assert word(low) == 0, "nobody would end the wait"
+    assert word(low) == 0, "no agent would end the wait"

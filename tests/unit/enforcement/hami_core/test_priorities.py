@@ -1,4 +1,4 @@
-"""Whose launches wait for whose."""
+"""Which containers wait for the launches of others."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def share(name: str, priority: int, *gpus: int) -> GpuShare:
     [
         # (priority, GPUs, recent_kernel) of each, and the words to write
         pytest.param([(1, [0], 2), (1, [0], 2)], [None, None], id="one priority: nothing is written"),
-        pytest.param([(1, [0], -1), (1, [0], 2)], [0, None], id="one priority: nobody waits"),
+        pytest.param([(1, [0], -1), (1, [0], 2)], [0, None], id="one priority: none waits"),
         pytest.param([(0, [0], 2), (1, [0], 2)], [1, -1], id="the higher one launches"),
         pytest.param([(0, [0], 2), (1, [0], -1)], [1, None], id="and still does"),
         pytest.param([(0, [0], 1), (1, [0], -1)], [0, 0], id="it has stopped"),
