@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import yaml
@@ -30,30 +31,35 @@ AMOUNTS = ("nvidia.com/gpumem", "nvidia.com/gpumem-percentage", "nvidia.com/gpuc
 HERE = {"kubernetes.io/hostname": NODE}
 
 
+@contextmanager
+def serving(cluster: Cluster) -> Iterator[None]:
+    """An extender for pods of both profiles, below a kube-scheduler. The second node exists in the API only, and offers vcuda alone."""
+    credentials = grant_rights(cluster)
+    (port,) = free_ports(1)
+    cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
+    start_extender(cluster, credentials, port, "node.profile=both")
+    shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
+    managed = [
+        {"name": COUNT, "ignoredByScheduler": False},
+        *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS),
+    ]
+    ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
+    start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
+    try:
+        yield
+    finally:
+        cluster.processes.stop("gpu-kube-scheduler")
+        cluster.processes.stop("gpumgr-scheduler")
+        cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
+        withdraw_rights(cluster)
+
+
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    """An extender and an agent with both profiles. The second node exists in the API only, and offers vcuda resources alone."""
-    with cleared(cluster, running_agent) as node:
-        credentials = grant_rights(cluster)
-        (port,) = free_ports(1)
-        cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
-        start_extender(cluster, credentials, port, "node.profile=both")
-        shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
-        managed = [
-            {"name": COUNT, "ignoredByScheduler": False},
-            *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS),
-        ]
-        ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
-        start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
-        try:
-            with running_agent.configured({"node": {"profile": "both"}}):
-                yield node
-                node.clear()
-        finally:
-            cluster.processes.stop("gpu-kube-scheduler")
-            cluster.processes.stop("gpumgr-scheduler")
-            cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
-            withdraw_rights(cluster)
+    """An extender and an agent with both profiles."""
+    with cleared(cluster, running_agent) as node, serving(cluster), running_agent.configured({"node": {"profile": "both"}}):
+        yield node
+        node.clear()
 
 
 @pytest.fixture
