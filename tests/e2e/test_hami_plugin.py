@@ -125,6 +125,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_kubelet(both: Node) -> None:
     assert both.resources.allocatable(REPLICA)[REPLICA] == 80 - 9
 
 
+@pytest.mark.hami_bug("B9: Allocate takes the first pending pod")
 def test_hami_pods_that_start_together_get_what_they_request(both: Node) -> None:
     pods = [hami_pod(f"many-{number}", gpumem=1000 + number, gpucores=number % 3 * 10) for number in range(50)]
     both.run(pods)
@@ -153,6 +154,7 @@ def lock_node(node: Node, value: str) -> None:
     wait_until("the lock", locked)
 
 
+@pytest.mark.hami_bug("B7: a refused pod locks the node for 5 minutes")
 def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_removed(both: Node) -> None:
     """The state that HAMi's scheduler leaves when it binds a pod; the second pod's is wrong."""
     api, path = both.cluster.api, f"/api/v1/nodes/{NODE}"

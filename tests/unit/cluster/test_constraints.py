@@ -81,6 +81,7 @@ def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constrain
     assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
 
 
+@pytest.mark.hami_bug("B19, B20: NUMA binding rejects pods that fit, and fills one NUMA node")
 @pytest.mark.parametrize(
     ("policy", "used", "expected"),
     [

@@ -161,6 +161,7 @@ def test_pods_with_hamis_resources(
     assert play([with_replicas(node, 10) for node in nodes], pods, policy) == expected
 
 
+@pytest.mark.hami_bug("B28: the score ignores the request")
 @pytest.mark.parametrize("wanted", [hami(cores=20, memory=1000), share(20, 4)])
 @pytest.mark.parametrize(
     ("node_policy", "gpu_policy", "expected"),

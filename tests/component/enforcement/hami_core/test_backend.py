@@ -133,6 +133,7 @@ async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
 
 
+@pytest.mark.hami_bug("B36, B37: limits apply to another GPU, or to the first one only")
 async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
     share = gpu_share(ID, *TWO_GPUS)
     assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
@@ -164,6 +165,7 @@ async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) ->
         bare.prepare(tenant(), "core")
 
 
+@pytest.mark.hami_bug("B38: an upgrade replaces a library in use")
 async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_running_ones(
     tmp_path: Path, library: Path, backend: HamiCore
 ) -> None:
@@ -275,6 +277,7 @@ async def test_each_start_has_a_fresh_region(backend: HamiCore, region: Path, cl
 # -- tampering -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hami_bug("B34: a tenant removes the library or changes limits")
 async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore, region: Path, client: Client) -> None:
     for _ in range(2):
         client.run(region, "raise", 64 << 30, 100, "priority", 0, "switch", 0)
