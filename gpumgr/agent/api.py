@@ -115,11 +115,12 @@ class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it."""
+    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it. `warnings`: sentences about what the node offers."""
 
     nvml_up: bool = False
     sampled_seconds_ago: float | None = None
     registered: dict[str, bool] = {}
+    warnings: tuple[str, ...] = ()
     outbox: QueueRow | None = None
 
 

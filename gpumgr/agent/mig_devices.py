@@ -4,9 +4,10 @@ A MIG device is created while its container is admitted, since the answer names 
 on: what a crash leaves between the two is destroyed later. One with processes is never destroyed.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -21,7 +22,9 @@ from gpumgr.topology.devices import MigInstance, MigProfile
 log = structlog.get_logger(__name__)
 
 #: Reason of the event of a pod that holds a MIG device that was destroyed.
-MIG_DEVICE_GONE = "GpuMigDeviceGone"
+MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
+#: Between two tries to turn MIG mode on.
+MIG_MODE_SECONDS: Final = 30.0
 
 
 class MigDriver(Protocol):
@@ -39,13 +42,15 @@ class MigDriver(Protocol):
 
 
 class MigDevices:
-    def __init__(self, agent_state: AgentState, driver: MigDriver) -> None:
-        self._agent_state, self._driver = agent_state, driver
+    def __init__(self, agent_state: AgentState, driver: MigDriver, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._agent_state, self._driver, self._clock = agent_state, driver, clock
         self._kept: frozenset[str] = frozenset()
         #: Destroyed, and still in the last snapshot.
         self._destroyed: set[str] = set()
         #: GPU or MIG device -> what was last reported about it.
         self._reported: dict[str, str] = {}
+        #: GPU -> when MIG mode was last tried to turn on.
+        self._tried: dict[str, float] = {}
 
     def keep(self) -> None:
         """The ledger was lost and could not be rebuilt completely: the MIG devices that exist now may have containers, and are kept until
@@ -133,7 +138,10 @@ class MigDevices:
         return [device for device in devices if device.uuid not in present]
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
-        """{} or, of a failure, its reason, which is logged when it changes."""
+        """{} or, of a failure, its reason, which is logged when it changes. A try may take the GPU a second, so failed ones are rare."""
+        if gpu in self._reported and self._clock() - self._tried[gpu] < MIG_MODE_SECONDS:
+            return {gpu: self._reported[gpu]}
+        self._tried[gpu] = self._clock()
         try:
             await self._driver.enable_mig(gpu)
         except NvmlError as error:

@@ -48,9 +48,9 @@ class NodeReport:
     `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
     `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't
-    accept pods with GPUs now. `cordons` are by UUID. `outbox` None: there is no API server. `connections` counts the web server's open
-    connections, `connections_refused` those over its limit since the start of the process, `disconnects` requests that their client
-    ended before the response was complete.
+    accept pods with GPUs now, `warnings` what else is wrong with what it offers. `cordons` are by UUID. `outbox` None: there is no API
+    server. `connections` counts the web server's open connections, `connections_refused` those over its limit since the start of the
+    process, `disconnects` requests that their client ended before the response was complete.
     """
 
     view: AgentView
@@ -59,6 +59,7 @@ class NodeReport:
     at: float = 0.0
     registered: Mapping[str, bool] = field(default_factory=dict)
     not_ready: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     cordons: Mapping[str, Cordon] = field(default_factory=dict)
     outbox: OutboxState | None = None
     connections: int = 0

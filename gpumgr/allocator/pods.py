@@ -68,8 +68,9 @@ class PodView:
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
-    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices.
-    `constraints`: which GPUs its annotations demand; `unreadable`: why these can't be read, so that it may have no GPU.
+    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: a container of
+    it runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why these
+    can't be read, so that it may have no GPU.
     """
 
     namespace: str
@@ -92,6 +93,7 @@ class PodView:
     bound_by_hami: bool = False
     constraints: Constraints = UNCONSTRAINED
     unreadable: str | None = None
+    started: bool = False
 
     @property
     def key(self) -> PodKey:

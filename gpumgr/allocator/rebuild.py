@@ -11,15 +11,17 @@ from typing import Final
 
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
 from gpumgr.allocator.instances import booked
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger, MigDevice
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.replicas import counted_on, limits_on
 from gpumgr.allocator.sweep import shown
-from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, GpuName, Resource
+from gpumgr.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName, Resource
 
 #: The form of gpumgr's ids (gpumgr.allocator.ids), also of those of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
+#: A replica: UUID and number. More than 1000 of a GPU can't be set, neither here nor reasonably for HAMi's plugin.
+_REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
 
 #: (pod UID, container) -> ids.
 Holders = Mapping[tuple[str, str], frozenset[str]]
@@ -70,9 +72,12 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` with the allocations that only the kubelet has. Those that contradict the ledger are skipped and reported in `problems`."""
-    claims = _claims(ledger.gpu_registry, entries, listing, find_uid)
+    """`ledger` with the allocations that only the kubelet has. Those that contradict the ledger are skipped and reported in `problems`, as
+    are replicas of unknown GPUs."""
+    entries = tuple(entries)
+    ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
+    claims = _claims(ledger.gpu_registry, entries, listing, find_uid, problems)
     for claim in claims.values():
         masks = {resource: claim.held(resource) for resource in ALL_RESOURCES}
         if all(_known(ledger, resource, masks[resource], claim) for resource in ALL_RESOURCES):
@@ -94,15 +99,41 @@ def adopt(
     return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
 
 
+def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
+    """With the replicas that containers hold of GPUs that offer fewer: HAMi's plugin had another setting."""
+    ids = [text for entry in entries if entry.resource == "replica" for text in entry.device_ids]
+    for container in (each for pod in listing.pods for each in listing.containers(pod).values()) if listing else ():
+        ids += container.get(REPLICA_RESOURCE, ())
+    for match in filter(None, map(_REPLICA.fullmatch, ids)):
+        gpu, number = gpu_registry.by_uuid.get(match[1]), int(match[2])
+        if gpu is not None and 0 < gpu.replicas <= number:
+            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, number + 1)
+    return gpu_registry
+
+
 def _claims(
-    gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None, find_uid: Callable[[str], PodView | None]
+    gpu_registry: GpuRegistry,
+    entries: Iterable[KubeletEntry],
+    listing: Listing | None,
+    find_uid: Callable[[str], PodView | None],
+    problems: list[str],
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods."""
+    """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods. Adds to `problems`."""
+    shared = any(gpu.replicas for gpu in gpu_registry.gpus)
     claims: dict[tuple[str, str], Allocation] = {}
     names: dict[PodKey, str] = {}
     for entry in entries:
         masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
-        if not masks or (view is not None and view.ended):
+        if view is not None and view.ended:
+            continue
+        if (
+            shared
+            and entry.resource == "replica"
+            and (unknown := sorted({*entry.device_ids} - {*gpu_registry.format("replica", masks)}))
+        ):
+            holder = describe_container(view.key if view else None, entry.uid, entry.container, "")
+            problems.append(f"{holder}: it holds {', '.join(unknown)}, which is no replica of this node's GPUs")
+        if not masks:
             continue
         key = (entry.uid, entry.container)
         spec = view.container(entry.container) if view else None

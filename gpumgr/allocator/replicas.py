@@ -83,13 +83,13 @@ def grant_replicas(
 
 def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
     """The amounts on each of these GPUs."""
-    return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
+    return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
 
 
 def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
     """What the container may use of each, as far as that differs from what is counted."""
     counted = counted_on(registry, wanted, gpus)
-    limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes) for gpu in gpus}
+    limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
     return {gpu: limit for gpu, limit in limits.items() if limit != counted[gpu]}
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.node_report import OutboxState
+from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.aio import persistently
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
@@ -74,6 +75,8 @@ class ApiSide:
         def changed(before: PodView | None, after: PodView | None) -> None:
             if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
                 components.reconciler.soon()
+            if before is None and after is not None:
+                report_two_limits(components.agent_state, after)
             if self.delete_failed and after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled:
                 failed.put_nowait(after)
 
@@ -87,6 +90,7 @@ class ApiSide:
             pods=self.pods,
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
+            scaling=(components.settings.hami.device_memory_scaling, components.settings.hami.device_core_scaling),
         )
         reporters = [("inventory_reporter", inventory.run)]
         if (registration := _registration(components.settings)) is not None:

@@ -85,7 +85,7 @@ class DraSide:
         self._driver, self.link = driver, driver.link
         driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
         self._publishing: asyncio.Task[None] | None = None
-        self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared)
+        self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
 
     @property
     def registered(self) -> bool:
@@ -186,6 +186,9 @@ class DraSide:
     def _link_changed(self, state: LinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)
         self._on_state(state)
+
+    def _held(self) -> Collection[tuple[str, str]]:
+        return {(a.claim.namespace, a.claim.name) for a in self._agent_state.ledger.allocations.values() if a.claim is not None}
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()

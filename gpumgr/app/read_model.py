@@ -20,6 +20,7 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.components import Components
 from gpumgr.display.messages import usage_message
+from gpumgr.dra.slice_publisher import PublisherState
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.settings.profile import resource_names
 from gpumgr.web.pod_details import pod_details, pods_with_details
@@ -81,6 +82,7 @@ class ReadModel:
             at=time.time(),
             registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
+            warnings=self._slice_troubles(offered=True),
             cordons=self._maintenance.cordons,
             outbox=self._outbox(),
             connections=connections,
@@ -112,7 +114,13 @@ class ReadModel:
             for kind, state in self._components.link.states.items()
             if not state.registered
         ]
-        return [*reasons, *self.no_driver()]
+        return [*reasons, *self._slice_troubles(offered=False), *self.no_driver()]
+
+    def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
+        """What is wrong with the node's ResourceSlice, if it offers GPUs nevertheless, or does not (`offered`)."""
+        state = self._components.dra.publisher.state if self._components.dra is not None else PublisherState()
+        text = state.dropped if state.error is None else f"the ResourceSlice is not published: {state.error}"
+        return (text,) if text and offered == (state.published and state.devices > 0) else ()
 
     def no_driver(self) -> Sequence[str]:
         hardware = self._components.hardware_events

@@ -101,10 +101,11 @@ class ClaimsController:
         for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
             del made[key]
         counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in made)
+        known = there.keys() | made.keys()
         missing: dict[Key, UnboundPod] = {}
         for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
             for name in pod.templates:
-                if name.startswith(PREFIX) and (pod.key[0], name) not in there.keys() | made.keys():
+                if name.startswith(PREFIX) and (pod.key[0], name) not in known:
                     missing.setdefault((pod.key[0], name), pod)
         creations, refused = [], []
         for key, pod in missing.items():

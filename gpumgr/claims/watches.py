@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gpumgr.claims.gates import Demand, Kinds, kinds_for
 from gpumgr.claims.objects import (
@@ -36,7 +36,10 @@ from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import CORES_PER_GPU
 
+_Object = TypeVar("_Object", WatchedClaim, WatchedTemplate)
 _API = "/apis/resource.k8s.io/v1"
+#: How long claims of a pod that left the watch of pods without a node count: the watch of claims may show their allocation later.
+_BOUND_SECONDS = 10.0
 
 
 class ClaimWatches:
@@ -59,6 +62,8 @@ class ClaimWatches:
         self.used_at: dict[Key, float] = {}
         self.made: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
+        #: Claim -> the pod with it that was bound or deleted last, and when.
+        self._left: dict[Key, tuple[UnboundPod, float]] = {}
         self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
         self._clock, self._index = clock, ClusterIndex([self.quotas])
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
@@ -110,10 +115,17 @@ class ClaimWatches:
             if pod.uid in gated and pod.complete and None not in found:
                 waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
         flights = []
+        since = self._clock() - _BOUND_SECONDS
+        self._left = {key: (pod, at) for key, (pod, at) in self._left.items() if at > since}
         for claim in self._claims.values():
+            if claim.allocated:
+                continue
             of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
-            if not of_claim and claim.owner is not None and not claim.allocated:
-                of_claim.append(None)  # its pod may have been bound just now
+            # Its pod may have been bound just now.
+            if claim.owner is None and claim.key in self._left:
+                of_claim.append(self._left[claim.key][0])
+            elif claim.owner is not None and not of_claim:
+                of_claim.append(None)
             flights += [
                 Demand(claim.key[0], {claim.uid: claim.containers}, kinds_for(pod, kinds))
                 for pod in of_claim
@@ -135,6 +147,7 @@ class ClaimWatches:
             self.used_at[pod.key[0], name] = self._clock()
         if after is None:
             self.pods.pop(pod.uid, None)
+            self._left |= {(pod.key[0], name): (pod, self._clock()) for name in pod.claims}
         else:
             self.pods[pod.uid] = after
         self.changed.set()
@@ -144,10 +157,7 @@ class ClaimWatches:
         assert claim is not None, "one of them exists"
         if claim.template:
             self.used_at[claim.key[0], claim.template] = self._clock()
-        if after is not None:
-            self._claims[after.key] = after
-        elif (known := self._claims.get(claim.key)) is not None and known.uid == claim.uid:
-            del self._claims[claim.key]
+        _keep(self._claims, claim, exists=after is not None)
         if after is not None and after.placed is not None:
             self._index.bind(after.placed)
         else:
@@ -158,11 +168,9 @@ class ClaimWatches:
         template = after or before
         assert template is not None, "one of them exists"
         self.made.pop(template.key, None)
+        _keep(self.templates, template, exists=after is not None)
         if after is not None:
-            self.templates[after.key] = after
             self.used_at.setdefault(after.key, self._clock())
-        elif (known := self.templates.get(template.key)) is not None and known.uid == template.uid:
-            del self.templates[template.key]
         self.changed.set()
 
     def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
@@ -182,3 +190,11 @@ class ClaimWatches:
         gpus = tuple(gpu for _, each in sorted(slices.items()) for gpu in each.gpus) if slices else ()
         alike = homogeneous(state.name, CORES_PER_GPU * len(gpus), 0) if gpus else state
         return replace(state, gpus=gpus, topology=alike.topology) if gpus else state
+
+
+def _keep(known: dict[Key, _Object], item: _Object, *, exists: bool) -> None:
+    """A deleted object may have a successor of the same name already."""
+    if exists:
+        known[item.key] = item
+    elif item.key in known and known[item.key].uid == item.uid:
+        del known[item.key]

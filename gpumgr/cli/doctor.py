@@ -47,7 +47,7 @@ Examples:
 @set_option
 @click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
 @click.option(
-    "--cluster", is_flag=True, help="Check the scheduler and all nodes through the API server, and nothing of this node."
+    "--cluster", is_flag=True, help="Check the scheduler, claims and all nodes through the API server, and nothing of this node."
 )
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="With --cluster: credentials of an administrator.")
 @click.option(

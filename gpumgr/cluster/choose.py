@@ -117,7 +117,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         if placement is None:
             return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
-        shares = tuple((gpu, devices.get(gpu) or container.on(node.gpus[gpu].memory_mebibytes)) for gpu in sorted(gpus))
+        shares = tuple((gpu, devices.get(gpu) or _on(container, node.gpus[gpu])) for gpu in sorted(gpus))
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
@@ -225,6 +225,10 @@ def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerReques
     return same
 
 
+def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
+    return container.on(gpu.memory_mebibytes, gpu.scaling)
+
+
 def _size(container: ContainerRequest) -> tuple[int, int]:
     """Compares requests of one pod, on any GPU."""
     amounts = container.on(1 << 20)
@@ -240,7 +244,7 @@ def _replica_capacities(
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position)
         if not gpu.mig:
-            most = reduce(Amounts.most, (each.on(gpu.memory_mebibytes) for each in same))
+            most = reduce(Amounts.most, (_on(each, gpu) for each in same))
         elif device := _device(gpu, used[position] + use.taken.get(position, NOTHING), use.reusable.get(position, NOTHING), same):
             most = devices[position] = device
         else:
@@ -348,7 +352,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         offered = [each for each in capacities if node.gpus[each.index].offered]
         most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
         closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
-        rooms = [(each, container.on(node.gpus[each.index].memory_mebibytes)) for each in capacities if each not in offered]
+        rooms = [(each, _on(container, node.gpus[each.index])) for each in capacities if each not in offered]
         closed = sum(
             wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
         )

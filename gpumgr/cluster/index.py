@@ -370,8 +370,8 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
 
 
 def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
-    """Those of a pod of which the node reports only the amounts."""
-    replicas = any(container.replica for container in request.containers)
+    """Those of a pod of which the node reports only the amounts: one on each GPU."""
+    replicas = any(container.replica for container in request.containers) and not any(each.replicas for _, each in shares)
     return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.topology.devices import Level, MigProfile, Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -20,8 +21,9 @@ NOTHING = Amounts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `mig`: it
-    is not shared, and each of them gets a MIG device of one of these profiles, created on demand."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
+    that of the node for such containers; None: that of the scheduler's settings, which the requests have. `mig`: it is not shared, and each
+    of them gets a MIG device of one of these profiles, created on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -31,6 +33,7 @@ class GpuState:
     cordoned: bool = False
     index: int | None = None
     replicas: int = 0
+    scaling: Scaling | None = None
     mig: tuple[MigProfile, ...] = ()
 
     @property

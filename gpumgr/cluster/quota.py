@@ -15,6 +15,7 @@ from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.units import Amounts
 
 
@@ -106,11 +107,15 @@ class NamespaceQuota:
         return None
 
 
+#: What counts of a GPU: kind, memory in MiB, and see GpuState.scaling.
+_Gpu = tuple[GpuKind, int, Scaling | None]
+
+
 @dataclass
 class _Class:
-    """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are of this kind and memory."""
+    """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are like this one."""
 
-    uniform: tuple[GpuKind, int] | None
+    uniform: _Gpu | None
     names: set[str] = field(default_factory=set)
 
 
@@ -122,7 +127,7 @@ class Quotas:
         self.problem: str | None = None
         self._used: dict[str, dict[GpuKind, Held]] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
-        self._classes: dict[frozenset[tuple[GpuKind, int]], _Class] = {}
+        self._classes: dict[frozenset[_Gpu], _Class] = {}
         self._class_of: dict[str, _Class] = {}
 
     # -- what the index reports --------------------------------------------------------------------------------------------
@@ -163,7 +168,7 @@ class Quotas:
             return reasons
         for each in self._classes.values():
             if each.names and each.uniform is not None:
-                refusal = self.refusal(namespace, uniform_holding(*each.uniform, request.containers))
+                refusal = self.refusal(namespace, _on_equal_gpus(each.uniform, request.containers))
                 if refusal is not None:
                     reasons.setdefault(refusal, set()).update(each.names)
         return reasons
@@ -190,9 +195,9 @@ class Quotas:
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
         """What the pod holds on this node. On a node with different GPUs, a pod with GPUs that are not known counts on the first ones."""
         known = self._class_of.get(node.name)
-        uniform = (GpuKind(), 0) if known is None else known.uniform
+        uniform = (GpuKind(), 0, None) if known is None else known.uniform
         if uniform is not None:
-            return uniform_holding(*uniform, pod.request.containers)
+            return _on_equal_gpus(uniform, pod.request.containers)
         positions = node.positions
         places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
@@ -281,26 +286,29 @@ def _sum(holding: Holding, limit: Limit) -> Held:
     return total
 
 
-def _gpus(node: NodeState) -> list[tuple[GpuKind, int]]:
-    """Kind and memory in MiB of each GPU."""
-    gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for gpu in node.gpus]
-    return gpus or [(GpuKind("", node.model_label, node.pool), 0)]
+def _gpus(node: NodeState) -> list[_Gpu]:
+    gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes, gpu.scaling) for gpu in node.gpus]
+    return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
+
+
+def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
+    """What containers hold on equal GPUs."""
+    return _on_equal_gpus((kind, memory_mebibytes, None), containers)
 
 
 @lru_cache(maxsize=4096)
-def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """On equal GPUs the choice has no influence: the kubelet reuses devices of init containers wherever they are."""
-    return _holding([(kind, memory_mebibytes)], containers, [range(each.gpus) for each in containers])
+def _on_equal_gpus(gpu: _Gpu, containers: tuple[ContainerRequest, ...]) -> Holding:
+    """The choice has no influence: the kubelet reuses devices of init containers wherever they are."""
+    return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 
-def _holding(
-    gpus: Sequence[tuple[GpuKind, int]], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]
-) -> Holding:
+def _holding(gpus: Sequence[_Gpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
     """`places`: positions of the GPUs of each container; a position after the last one of `gpus` is like the last one."""
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):
         for gpu in positions:
-            use.add(container.kind, ((gpu, container.on(gpus[min(gpu, len(gpus) - 1)][1])),))
+            _, memory, scaling = gpus[min(gpu, len(gpus) - 1)]
+            use.add(container.kind, ((gpu, container.counted(memory, scaling)),))
             if container.whole:
                 whole.add(container.kind, ((gpu, Amounts(1)),))
     total: dict[GpuKind, Held] = {}

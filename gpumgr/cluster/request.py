@@ -7,7 +7,7 @@ from typing import Final, Literal
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
 from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.evaluators.select import check_request
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
@@ -39,12 +39,16 @@ class ContainerRequest:
     def memory_blocks(self) -> int:
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
-    def on(self, gpu_mebibytes: int) -> Amounts:
-        """What it takes of one GPU with so much memory; a whole GPU has all of it. A replica without cores counts with one: the agent
-        demands a free core for it, and the kubelet may admit pods in another order."""
+    def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
+        """What a GPU must have for it: as `counted`, but a replica without cores needs one. The agent demands a free core for it, and the
+        kubelet may admit pods in another order."""
+        counted = self.counted(gpu_mebibytes, scaling)
+        return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
+
+    def counted(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
+        """What it takes of one GPU with so much memory; a whole GPU has all of it. `scaling`: the GPU's own, see GpuState."""
         if self.replica is not None:
-            counted = self.replica.counted(gpu_mebibytes)
-            return replace(counted, cores=max(1, counted.cores), replicas=1)
+            return self.replica.scaled(scaling).counted(gpu_mebibytes)
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.doctor import (
+    api_server,
     backends,
     choice,
     dra,
@@ -89,6 +90,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
         Check("device-nodes", nodes, gpus.IF_HUNG),
+        Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
         Check("plugins", partial(other_programs.look_at_plugins, plugin_dir), other_programs.IF_HUNG),
@@ -104,7 +106,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("hami-core", first, backends.IF_HUNG),
         Check("vcuda", second, backends.IF_HUNG),
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
-        Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), rights.IF_HUNG),
+        Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
         Check("enforcement", partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), choice.IF_HUNG),
     )
 
@@ -112,6 +114,6 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
 def _of_claims(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
     return (
         Check("dra-sockets", partial(dra.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
-        Check("dra-slice", partial(dra.look_at_slice, settings, seen), dra.IF_HUNG),
-        Check("dra-claims", partial(dra.look_at_claims, settings), dra.IF_HUNG),
+        Check("dra-slice", partial(dra.look_at_slice, settings, seen), api_server.IF_HUNG),
+        Check("dra-claims", partial(dra.look_at_claims, settings), api_server.IF_HUNG),
     )

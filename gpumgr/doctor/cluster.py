@@ -1,20 +1,20 @@
-"""Checks the scheduler's side of a cluster through the API server: `gpumgr doctor --cluster`."""
+"""Checks the scheduler's side of a cluster, and claims, through the API server: `gpumgr doctor --cluster`."""
 
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from gpumgr.doctor.api_server import IF_HUNG, judged
 from gpumgr.doctor.cluster_certificates import handshake
+from gpumgr.doctor.cluster_claims import look_at_class, look_at_policies, needed_by_claims, policies_in_force
 from gpumgr.doctor.cluster_config import manages_hami, parse_config, problems, profiles_of
-from gpumgr.doctor.examine import Check, CheckResult, error, error_of, ok, skipped, warning
-from gpumgr.errors import GpumgrError
+from gpumgr.doctor.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.kubeapi.access import Right, allowed
-from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
@@ -31,7 +31,6 @@ _HAMI: Final = ReplicaResources(
 )
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
-IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
 _DAY: Final = 86400.0
 _EXPIRY_DAYS: Final = 30
@@ -42,26 +41,12 @@ _LEASES: Final = "coordination.k8s.io"
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installation:
-    """The chart's Deployments. `scheduler` is the extender's, `caller` that of a second kube-scheduler."""
+class Deployed(NamedTuple):
+    """One of the chart's Deployments; `pod` is the spec of its pods."""
 
-    scheduler: Json | None
-    caller: Json | None
-
-    @property
-    def namespace(self) -> str:
-        return str(self.scheduler["metadata"]["namespace"]) if self.scheduler else ""
-
-    @property
-    def name(self) -> str:
-        """Of the Deployment, the Service and the Lease."""
-        return str(self.scheduler["metadata"]["name"]) if self.scheduler else ""
-
-    @property
-    def account(self) -> str:
-        pod = self.scheduler["spec"]["template"]["spec"] if self.scheduler else {}
-        return f"system:serviceaccount:{self.namespace}:{pod.get('serviceAccountName', 'default')}"
+    namespace: str
+    name: str
+    pod: Json
 
 
 class Cluster:
@@ -80,10 +65,13 @@ class Cluster:
     async def nodes(self) -> list[WatchedNode]:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
-    async def installation(self) -> Installation:
-        found = await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr")
-        by_container = {each["spec"]["template"]["spec"]["containers"][0]["name"]: each for each in found}
-        return Installation(scheduler=by_container.get("scheduler"), caller=by_container.get("kube-scheduler"))
+    async def deployed(self, container: str) -> Deployed | None:
+        """The Deployment of which this is the first container."""
+        for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
+            pod = each["spec"]["template"]["spec"]
+            if pod["containers"][0]["name"] == container:
+                return Deployed(each["metadata"]["namespace"], each["metadata"]["name"], pod)
+        return None
 
     async def config(self, given: str | None) -> Json | None:
         """Of kube-scheduler: what is given, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
@@ -110,22 +98,11 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
         "inventories": _inventories,
         "gpu-manager": _without_inventory,
         "other-pods": partial(_other_pods, given=config),
+        "device-class": lambda cluster: look_at_class(cluster.server),
+        "claims-policy": _claims_policies,
+        "claims-rbac": _claims_rights,
     }
-    return tuple(Check(name, partial(_guarded, look, cluster), IF_HUNG) for name, look in looks.items())
-
-
-async def _guarded(look: Look, cluster: Cluster) -> CheckResult:
-    """What the API server refuses or answers oddly is the result of the check that asked."""
-    try:
-        return await look(cluster)
-    except AnswerError as failure:
-        return error_of(failure, "run it with an account that may read this, for example an administrator's kubeconfig")
-    except GpumgrError as failure:
-        return error_of(failure, IF_HUNG)
-    except API_FAILURES as failure:
-        return error(f"can't be read: {failure or type(failure).__name__}", IF_HUNG)
-    except (*UNREADABLE, IndexError) as failure:
-        return error(f"an object has another structure: {type(failure).__name__}: {failure}", "look at the object with kubectl")
+    return tuple(Check(name, lambda look=look: judged(look(cluster)), IF_HUNG) for name, look in looks.items())  # type: ignore[misc]
 
 
 async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
@@ -146,12 +123,11 @@ async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
 
 
 async def _certificates(cluster: Cluster) -> CheckResult:
-    found = await cluster.installation()
-    if found.scheduler is None:
+    found = await cluster.deployed("scheduler")
+    if found is None:
         return skipped("no Deployment of the scheduler")
-    names = _secret(found.scheduler, "scheduler-tls"), f"{found.name}-client-tls"
-    if found.caller is not None:
-        names = names[0], _secret(found.caller, "client-tls")
+    caller = await cluster.deployed("kube-scheduler")
+    names = _secret(found, "scheduler-tls"), f"{found.name}-client-tls" if caller is None else _secret(caller, "client-tls")
     server, client = [
         (await cluster.get(f"/api/v1/namespaces/{found.namespace}/secrets/{name}")).get("data") or {} for name in names
     ]
@@ -170,23 +146,26 @@ async def _certificates(cluster: Cluster) -> CheckResult:
     return ok(f"Secrets {' and '.join(names)} accept each other as {host}; {days} days left")
 
 
-def _secret(deployment: Json, volume: str) -> str:
+def _secret(deployed: Deployed, volume: str) -> str:
     """Raises KeyError without this volume."""
-    volumes = {each["name"]: each for each in deployment["spec"]["template"]["spec"]["volumes"]}
+    volumes = {each["name"]: each for each in deployed.pod["volumes"]}
     return str(volumes[volume]["secret"]["secretName"])
 
 
 def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
     """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
-    own: dict[str, str] = {"namespace": namespace}
     watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
     return (
         *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
         Right(verb="create", resource="pods", subresource="binding"),
-        Right(verb="create", resource="leases", group=_LEASES, **own),
-        *(Right(verb=verb, resource="leases", group=_LEASES, name=lease, **own) for verb in ("get", "patch")),
-        Right(verb="patch", resource="pods", **own),
+        *_of_lease(namespace, lease),
+        Right(verb="patch", resource="pods", namespace=namespace),
     )
+
+
+def _of_lease(namespace: str, name: str) -> Iterator[Right]:
+    for verb, of_name in (("create", None), ("get", name), ("patch", name)):
+        yield Right(verb=verb, resource="leases", group=_LEASES, namespace=namespace, name=of_name)
 
 
 async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
@@ -196,14 +175,31 @@ async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
 
 
 async def _rights(cluster: Cluster, given: str | None) -> CheckResult:
-    found = await cluster.installation()
-    if found.scheduler is None:
+    found = await cluster.deployed("scheduler")
+    if found is None:
         return skipped("no Deployment of the scheduler")
     wanted = needed(found.namespace, found.name, hami=await _serves_hami(cluster, given))
-    missing = [right for right in wanted if not await allowed(cluster.server, right, user=found.account)]
+    return await _judge_rights(cluster, found, wanted, "config/scheduler/rbac.yaml")
+
+
+async def _claims_rights(cluster: Cluster) -> CheckResult:
+    found = await cluster.deployed("claims")
+    if found is None:
+        return skipped("no Deployment of gpumgr claims")
+    wanted = (*needed_by_claims(), *_of_lease(found.namespace, found.name))
+    return await _judge_rights(cluster, found, wanted, "config/claims/rbac.yaml")
+
+
+async def _judge_rights(cluster: Cluster, deployed: Deployed, wanted: Sequence[Right], grant: str) -> CheckResult:
+    account = f"system:serviceaccount:{deployed.namespace}:{deployed.pod.get('serviceAccountName', 'default')}"
+    missing = [right for right in wanted if not await allowed(cluster.server, right, user=account)]
     if missing:
-        return error(f"{found.account} is not allowed: {', '.join(map(str, missing))}", "grant config/scheduler/rbac.yaml")
-    return ok(f"{found.account} has all {len(wanted)} rights")
+        return error(f"{account} is not allowed: {', '.join(map(str, missing))}", f"grant {grant}")
+    return ok(f"{account} has all {len(wanted)} rights")
+
+
+async def _claims_policies(cluster: Cluster) -> CheckResult:
+    return await look_at_policies(cluster.server, installed=await cluster.deployed("claims") is not None)
 
 
 async def _versions(cluster: Cluster) -> CheckResult:
@@ -215,20 +211,16 @@ async def _versions(cluster: Cluster) -> CheckResult:
         container = pod["spec"]["containers"][0]
         if container["name"] in seen and (version := _minor(str(container["image"]))):
             seen[container["name"]].add(version)
-    found = [
-        f"API server {_text(server)}",
-        *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each),
-    ]
+    text = ", ".join(
+        [f"API server {_text(server)}", *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each)]
+    )
     if server is None or server < (1, 20):
-        return error(", ".join(found), "gpumgr supports Kubernetes 1.20 and later")
+        return error(text, "gpumgr supports Kubernetes 1.20 and later")
     if any(each not in (server, (server[0], server[1] - 1)) for each in seen["kube-scheduler"]):
-        return error(
-            ", ".join(found),
-            "set scheduler.kubeScheduler.image.tag to the API server's version",
-        )
+        return error(text, "set scheduler.kubeScheduler.image.tag to the API server's version")
     if any(one[0] != two[0] or abs(one[1] - two[1]) > 1 for one in seen["gpumgr"] for two in seen["scheduler"]):
-        return warning(", ".join(found), "update agents and scheduler to versions that are at most one minor version apart")
-    return ok(", ".join(found))
+        return warning(text, "update agents and scheduler to versions that are at most one minor version apart")
+    return ok(text)
 
 
 def _minor(text: str) -> tuple[int, int] | None:
@@ -242,8 +234,8 @@ def _text(version: tuple[int, int] | None) -> str:
 
 
 async def _leader(cluster: Cluster) -> CheckResult:
-    found = await cluster.installation()
-    if found.scheduler is None:
+    found = await cluster.deployed("scheduler")
+    if found is None:
         return error("no Deployment of the scheduler", _INSTALL)
     look = f"look at the scheduler's log: kubectl --namespace {found.namespace} logs deployment/{found.name}"
     document = await cluster.server.find(f"/apis/{_LEASES}/v1/namespaces/{found.namespace}/leases/{found.name}")
@@ -265,21 +257,15 @@ async def _leader(cluster: Cluster) -> CheckResult:
 
 
 async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
-    group = "/apis/admissionregistration.k8s.io/v1"
     gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
-    policies = await cluster.server.find(f"{group}/validatingadmissionpolicies")
+    policies = await policies_in_force(cluster.server, "validating")
     if policies is None:
         return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
-    bound = {
-        each["spec"]["policyName"]
-        for each in await cluster.items(f"{group}/validatingadmissionpolicybindings")
-        if "Deny" in each["spec"]["validationActions"]
-    }
     for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await _serves_hami(cluster, given) else [])):
         protected = {
             resource
-            for each in policies.get("items") or ()
-            if annotation in str(each["spec"]) and each["metadata"]["name"] in bound
+            for each in policies
+            if annotation in str(each["spec"])
             for rule in each["spec"]["matchConstraints"]["resourceRules"]
             for resource in rule["resources"]
         }

@@ -55,13 +55,9 @@ def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tup
     found = {name: ignored for name, ignored in _managed(extender).items() if name != _HAMI.priority_resource}
     hami = found.keys() & {_HAMI.count_resource, *_HAMI_AMOUNTS}
     if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI_AMOUNTS}):
-        yield (
-            True,
-            (
-                f"managedResources are {', '.join(sorted(found))}; give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides "
-                f"{', '.join((_HAMI.count_resource, *_HAMI_AMOUNTS))}, and no others"
-            ),
-        )
+        given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI_AMOUNTS))
+        rule = f"give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides {of_hami}, and no others"
+        yield True, f"managedResources are {given}; {rule}"
     for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI_AMOUNTS):
         yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"
     for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
@@ -74,17 +70,12 @@ def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tup
     if str(extender.get("urlPrefix", "")).startswith("https:"):
         tls = extender.get("tlsConfig") or {}
         if missing := [key for key in ("caFile", "certFile", "keyFile") if not tls.get(key)]:
-            yield (
-                True,
-                f"tlsConfig has no {', '.join(missing)}; it needs a CA to verify the extender, and a certificate to be answered",
-            )
+            why = "it needs a CA to verify the extender, and a certificate to be answered"
+            yield True, f"tlsConfig has no {', '.join(missing)}; {why}"
     if not extender.get("nodeCacheCapable"):
         yield False, "nodeCacheCapable is not true; each call sends whole nodes, which is slow"
     if not extender.get("httpTimeout") or _seconds(str(extender["httpTimeout"])) > 5:
-        yield (
-            False,
-            "httpTimeout is longer than 5 s, or missing; a slow answer delays all pods of this kube-scheduler; set it to 2s",
-        )
+        yield False, "httpTimeout is longer than 5 s, or missing; a slow answer delays all pods; set it to 2s"
 
 
 def _managed(extender: Mapping[str, Any]) -> dict[str, bool]:

@@ -1,32 +1,35 @@
-"""A node in mode dra: the driver's sockets, its ResourceSlice, the API server's version and feature gates, claims that it lacks."""
+"""The node's mode. In mode dra: the driver's sockets, its ResourceSlice, the API server's version and gates, claims that it lacks."""
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from gpumgr.allocator.claims import ClaimRef
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.doctor.api_server import ask
+from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.doctor.gpus import SharedNvml
 from gpumgr.dra.claim_reader import claim_path
 from gpumgr.dra.registration import socket_patterns
 from gpumgr.dra.slices import DRIVER, SLICES, dropped, probe_slice, slice_name
-from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings
 from gpumgr.unix_socket import is_served
 
-IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
-_REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
 _START: Final = "start the agent, and look at its log for registration_failed, slice_not_published or registration_waits"
 _FOLDER: Final = "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders in its --root-dir"
 _STANDALONE: Final = "node.mode dra needs the API server"
 _ENABLE: Final = "set kubernetes.enabled to true, or node.mode to plugin"
 #: More claims are not read one by one.
 _MAX_CLAIMS: Final = 100
+
+
+async def look_at_mode(mode: str) -> CheckResult:
+    return ok(f"{mode}: GPUs are offered " + ("to ResourceClaims" if mode == "dra" else "by the device plugin API"))
 
 
 async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
@@ -53,17 +56,10 @@ async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
     """What the API server stores of a ResourceSlice (asked by a dry run), and whether the node's has the GPUs that the driver lists."""
     if not settings.kubernetes.enabled:
         return error(_STANDALONE, _ENABLE)
-    try:
-        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
-        try:
-            return await _slice(server, settings.node.name, gpus)
-        finally:
-            await server.close()
-    except (GpumgrError, *API_FAILURES, *UNREADABLE) as exception:
-        return error_of(exception, _REACH)
+    return await ask(settings, partial(_slice, settings.node.name, gpus))
 
 
-async def _slice(server: ApiServer, node: str, gpus: SharedNvml) -> CheckResult:
+async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
     version = str((await server.read("GET", "/version")).get("gitVersion", "of an unknown version"))
     probe = probe_slice(node)
     try:
@@ -105,20 +101,17 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
     held = await aside(lambda: _claims(settings.checkpoint.dir))
-    try:
-        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
-        try:
-            gone = [claim for claim in held[:_MAX_CLAIMS] if not await _exists(server, claim)]
-        finally:
-            await server.close()
-    except (GpumgrError, *API_FAILURES, *UNREADABLE) as exception:
-        return error_of(exception, _REACH)
-    if gone:
-        return warning(
-            f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
-            "nothing, if the agent runs: it frees them in about a minute, when the kubelet has ended their pods",
-        )
-    return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
+
+    async def look(server: ApiServer) -> CheckResult:
+        gone = [claim for claim in held[:_MAX_CLAIMS] if not await _exists(server, claim)]
+        if gone:
+            return warning(
+                f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
+                "nothing, if the agent runs: it frees them in about a minute, when the kubelet has ended their pods",
+            )
+        return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
+
+    return await ask(settings, look)
 
 
 def _claims(folder: Path) -> Sequence[ClaimRef]:

@@ -4,14 +4,12 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final
 
-from gpumgr.doctor.examine import CheckResult, error, error_of, ok, skipped, warning
-from gpumgr.errors import GpumgrError
+from gpumgr.doctor.api_server import ask
+from gpumgr.doctor.examine import CheckResult, error, ok, skipped, warning
 from gpumgr.kubeapi.access import Right, allowed
-from gpumgr.kubeapi.client import API_FAILURES, ApiServer
+from gpumgr.kubeapi.client import ApiServer
 from gpumgr.settings import Settings
 
-IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
-_REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
 _GRANT: Final = (
     "add them to the agent's ClusterRole: the chart grants them with rbac.create: true, config/examples/rbac.yaml names them all"
 )
@@ -59,23 +57,16 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Check
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
     must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
-    try:
-        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                granted = {right for right in (*must, *wished, *drains) if await allowed(server, right)}
-        finally:
-            await server.close()
-    except GpumgrError as exception:
-        return error_of(exception, _REACH)
-    except API_FAILURES as exception:
-        reason = " ".join(str(exception).split()) or "no answer in time"
-        return error(f"the API server can't be asked: {reason}", _REACH)
-    missing = [right for right in (*must, *wished) if right not in granted]
-    if missing:
-        finding = warning if granted.issuperset(must) else error
-        return finding(f"not allowed: {', '.join(map(str, missing))}", _GRANT)
-    without = "".join(
-        f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
-    )
-    return ok(", ".join(str(right) for right in (*must, *wished, *drains) if right in granted) + without)
+
+    async def look(server: ApiServer) -> CheckResult:
+        async with asyncio.timeout(timeout_seconds):
+            granted = [right for right in (*must, *wished, *drains) if await allowed(server, right)]
+        if missing := [right for right in (*must, *wished) if right not in granted]:
+            finding = error if any(right in must for right in missing) else warning
+            return finding(f"not allowed: {', '.join(map(str, missing))}", _GRANT)
+        without = "".join(
+            f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
+        )
+        return ok(", ".join(map(str, granted)) + without)
+
+    return await ask(settings, look)

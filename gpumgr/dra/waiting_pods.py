@@ -4,10 +4,14 @@ A kubelet that could not prepare a pod's claims tries again only after 60 to 90 
 driver if the driver is not registered, or if the API server refuses the claim to it because its authorizer has not processed the binding
 of the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared
 claim some seconds after its binding gets an annotation, which changes it; again with growing pauses.
+
+A claim that the ledger holds, and that this process has not prepared, shows nothing: the kubelet may have had no answer from a former
+process, or the pod's image is being pulled. It is a reason for a few retries after each registration only.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
@@ -24,6 +28,8 @@ RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
 _FIRST_SECONDS: Final = 2.0
 _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
+#: Retries of a pod for a claim that the ledger holds, after each registration.
+_HELD_RETRIES: Final = 3
 #: The requests about one pod.
 _TRY_SECONDS: Final = 10.0
 
@@ -36,17 +42,18 @@ class Pods(Protocol):
 
 @dataclass(slots=True)
 class _Wait:
-    """A pod that waits. `ours` None: it is not known yet whether it has a claim of this driver."""
+    """A pod that waits for the claims `missing`. `ours` None: it is not known yet whether one of them is of this driver."""
 
     due_at: float
     pause_seconds: float
     retries: int = 0
+    missing: Collection[str] = ()
     ours: bool | None = None
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pool`: the node's pool of devices. `prepared` returns the claims (namespace and name) that are prepared now.
-    `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pool`: the node's pool of devices. Of claims (namespace and name), `prepared` returns those that this process
+    has prepared, and `held` all that the ledger has. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -54,19 +61,23 @@ class WaitingPods:
         pods: Pods,
         pool: str,
         prepared: Callable[[], Collection[tuple[str, str]]],
+        held: Callable[[], Collection[tuple[str, str]]],
         *,
         first_seconds: float = _FIRST_SECONDS,
         poll_seconds: float = _POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._pods, self._pool = server, pods, pool
-        self._prepared, self._clock = prepared, clock
+        self._prepared, self._held, self._clock = prepared, held, clock
         self._first_seconds, self._poll_seconds = first_seconds, poll_seconds
         self._waiting: dict[str, _Wait] = {}
+        #: Pod (UID) and claim that the ledger holds -> its retries since the last registration.
+        self._tried: Counter[tuple[str, str]] = Counter()
         self._error = ""
 
     def retry_now(self) -> None:
         """The kubelet has registered the driver: every pod that waits is due."""
+        self._tried.clear()
         for wait in self._waiting.values():
             wait.due_at, wait.pause_seconds = self._clock(), self._first_seconds
 
@@ -85,31 +96,36 @@ class WaitingPods:
 
     async def step(self) -> None:
         """Retries the pods that are due. Raises what requests raise."""
-        prepared, now = set(self._prepared()), self._clock()
-        waiting = {
-            pod.uid: (pod, missing)
-            for pod in self._pods.all()
-            if pod.claims and pod.phase == "Pending"
-            if (missing := [use.claim for use in pod.claims if (pod.namespace, use.claim) not in prepared])
-        }
-        first = self._first_seconds
-        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + first, first) for uid in waiting}
-        for uid, (pod, missing) in waiting.items():
-            wait = self._waiting[uid]
+        prepared, held, now = set(self._prepared()), set(self._held()), self._clock()
+        pods = {pod.uid: pod for pod in self._pods.all() if pod.claims and pod.phase == "Pending" and not pod.started}
+        self._tried = Counter({key: number for key, number in self._tried.items() if key[0] in pods})
+        waiting: dict[str, _Wait] = {}
+        for uid, pod in pods.items():
+            lacking = {use.claim for use in pod.claims if (pod.namespace, use.claim) not in prepared}
+            known = {name for name in lacking if (pod.namespace, name) in held}
+            if missing := lacking - {name for name in known if self._tried[uid, name] >= _HELD_RETRIES}:
+                wait = self._waiting.get(uid) or _Wait(now + self._first_seconds, self._first_seconds)
+                if missing != wait.missing:
+                    wait.missing, wait.ours = missing, bool(missing & known) or None
+                waiting[uid] = wait
+        self._waiting = waiting
+        for uid, wait in waiting.items():
             if wait.due_at <= now and wait.ours is not False:
                 async with asyncio.timeout(_TRY_SECONDS):
-                    await self._retry(pod, missing, wait)
+                    await self._retry(pods[uid], wait)
 
-    async def _retry(self, pod: PodView, missing: Iterable[str], wait: _Wait) -> None:
+    async def _retry(self, pod: PodView, wait: _Wait) -> None:
         wait.due_at = self._clock() + self._first_seconds  # if a request fails: the pause grows only between retries
         if wait.ours is None:
-            wait.ours = await self._has_ours(pod.namespace, missing)
+            wait.ours = await self._has_ours(pod.namespace, wait.missing)
         if not wait.ours:
             return
         wait.retries += 1
         body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
         if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
             _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
+        held = self._held()
+        self._tried.update((pod.uid, name) for name in wait.missing if (pod.namespace, name) in held)
         wait.due_at += wait.pause_seconds - self._first_seconds
         wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 

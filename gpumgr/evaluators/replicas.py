@@ -1,6 +1,6 @@
 """What a container requests by HAMi's resources. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
@@ -9,6 +9,9 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 #: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
 _MOST_MEBIBYTES: Final = 2**31 - 1
 
+#: How many times its memory, and its cores, a GPU has for such requests.
+Scaling = tuple[float, float]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRequest:
@@ -16,6 +19,9 @@ class ReplicaRequest:
 
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. Of a GPU that has `memory_scaling` times its memory for such requests a
     request counts that many times less than the container may use, and the same of cores.
+
+    `memory_on`: UUID -> MiB by which another scheduler counts such a part of a GPU: it knows less memory of a GPU that others use, too.
+    The container gets no more than that.
     """
 
     count: int
@@ -24,6 +30,7 @@ class ReplicaRequest:
     memory_percent: int = 100
     memory_scaling: float = 1.0
     core_scaling: float = 1.0
+    memory_on: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         memory = f"{self.memory_percent} % of the memory" if self.memory_mebibytes is None else f"{self.memory_mebibytes} MiB"
@@ -41,16 +48,22 @@ class ReplicaRequest:
             return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
         return None
 
-    def counted(self, gpu_mebibytes: int) -> Amounts:
+    def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
+        """The same on a GPU with these factors; None: with those of the request."""
+        return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
+
+    def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
         """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""
-        limit = self.limit(gpu_mebibytes)
+        limit = self.limit(gpu_mebibytes, uuid)
         if self.whole:
             return limit
         return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
 
-    def limit(self, gpu_mebibytes: int) -> Amounts:
+    def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
         """What the container may use of it."""
         if self.whole:
             return Amounts(CORES_PER_GPU, gpu_mebibytes)
+        if self.memory_mebibytes is not None:
+            return Amounts(self.cores, self.memory_mebibytes)
         part = int(gpu_mebibytes * self.memory_scaling) * self.memory_percent // 100
-        return Amounts(self.cores, part if self.memory_mebibytes is None else self.memory_mebibytes)
+        return Amounts(self.cores, min(part, dict(self.memory_on).get(uuid, part)))

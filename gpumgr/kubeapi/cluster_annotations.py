@@ -7,6 +7,7 @@ Both readers ignore unknown fields, since a field may be added within a version.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
 from typing import Annotated, Final, Literal, TypeVar
@@ -35,6 +36,11 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: A NUMA node; -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
+#: How many containers with HAMi's resources may share a GPU; more than the setting allows hold replicas from before it was lowered.
+Replicas = Annotated[int, Meta(ge=0, le=4096)]
+#: How many times its memory, or its cores, a GPU has for such containers.
+Factor = Annotated[float, Meta(ge=0.01, le=100)]
+
 #: (GPU, cores, MiB). In an inventory the GPU is its position in `gpus`, in a placement its UUID. A whole GPU has 100 cores and all its MiB.
 OtherShare = tuple[Position, Cores, Mebibytes]
 PlacedShare = tuple[Uuid, Cores, Mebibytes]
@@ -59,8 +65,9 @@ SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
-    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `mig`: the profiles of
-    the MIG devices that are created on it on demand, see `mig_rows`; it is not shared then."""
+    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `replicas`: how many
+    containers with HAMi's resources may share it; it is not written where none may, and by older agents. `mig`: the profiles of the MIG
+    devices that are created on it on demand, see `mig_rows`; it is not shared then."""
 
     uuid: Uuid
     model: Text = ""
@@ -69,6 +76,7 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool = True
     cordoned: bool = False
     index: NvmlIndex | UnsetType = UNSET
+    replicas: Replicas | UnsetType = UNSET
     mig: Annotated[tuple[MigRow, ...], Meta(min_length=1, max_length=64)] | UnsetType = UNSET
 
     @property
@@ -79,8 +87,9 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations; `slices`: those of their MIG devices. `enforcement` is the text of the annotation
-    gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations; `slices`: those of their MIG devices; `other_replicas`: of a pod with HAMi's resources how many
+    replicas it holds for each share, unless that is one for each. `scaling`: the factors of memory and cores for such pods; it is written
+    where `replicas` are. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -91,11 +100,22 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[tuple[Annotated[int, Meta(ge=0, le=100_000)], ...], ...] = ()
     other: Mapping[str, tuple[OtherShare, ...]] = {}
     slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+    other_replicas: Mapping[str, tuple[Replicas, ...]] | UnsetType = msgspec.field(name="otherReplicas", default=UNSET)
+    scaling: tuple[Factor, Factor] | UnsetType = UNSET
 
     @property
     def held(self) -> Mapping[str, tuple[tuple[int, Amounts], ...]]:
         """Pod UID -> (position of the GPU, amounts)."""
-        return {uid: tuple(_amounts(shares, uid, self.slices)) for uid, shares in self.other.items()}
+        counts = {} if self.other_replicas is UNSET else self.other_replicas
+        return {
+            uid: tuple(
+                (gpu, replace(amounts, replicas=replicas))
+                for (gpu, amounts), replicas in zip(
+                    _amounts(shares, uid, self.slices), counts.get(uid) or repeat(0), strict=False
+                )
+            )
+            for uid, shares in self.other.items()
+        }
 
     def topology(self) -> Topology:
         """The topology that `levels` describes. Raises ValueError."""
@@ -170,6 +190,9 @@ def decode_inventory(text: str) -> Inventory:
         positions = [position for position, _, _ in shares]
         if len(set(positions)) != len(positions) or any(position >= len(inventory.gpus) for position in positions):
             raise ValueError(f"other[{uid[:64]!r}] names a GPU twice, or one that is not in gpus")
+    replicas = {} if inventory.other_replicas is UNSET else inventory.other_replicas
+    if any(len(counts) != len(inventory.other.get(uid, ())) for uid, counts in replicas.items()):
+        raise ValueError("otherReplicas has not one number for each share")
     return inventory
 
 

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
 from typing import Any, Final
 
-from gpumgr.allocator.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, PodView
+from gpumgr.allocator.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
@@ -47,6 +48,9 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
     annotations = metadata.get("annotations") or {}
     containers = tuple(_containers(spec, resources, mig_resource))
     wants_gpu = any(c.wants_gpu for c in containers)
+    placed = _placed(annotations, str(spec.get("nodeName") or ""), containers)
+    if placed.get("bound_by_hami"):
+        containers = tuple(_with_memory(container, dict(placed["placed"])) for container in containers)
     return PodView(
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
@@ -63,7 +67,8 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
         claims=tuple(_claim_uses(spec, status)),
-        **_placed(annotations, str(spec.get("nodeName") or ""), containers),
+        started=_started(status),
+        **placed,
         **(selected(annotations) if wants_gpu else {}),
     )
 
@@ -88,6 +93,15 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
     except ValueError as error:
         why = f"the annotation {key} can't be read: {str(error)[:_MAX_WORD]}"
         return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
+
+
+def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
+    """The container with what HAMi's scheduler counts for a percentage. It computes it from the registered memory, which lacks what other
+    pods held there at that time."""
+    if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
+        return container
+    memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
+    return replace(container, replicas=replace(wanted, memory_on=memory))
 
 
 def _placement(text: object, node: str) -> dict[str, Any]:
@@ -171,6 +185,11 @@ def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[
                     ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
                     request = used.get("request")
                     yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return any({"running", "terminated"} & (each.get("state") or {}).keys() for each in every)
 
 
 def _core_limit(text: object) -> int | None:

@@ -22,8 +22,8 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaResources:
-    """HAMi's resource names and defaults, as set. `default_memory` 0: all memory; `memory_factor`: MiB of one unit.
-    `limit_cores` False: cores are neither counted nor limited."""
+    """HAMi's resource names and defaults, as set. `default_memory` is in MiB, 0: all memory. `memory_factor`: MiB of one unit that a
+    container requests. `limit_cores` False: cores are neither counted nor limited."""
 
     count: str
     memory: str
@@ -47,12 +47,12 @@ def replica_request(
         return parse_quantity(str(wanted.get(name, "0")))
 
     count, percent = amount(resources.count), min(amount(resources.memory_percentage), 100)
-    memory = (amount(resources.memory) or (0 if percent else resources.default_memory)) * resources.memory_factor
+    memory = amount(resources.memory) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
     # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
     whole = resources.cores not in wanted and not memory and percent in (0, 100) and not resources.default_cores
-    cores = min(amount(resources.cores) or resources.default_cores, CORES_PER_GPU)
+    cores = min(amount(resources.cores) if resources.cores in wanted else resources.default_cores, CORES_PER_GPU)
     return ReplicaRequest(
         count=count,
         cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or resources.limit_cores else 0,

@@ -70,7 +70,8 @@ def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, 
             if amounts.slices and (place := place_at(gpu.mig, replace(amounts, replicas=0))) is not None:
                 where = {"container": pod.every_container.index(name), "device": len(found[name])}
                 devices.append(allocation_of(gpu.uuid, place, **where))
-            found[name].append((str(uuid), amounts if amounts.slices else replica.limit(gpu.memory_mebibytes)))
+            limit = amounts if amounts.slices else replica.scaled(gpu.scaling).limit(gpu.memory_mebibytes)
+            found[name].append((str(uuid), limit))
     allocations = {MIG_ALLOCATIONS: encode_allocations(devices)} if devices else {}
     return {HAMI_ALLOCATED: devices_text(found.values()), **allocations}
 

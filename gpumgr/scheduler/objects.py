@@ -17,6 +17,7 @@ from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.mig import most_devices
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
@@ -127,7 +128,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     state = problem = None
     if text is not None:
         try:
-            state = _from_inventory(name, str(text))
+            state = _from_inventory(name, str(text), hami)
             offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
             offered |= hami is not None and _quantity(capacity, hami.count) >= len(state.gpus)
             inventory = "used" if offered or not ready else "outdated"
@@ -140,8 +141,8 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    if hami is not None:
-        # A GPU with dynamic MIG has as many replicas as MIG devices; the others have the rest.
+    if hami is not None and not any(gpu.replicas for gpu in state.gpus if not gpu.mig):
+        # An older agent reports none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
         rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
@@ -159,8 +160,10 @@ def _cpu_milli(status: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _from_inventory(name: str, text: str) -> NodeState:
+def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> NodeState:
     inventory = decode_inventory(text)
+    usual = (hami.memory_scaling, hami.core_scaling) if hami is not None else UNSET
+    scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
     return NodeState(
         name=name,
         gpus=tuple(
@@ -172,7 +175,8 @@ def _from_inventory(name: str, text: str) -> NodeState:
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
                 index=None if gpu.index is UNSET else gpu.index,
-                replicas=most_devices(gpu.mig_profiles),
+                replicas=most_devices(gpu.mig_profiles) if gpu.replicas is UNSET else gpu.replicas,
+                scaling=scaling,
                 mig=gpu.mig_profiles,
             )
             for gpu in inventory.gpus
@@ -297,7 +301,8 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
                         f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not those that it requests"
                     )
             return tuple(named)
-    if annotations.get(PREDICATE_NODE) != node:
+    # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.
+    if annotations.get(PREDICATE_NODE) != node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []
     for place, container in zip(pod.places, pod.request.containers, strict=True):
@@ -312,13 +317,12 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
     """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
     if (replica := container.replica) is not None:
-        wanted = container.on(0)
         fixed = not replica.whole and replica.memory_mebibytes is not None
         return len(shares) == container.gpus and all(
             # A MIG device has what is requested or more; its cores are rounded down.
             amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= (replica.memory_mebibytes or 0 if fixed else 0)
             if amounts.slices
-            else amounts.cores == wanted.cores and (not fixed or amounts == wanted)
+            else _may_be(replica, amounts)
             for _, amounts in shares
         )
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
@@ -327,3 +331,13 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
         and all(amounts.cores == container.cores_per_gpu for _, amounts in shares)
         and (container.whole or memory == container.memory_mebibytes)
     )
+
+
+def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
+    """Whether these are what a replica counts on some GPU. The factors of its node may be higher than those here; if a pod claims too
+    little, its agent reports what it holds."""
+    if replica.whole:
+        return amounts.whole
+    most = replica.scaled((min(1.0, replica.memory_scaling), min(1.0, replica.core_scaling))).counted(0)
+    fixed = replica.memory_mebibytes is not None
+    return 1 <= amounts.cores <= max(1, most.cores) and (not fixed or amounts.memory_mebibytes <= most.memory_mebibytes)

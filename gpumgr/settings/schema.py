@@ -89,7 +89,7 @@ class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
-    #: MiB of one unit of memory_resource and default_memory.
+    #: MiB of one unit of memory_resource.
     memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
     #: it requests, but together they may need more than the GPU has.

@@ -158,6 +158,7 @@ def _health(report: NodeReport, now: float) -> AgentHealth:
         nvml_up=report.nvml_up,
         sampled_seconds_ago=None if report.sampled_at is None else round(max(0.0, now - report.sampled_at), 3),
         registered=dict(report.registered),
+        warnings=report.warnings,
         outbox=QueueRow(waiting=queue.waiting, dropped=queue.dropped, oldest_seconds=queue.oldest_seconds, away=queue.away)
         if queue
         else None,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.demo.node import SimulatedNode, open_node
+from gpumgr.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.sim.nodes import load_node
 from gpumgr.units import REPLICA_RESOURCE
@@ -35,8 +36,10 @@ async def until_offered(node: SimulatedNode, wanted: Mapping[str, int]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path, environ: Mapping[str, str], sim: str = "mig-4") -> AsyncIterator[SimulatedNode]:
-    async with asyncio.timeout(90), open_node(folder, sim=sim) as node:
+async def started(
+    folder: Path, environ: Mapping[str, str], sim: str = "mig-4", command: Sequence[str] = COMMAND
+) -> AsyncIterator[SimulatedNode]:
+    async with asyncio.timeout(90), open_node(folder, sim=sim, command=command) as node:
         await node.agent.start(environ)
         try:
             yield node

@@ -29,6 +29,7 @@ MODULES = {
     "writer": "tests.bench.bench_writer",
     "dra": "tests.bench.bench_dra",
     "replicas": "tests.bench.bench_replicas",
+    "replica_filter": "tests.bench.bench_replica_filter",
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",
 }

@@ -2,21 +2,74 @@
 
 `python -m tests.bench.bench_replicas [--rounds N]` prints one JSON object. The times are those of the agent's decision with its durable
 commit, from the decoded request to the answer. `vcuda_prefer` and `vcuda_allocate` are the same of vcuda pods, for each resource.
+
+`register` is one pass of the reporter for HAMi's scheduler after an allocation has changed, with all these pods; `inventory` that of the
+reporter for gpumgr's. `register_same` and `inventory_same`: the pass of the next second, when nothing has changed.
 """
 
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.pods import PodView
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
+from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from tests.bench import figures
 from tests.bench.figures import spread
-from tests.component.stage.stage import app, snapshot, stage
+from tests.component.stage.stage import MemoryPods, Stage, app, snapshot, stage
 from tests.component.stage.test_replicas import hami
 
 VCUDA_PODS, HAMI_PODS = 60, 100
+PASSES = 50
+
+
+class IndexedPods(MemoryPods):
+    """As the cache of the agent, which finds a pod by its UID without a search."""
+
+    def by_uid(self, uid: str) -> PodView | None:
+        return self.uids.get(uid)
+
+    def index(self, pods: MemoryPods) -> "IndexedPods":
+        """All of them are bound by HAMi's scheduler, as far as they request its resources."""
+        marked = [replace(view, bound_by_hami=any(each.replicas for each in view.containers)) for view in pods.all()]
+        self.views = {view.key: view for view in marked}
+        self.uids = {view.uid: view for view in marked}
+        return self
+
+
+def passes(node: Stage) -> Mapping[str, list[float]]:
+    """Seconds of each pass of both reporters."""
+    state, pods, taken = node.agent.agent_state, IndexedPods().index(node.pods), dict[str, list[float]]()
+    view = node.agent.view()
+    changed = [replace(view, ledger=Ledger(view.ledger.gpu_registry, dict(view.ledger.allocations))) for _ in range(PASSES)]
+    current = [NodeReport(view=view)]
+    settings = Registration(scheduler="current", count=10, memory_scaling=1.0, core_scaling=1.0)
+    written: list[str] = []
+
+    def annotate(_key: str, value: str | None) -> None:
+        written.append(value or "")
+
+    reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
+        "register": RegisterReporter(annotate, settings, report=lambda: current[0], pods=pods),
+        "inventory": InventoryReporter(
+            annotate, report=lambda: current[0], pods=pods, enforcement=lambda: "mps", topology_manager="none"
+        ),
+    }
+    assert len(state.ledger.allocations) == VCUDA_PODS + HAMI_PODS
+    for each in changed:
+        current[0] = NodeReport(view=each)
+        for name, reporter in reporters.items():
+            for what in (name, f"{name}_same"):
+                began = time.perf_counter()
+                reporter.report()
+                taken.setdefault(what, []).append(time.perf_counter() - began)
+    return taken
 
 
 async def measure(*, rounds: int) -> Mapping[str, Any]:
@@ -48,6 +101,8 @@ async def measure(*, rounds: int) -> Mapping[str, Any]:
                     await node.run_all(node.pod(f"hami-{number}", hami(gpumem=1000 + number)))
                 for name in ("prefer", "allocate"):
                     taken[name].append(times.pop(name))
+                for name, seconds in passes(node).items():
+                    taken[name].append(seconds)
     return {name: spread(found) for name, found in taken.items()}
 
 

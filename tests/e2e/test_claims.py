@@ -234,6 +234,35 @@ def test_a_pod_that_cant_be_served_is_refused(claims: Cluster, name: str) -> Non
     assert message in str(caught.value)
 
 
+def test_extended_resources_of_all_classes_that_take_these_gpus_are_refused(claims: Cluster) -> None:
+    classes = "/apis/resource.k8s.io/v1/deviceclasses"
+    drivers = {"mine": "gpu.gpumgr.io", "nic": "nic.example.com"}
+    asking = {name: {"resources": {"limits": {name: "1"}}} for name in ("example.com/mine", "example.com/nic")}
+    asking |= {name: {"resources": {"limits": {f"deviceclass.resource.kubernetes.io/{name}": "1"}}} for name in drivers}
+
+    def refused(name: str, space: str = FREE) -> bool:
+        try:
+            made(claims, space, pod("p", [{**container(), **asking[name]}], bound=False))
+        except ApiError as error:
+            return "since its DeviceClass mine takes GPUs of gpumgr" in str(error)
+        return False
+
+    for name, driver in drivers.items():
+        spec = {
+            "extendedResourceName": f"example.com/{name}",
+            "selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}],
+        }
+        body = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
+        claims.api.request("POST", classes, body)
+    try:
+        wait_until("the policy knows the class", lambda: refused("mine"), every=0.1)
+        assert [refused(name) for name in asking] == [True, False, True, False]
+        assert not refused("mine", PLAIN)
+    finally:
+        for name in drivers:
+            claims.api.request("DELETE", f"{classes}/{name}")
+
+
 @pytest.mark.parametrize(("capacity", "message"), [
     ({"cores": "150", "memory": "1Gi"}, "cores must be 1 to 100"),
     ({"cores": "1500m", "memory": "1Gi"}, "cores must be 1 to 100"),

@@ -6,16 +6,22 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
+import yaml
+
+from gpumgr.dra.slices import SLICES, resource_slice, slice_name
 
 from .agent import Agent
+from .bench_kube_scheduler import node as api_node
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using, vcuda_by_claims
-from .manifests import SHOW, SLEEP, Json, container, gpu_pod
-from .places import CDI_SPECS, NODE
+from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
+from .places import CDI_SPECS, NODE, PROJECT
 from .processes import wait_until
 from .tenants import control
+from .test_dra_slices import devices as devices_of_a_slice
 from .test_pods import gpu_nodes, shown
 
 
@@ -66,40 +72,72 @@ def test_shares_are_packed_and_see_one_gpu(node: DraNode) -> None:
     node.agent.wait_empty()
 
 
-LADDER: Json = {
-    "apiVersion": "resource.k8s.io/v1",
-    "kind": "ResourceClaimTemplate",
-    "metadata": {"name": "ladder"},
-    "spec": {
-        "spec": {
-            "devices": {
-                "requests": [
-                    {
-                        "name": "gpu",
-                        "firstAvailable": [
-                            {"name": "island", "deviceClassName": DRIVER, "count": 4},
-                            {"name": "numa", "deviceClassName": DRIVER, "count": 4},
-                        ],
-                    }
-                ],
-                "constraints": [
-                    {"requests": ["gpu/island"], "matchAttribute": f"{DRIVER}/island"},
-                    {"requests": ["gpu/numa"], "matchAttribute": "resource.kubernetes.io/numaNode"},
-                ],
-            }
-        }
-    },
-}
+def four_gpus(name: str, **selector: str) -> tuple[Json, Json]:
+    """The shipped template, and the shipped pod with another name and container."""
+    shipped, body = yaml.safe_load_all((PROJECT / "config" / "examples" / "dra-four-gpus.yaml").read_text())
+    main = {**container(command=SHOW), "resources": body["spec"]["containers"][0]["resources"]}
+    return shipped, pod(name, [main], bound=False, resourceClaims=body["spec"]["resourceClaims"], nodeSelector=selector)
+
+
+def wait_bound(node: DraNode, name: str) -> None:
+    node.cluster.pods.wait(f"{name} bound", lambda now: "nodeName" in now.get(name, {}).get("spec", {}), 60)
+
+
+def allocated(node: DraNode, name: str) -> tuple[str, list[str]]:
+    """The alternative that kube-scheduler has chosen for the claim of this pod, and the devices."""
+    results = node.claim_of(name)["status"]["allocation"]["devices"]["results"]
+    (chosen,) = {each["request"] for each in results}
+    return chosen, sorted(each["device"] for each in results)
+
+
+def attribute(published: Json, devices: Sequence[str], name: str) -> set[str]:
+    """The values that these devices of a slice have."""
+    return {json.dumps(each["attributes"][name]) for each in published["spec"]["devices"] if each["name"] in devices}
 
 
 def test_four_whole_gpus_of_one_island(node: DraNode) -> None:
-    node.make(LADDER)
-    node.run([claiming("four", "ladder")])
+    shipped, body = four_gpus("four")
+    node.make(shipped)
+    node.run([body])
     (holding,) = node.ledger_of("four")
     assert len(holding.gpus) == 4
-    environment, devices = shown(node, "four")
-    assert len(gpu_nodes(devices)) == 4
+    chosen, devices = allocated(node, "four")
+    assert (chosen, devices) == ("gpus/island", sorted(f"gpu-{gpu}" for gpu in holding.gpus))
+    (published,) = node.slices()
+    assert len(attribute(published, devices, "island")) == 1
+    environment, shown_devices = shown(node, "four")
+    assert len(gpu_nodes(shown_devices)) == 4
     assert environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 4
+
+
+def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: DraNode) -> None:
+    """On a node of the API alone: four GPUs of one island and one NUMA node, four of one NUMA node, four of none."""
+    islands, numa_nodes = ("a", "a", "a", "a", "b", "b", "c", "c", "d", "d", "e", "e"), (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3)
+    made = [
+        replace(each, island=island, gpu=replace(each.gpu, numa_node=numa))
+        for each, island, numa in zip(devices_of_a_slice(count=12), islands, numa_nodes, strict=True)
+    ]
+    shipped, _ = four_gpus("any")
+    node.make(shipped)
+    api, other = node.cluster.api, api_node(0)
+    name, names = other["metadata"]["name"], ["island", "numa", "any"]
+    uid = api.request("POST", "/api/v1/nodes", other)["metadata"]["uid"]
+    try:
+        published = api.request("POST", SLICES, resource_slice(name, uid, made))
+        for step in names:
+            node.cluster.create([four_gpus(step, **{"api-only": "true"})[1]])
+            wait_bound(node, step)
+        found = {step: allocated(node, step) for step in names}
+        assert {step: chosen for step, (chosen, _) in found.items()} == {step: f"gpus/{step}" for step in names}
+        numa = "resource.kubernetes.io/numaNode"
+        assert len(attribute(published, found["island"][1], "island")) == 1
+        assert [len(attribute(published, found["numa"][1], key)) for key in ("island", numa)] == [2, 1]
+        assert [len(attribute(published, found["any"][1], key)) for key in ("island", numa)] == [2, 2]
+    finally:
+        node.cluster.delete(names, grace=0)
+        node.cluster.wait_gone(names)
+        api.request("DELETE", f"{SLICES}/{slice_name(name)}")
+        api.request("DELETE", f"/api/v1/nodes/{name}")
 
 
 def test_what_fits_nowhere_stays_pending(node: DraNode) -> None:
@@ -248,12 +286,14 @@ def test_a_failed_gpu_is_tainted_and_shown_in_the_pod(node: DraNode) -> None:
         wait_until("no taint", lambda: not taints())
 
 
-def test_40_pods_at_once(node: DraNode) -> None:
+@pytest.mark.parametrize("number", [40, 80])
+def test_many_pods_at_once(node: DraNode, number: int) -> None:
+    """80 fill the node."""
     node.make(template("tenth", request("gpu", 10, "1Gi")))
-    names = [f"many-{number}" for number in range(40)]
+    names = [f"many-{index}" for index in range(number)]
     node.run([claiming(name, "tenth", container(command=SLEEP)) for name in names], timeout=180)
     holdings = node.agent.ledger()
-    assert len(holdings) == 40
+    assert sorted(holding.place[1] for holding in holdings) == sorted(names)
     assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
 
 

@@ -39,9 +39,9 @@ def both(both_node: Node) -> Node:
 
 
 def hami_pod(name: str, command: str = SLEEP, gpus: int = 1, **amounts: int) -> Json:
-    """`amounts`: gpumem, gpucores. The kubelet has no such resources and ignores them."""
+    """`amounts`: gpumem, gpumem_percentage, gpucores. The kubelet has no such resources and ignores them."""
     body = tenant(name, command)
-    limits = {REPLICA: str(gpus), **{f"nvidia.com/{key}": str(number) for key, number in amounts.items()}}
+    limits = {REPLICA: str(gpus), **{f"nvidia.com/{key.replace('_', '-')}": str(number) for key, number in amounts.items()}}
     body["spec"]["containers"][0]["resources"] = {"limits": limits}
     return body
 
@@ -273,12 +273,6 @@ def scheduled(name: str, uuid: str, **amounts: int) -> Json:
     return body
 
 
-def registered(node: Node) -> dict[str, Json]:
-    """GPU -> what is registered of it for HAMi's scheduler."""
-    text = node.cluster.node()["metadata"]["annotations"].get(REGISTER, "[]")
-    return {name_of(gpu["id"]): gpu for gpu in json.loads(text)}
-
-
 @pytest.fixture
 def scheduler(both: Node) -> Iterator[HamiScheduler]:
     """HAMi's, as far as a node agent gets to see it, below a real kube-scheduler."""
@@ -298,20 +292,24 @@ def annotate_node(node: Node, annotations: dict[str, str | None]) -> None:
     node.cluster.api.request("PATCH", f"/api/v1/nodes/{NODE}", {"metadata": {"annotations": annotations}})
 
 
+def registered(node: Node) -> dict[str, Json]:
+    """GPU -> what HAMi's scheduler knows of it."""
+    text = node.cluster.node()["metadata"]["annotations"].get(REGISTER, "[]")
+    return {name_of(gpu["id"]): gpu for gpu in json.loads(text)}
+
+
+def to_be_scheduled(body: Json) -> Json:
+    body["spec"].pop("nodeName")
+    body["spec"] |= {"schedulerName": SCHEDULER}
+    return body
+
+
 def test_fifty_pods_of_hamis_scheduler_run_with_what_it_chose(both: Node, scheduler: HamiScheduler) -> None:
     """It binds one pod after another, since each bind locks the node; the vcuda pod was subtracted from what is registered."""
     both.run([tenant("vcuda", SLEEP, cores=90, memory=16)])
     (vcuda,) = both.ledger_of("vcuda")
-
-    def registered() -> dict[str, Json]:
-        text = both.cluster.node()["metadata"]["annotations"].get(REGISTER, "[]")
-        return {name_of(gpu["id"]): gpu for gpu in json.loads(text)}
-
-    wait_until("the vcuda pod in what is registered", lambda: registered().get(vcuda.gpus[0], {}).get("devcore") == 10)
-    pods = [hami_pod(f"many-{number}", gpumem=1001 + number, gpucores=11) for number in range(50)]
-    for each in pods:
-        each["spec"].pop("nodeName")
-        each["spec"] |= {"schedulerName": SCHEDULER}
+    wait_until("the vcuda pod in what is registered", lambda: registered(both).get(vcuda.gpus[0], {}).get("devcore") == 10)
+    pods = [to_be_scheduled(hami_pod(f"many-{number}", gpumem=1001 + number, gpucores=11)) for number in range(50)]
     running = both.run(pods, timeout=240)
     for name, pod in running.items():
         ((chosen,),) = devices_of(pod)
@@ -321,3 +319,32 @@ def test_fifty_pods_of_hamis_scheduler_run_with_what_it_chose(both: Node, schedu
         assert pod["metadata"]["annotations"]["hami.io/bind-phase"] == "success"
     assert scheduler.locked > 0, "two pods were bound at the same time"
     wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_a_percentage_is_that_of_the_memory_which_vcuda_pods_leave(both: Node) -> None:
+    """HAMi's scheduler spreads the pods, one on each GPU, and computes the percentage from what is registered. gpumgr's scheduler learns
+    from the inventory what they hold."""
+    both.run([tenant("vcuda", SLEEP, cores=30, memory=16)])
+    (vcuda,) = both.ledger_of("vcuda")
+    wait_until("the vcuda pod in what is registered", lambda: registered(both).get(vcuda.gpus[0], {}).get("devcore") == 70)
+    half = {name: gpu["devmem"] // 2 for name, gpu in registered(both).items()}
+    assert len({*half.values()}) == 2
+    shares = [hami_pod(f"half-{number}", f"env; {SLEEP}", gpumem_percentage=50, gpucores=10) for number in range(len(half))]
+    running = both.run([to_be_scheduled(each) for each in shares], timeout=120)
+    granted, held = {}, {}
+    for name, pod in running.items():
+        (((uuid, memory, _),),) = devices_of(pod)
+        granted[name_of(uuid)] = memory
+        held[pod["metadata"]["uid"]] = [10, memory]
+        (holding,) = both.ledger_of(name)
+        assert holding.gpus == (name_of(uuid),)
+        wait_line(both, name, f"CUDA_DEVICE_MEMORY_LIMIT_0={memory}m")
+    assert granted == half
+
+    def reported() -> bool:
+        other = inventory(both)["other"]
+        return {uid: other[uid][0][1:] for uid in held if uid in other} == held
+
+    wait_until("what they hold in the inventory", reported)
+    both.run([to_be_scheduled(hami_pod(f"rest-{number}", gpumem_percentage=49, gpucores=10)) for number in range(len(half))])

@@ -1,5 +1,6 @@
 """Pods with HAMi's resources under gpumgr's scheduler: the extender chooses, kube-scheduler binds, the agent follows on the real node."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +8,17 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
+from gpumgr.sim.control import SimControl
+
 from .agent import Agent
 from .cluster import Cluster
-from .manifests import SLEEP, Json, container, gpu_pod, pod
+from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
 from .node import Node, cleared
-from .places import NODE, PROJECT
+from .places import AGENT_STATE, NODE, PROJECT
 from .processes import free_ports, wait_until
 from .test_hami_admission import policies
 from .test_placement import inventory, name_of
+from .test_pods import shown
 from .test_scheduler import (
     NODES,
     SCHEDULER,
@@ -70,10 +74,10 @@ def node(whole: Node) -> Node:
     return whole
 
 
-def hami_pod(name: str, gpus: int = 1, init: bool = False, **amounts: int | str) -> Json:
+def hami_pod(name: str, gpus: int = 1, init: bool = False, command: str = SLEEP, **amounts: int | str) -> Json:
     """`amounts`: gpumem, gpumem_percentage, gpucores."""
     limits = {COUNT: str(gpus), **{f"nvidia.com/{key.replace('_', '-')}": str(number) for key, number in amounts.items()}}
-    main = container(command=SLEEP)
+    main = container(command=command)
     main["resources"] = {"limits": limits}
     first = [{**main, "name": "first", "command": ["/bin/true"]}] if init else []
     return pod(name, [main], init=first, bound=False, schedulerName=SCHEDULER, nodeSelector=HERE)
@@ -136,3 +140,57 @@ def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node:
     assert "hami.io/vgpu-devices-allocated" in found["metadata"]["annotations"]
     (holding,) = node.ledger_of("as-written")
     assert list(holding.gpus) == placed(node, "as-written")
+
+
+@contextmanager
+def mig_on_demand(node: Node) -> Iterator[SimControl]:
+    """The agent creates MIG devices. Afterwards it shares all GPUs again."""
+    control, agent = SimControl(AGENT_STATE / "sim" / "control.txt"), node.agent
+    agent.stop()
+    agent.configure({"node": {"profile": "both"}, "hami": {"operating_mode": "mig"}})
+    agent.start()
+    try:
+        wait_until("GPUs in MIG mode", lambda: all(each.get("mig") and not each["cordoned"] for each in inventory(node)["gpus"]))
+        yield control
+    finally:
+        node.clear()
+        wait_until("no MIG device is left", lambda: not any(control.mig_instances(gpu) for gpu in range(8)))
+        agent.stop()
+        for gpu in range(8):
+            control.set_mig(gpu, enabled=False)
+        agent.configure({"node": {"profile": "both"}})
+        agent.start()
+
+
+def test_mig_devices_are_created_at_the_places_that_the_scheduler_chose(node: Node) -> None:
+    pods = [
+        hami_pod("large", command=SHOW, gpumem=40000, gpucores=40),
+        hami_pod("middle", command=SHOW, gpumem=15000, gpucores=20),
+        hami_pod("small", command=SHOW, gpumem=5000),
+        hami_pod("steps", init=True, command=SHOW, gpumem=5000),
+    ]
+    with mig_on_demand(node) as control:
+        for each in pods:
+            node.run([each])
+        found = {gpu: control.mig_instances(gpu).values() for gpu in range(8)}
+        assert sorted(each.profile for devices in found.values() for each in devices) == [
+            "1g.10gb",
+            "1g.10gb",
+            "2g.20gb",
+            "3g.40gb",
+        ]
+        by_uuid = {each.uuid: each for devices in found.values() for each in devices}
+        for each in pods:
+            name = each["metadata"]["name"]
+            annotations = node.cluster.pods.all()[name]["metadata"]["annotations"]
+            (slices,) = {bits for shares in json.loads(annotations["gpumgr.io/placement"])["slices"].values() for bits in shares}
+            uuid = shown(node, name)[0]["NVIDIA_VISIBLE_DEVICES"]
+            assert by_uuid[uuid].memory_slices == slices, "the agent follows the scheduler"
+
+            def has_uuid(name: str = name, uuid: str = uuid) -> bool:
+                text = node.cluster.pods.all()[name]["metadata"]["annotations"]["hami.io/vgpu-mig-allocations"]
+                return {each.get("migUUID") for each in json.loads(text)} == {uuid}
+
+            wait_until("HAMi's annotation with the UUID", has_uuid)
+        node.cluster.create([hami_pod("too-large", gpus=9, gpumem=5000)])
+        assert "no place for 9 MIG devices with 5000 MiB" in node.event("too-large", "FailedScheduling")

@@ -6,6 +6,7 @@ from typing import Final
 from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
 from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
@@ -160,6 +161,12 @@ EVENTS: Final = (
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
     ("pod", MIG_DEVICE_GONE, True, "A container holds a MIG device that was destroyed. It can't start again: delete the pod."),
+    (
+        "pod",
+        TWO_LIMITS,
+        True,
+        "A container uses two shares with limits, of claims that were prepared for other pods before: only one of them is limited.",
+    ),
     ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),
     *(
         ("node", event.reason, event.warning, about)

@@ -39,6 +39,8 @@ MEANINGS: Final = {
     "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation "
     "of the pod: the kubelet then prepares the claim again at once.",
     "claiming_pods_not_retried": "The annotation could not be updated. The kubelet tries the pods again within 90 s by itself.",
+    "two_limits": "A container of the pod uses two shares with limits, of claims that were prepared for other pods before. It runs with "
+    "one set of limits; its pod has an event.",
     "claim_failed": "A bug occurred while a claim was prepared or released, and its pod waits. Report it with the traceback.",
     "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
     # decisions

@@ -18,16 +18,15 @@ from typing import Final, NoReturn
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import BugLog, next_tick
-from gpumgr.allocator.annotations import ALLOCATIONS, HAMI_PHASE, is_ours, pod_annotations
-from gpumgr.allocator.callers import next_container
+from gpumgr.allocator.annotations import ALLOCATIONS, is_ours, pod_annotations
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, with_driver_ids
-from gpumgr.kubeapi.hami_node import LOCK
 from gpumgr.kubeapi.publisher import event_texts
 from gpumgr.kubeapi.publisher.events import Event, ObjectRef, pod_ref
+from gpumgr.kubeapi.publisher.hami_bindings import HamiBindings
 from gpumgr.kubeapi.publisher.publisher import Publisher
 
 #: The kubelet's calls for one pod come within milliseconds of each other.
@@ -73,6 +72,7 @@ class DecisionReporter:
         self._next_check = clock() + CHECK_SECONDS
         self._next_report = clock()
         self._bugs = BugLog("decision_reporter", clock=clock)
+        self._hami = HamiBindings(publisher, agent_state=agent_state, pods=pods)
         for entry in agent_state.history.entries():
             self._keep_evaluator(entry)
         agent_state.history.subscribe(self._guarded(self._on_entry))
@@ -110,14 +110,14 @@ class DecisionReporter:
         self._keep_evaluator(entry)
         match entry.what:
             case "granted" if entry.id:
-                self._release_hami(entry)
+                self._hami.decided(entry)
                 due = self._due[entry.id] = self._clock() + SETTLE_SECONDS
                 self._unreported.add(entry.id)
                 if due < self._next_report:
                     self._granted.set()
             case "refused" | "event":
                 if entry.call in ("prefer", "allocate"):  # the kubelet fails the pod
-                    self._release_hami(entry)
+                    self._hami.decided(entry)
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
                 if entry.code != event_texts.NOT_ENFORCED:  # it is in the event of the placement
                     self._report_entry(entry)
@@ -125,17 +125,6 @@ class DecisionReporter:
                 self._record(event_texts.gpu_event(self._node, entry, self._agent_state.node().label))
             case "config":
                 self._record(event_texts.config_event(self._node, entry))
-
-    def _release_hami(self, entry: HistoryEntry) -> None:
-        """Once a pod of HAMi's scheduler has its devices, or was refused, removes the lock with which that scheduler waits for it. By now
-        it may be another pod's, which makes no difference: the agent needs no lock."""
-        view = find_pod(self._pods, entry.pod, entry.pod_uid)
-        if view is None or not view.bound_by_hami:
-            return
-        if entry.what == "refused":
-            self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
-        if entry.what == "refused" or next_container(self._agent_state.ledger, view) is None:
-            self._publisher.node.remove_once(LOCK)
 
     def _keep_evaluator(self, entry: HistoryEntry) -> None:
         """Only the entry of a container's first call has the evaluator."""
@@ -145,6 +134,7 @@ class DecisionReporter:
             self._evaluators.pop(entry.id, None)
 
     def _pod_changed(self, before: PodView | None, after: PodView | None) -> None:
+        self._hami.pod_changed(before, after)
         if before is not None and after is None:
             self._published.pop(before.uid, None)
             self._publisher.forget_pod(before.uid)
@@ -175,6 +165,7 @@ class DecisionReporter:
         elif ledger is self._seen:
             return
         self._seen = ledger
+        self._hami.ledger_changed()
         for a in ledger.allocations.values():
             known = before.get(a.id)
             if known is a:

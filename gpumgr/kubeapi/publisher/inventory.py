@@ -20,6 +20,7 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.aio import until_tick
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     Inventory,
@@ -42,7 +43,7 @@ _MAX_TEXT: Final = 256
 
 class InventoryReporter:
     """`annotate` sets an annotation of the node. `report` returns the current state, `enforcement` the text of gpumgr.io/enforcement.
-    `clock` is monotonic, in seconds."""
+    `scaling` counts if the node offers replicas. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -52,10 +53,11 @@ class InventoryReporter:
         pods: Pods,
         enforcement: Callable[[], str],
         topology_manager: TopologyManagerPolicy,
+        scaling: Scaling = (1.0, 1.0),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._annotate, self._report, self._pods, self._clock = annotate, report, pods, clock
-        self._enforcement, self._topology_manager = enforcement, topology_manager
+        self._enforcement, self._topology_manager, self._scaling = enforcement, topology_manager, scaling
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
         self._written, self._written_at = "", 0.0
@@ -83,6 +85,7 @@ class InventoryReporter:
         on_demand = view.inventory.mig_profiles(registry)
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
         other = self._other(view, {name: position for position, name in enumerate(names) if name})
+        replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
             enforcement=self._enforcement()[:_MAX_TEXT],
@@ -96,6 +99,7 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
+                    replicas=view.inventory.replicas if view.inventory.replicas and name not in on_demand else UNSET,
                     mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
@@ -103,6 +107,8 @@ class InventoryReporter:
             levels=levels_of(snapshot.topology),
             other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
             slices=slices_of(other),
+            other_replicas={uid: each for uid, each in replicas.items() if any(each) and {*each} != {1}} or UNSET,
+            scaling=self._scaling if view.inventory.replicas else UNSET,
         )
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
@@ -125,8 +131,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the scheduler's placement of this pod covers all that the allocation holds."""
-    placed = dict(pod.placed)
+    """Whether the scheduler's placement of this pod covers all that the allocation holds. The scheduler does not read that of HAMi's."""
+    placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
     named = {
@@ -146,11 +152,12 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
     """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
-    held = Ledger(allocations={a.id: a for a in allocations})
+    held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
-        most = held.used(gpu)
+        most = held.used(gpu) if isinstance(held, Ledger) else held.amounts_on(gpu)
         for a in allocations:
             most = most.most(a.gpus[gpu]) if gpu in a.gpus and a.gpus[gpu].whole else most
-        shares.append((positions[gpu], replace(most, cores=min(most.cores, CORES_PER_GPU))))
+        replicas = held.held("replica").get(gpu, 0).bit_count()
+        shares.append((positions[gpu], replace(most, cores=min(most.cores, CORES_PER_GPU), replicas=replicas)))
     return shares

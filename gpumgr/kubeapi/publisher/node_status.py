@@ -43,7 +43,7 @@ class NodeStatus:
         self._server, self._path, self._put = server, f"/api/v1/nodes/{node}", put
         self._resync_seconds, self._clock, self._wall = resync_seconds, clock, wall
         self._annotations: dict[str, str | None] = {}
-        self._removed: set[str] = set()
+        self._annotated, self._removed = False, set[str]()
         self._labels: Mapping[str, str] | None = None
         self._labels_at = _NEVER
         self._condition: Condition | None = None
@@ -55,7 +55,7 @@ class NodeStatus:
 
     def annotate(self, key: str, value: str | None) -> None:
         """None removes the annotation."""
-        self._annotations[key] = value
+        self._annotations[key], self._annotated = value, True
         self._put(Job("annotations"), self._clock())
 
     def remove_once(self, key: str) -> None:
@@ -82,13 +82,16 @@ class NodeStatus:
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     async def write_annotations(self, _: object) -> None:
-        removed, self._removed = self._removed, set()
+        """All that are set, but only if one of them was set since the last write: the inventory is long."""
+        removed, annotated = self._removed, self._annotated
+        self._removed, self._annotated = set(), False
+        values = {**dict.fromkeys(removed), **(self._annotations if annotated else {})}
         try:
-            await self._server.send(
-                "PATCH", self._path, {"metadata": {"annotations": {**dict.fromkeys(removed), **self._annotations}}}
-            )
+            if values:
+                await self._server.send("PATCH", self._path, {"metadata": {"annotations": values}})
         except BaseException:
             self._removed |= removed
+            self._annotated |= annotated
             raise
 
     async def write_labels(self, _: object) -> None:

@@ -17,6 +17,7 @@ from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import PodStatus, SimPod
+from tests.component.stage.stage import HAMI
 from tests.unit.agent.world import World
 
 _PACE = WatchTimes(pause_seconds=(0.005, 0.01))
@@ -30,7 +31,7 @@ class Cluster:
     ) -> None:
         self.world, self.api = world, api
         self.cache, self.publisher = (
-            PodCache(server, api.node_name, watch_times=_PACE),
+            PodCache(server, api.node_name, watch_times=_PACE, resources=HAMI),
             Publisher(server, api.node_name, **timing or {}),
         )
         self.daemons: list[asyncio.Task[NoReturn]] = []

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.app import api_side
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import make_components, make_maintenance
 from gpumgr.app.components import Components, Hardware
@@ -26,7 +28,7 @@ from gpumgr.settings.schema import (
     NodeSettings,
 )
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 from tests.component.stage.stage import MemoryCheckpoint
 
 POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))
@@ -70,6 +72,19 @@ async def test_an_eviction_that_the_api_server_refuses_is_in_the_history(sim: Si
             entry = await added.get()
         assert components.agent_state.history.entries() == (entry,)
     assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), "uid-1")
+
+
+async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
+    sim.put(POD)
+    async with started(sim, tmp_path), asyncio.timeout(10):
+        assert await seen.get() == "web"
+        sim.put(POD, PodStatus(phase="Running"))
+        sim.put(replace(POD, name="later", uid="uid-2"))
+        assert await seen.get() == "later"
 
 
 async def test_a_bug_in_a_reporter_does_not_end_the_agent(

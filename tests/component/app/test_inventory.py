@@ -11,6 +11,7 @@ from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu, PodView
 from gpumgr.allocator.quarantine import Quarantine
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
 from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, RESYNC_SECONDS, InventoryReporter
 from gpumgr.units import Amounts
@@ -37,6 +38,7 @@ class Node:
             pods=self.pods,
             enforcement=lambda: "mps",
             topology_manager="none",
+            scaling=(2.0, 1.5),
             clock=self.clock,
         )
 
@@ -216,3 +218,43 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
         assert (gpu.cordoned, [each.name for each in gpu.mig_profiles]) == (cordoned, ["3g.40gb", "1g.10gb"])
     node.look()
     assert [gpu.mig for gpu in node.inventory.gpus] == [UNSET, UNSET]
+
+
+def test_replicas_and_factors_are_written_where_replicas_are_offered() -> None:
+    node = Node()
+    node.look()
+    assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [UNSET, UNSET])
+    view = node.report.view
+    node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=5)))
+    node.reporter.report()
+    assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == ((2.0, 1.5), [5, 5])
+
+
+def replica(letter: str, replicas: Mapping[int, int], gpus: Mapping[int, Amounts]) -> Allocation:
+    """Of the pod `letter`: its replicas as masks, and its amounts, by GPU."""
+    held = {name_of(gpu): mask for gpu, mask in replicas.items()}
+    granted = {name_of(gpu): amounts for gpu, amounts in gpus.items()}
+    return replace(allocation(letter, ("team", letter)), device_ids={"replica": held}, gpus=granted)
+
+
+def test_a_pod_of_hamis_scheduler_is_reported_until_it_has_a_placement() -> None:
+    """The scheduler does not read HAMi's list of its GPUs."""
+    node, main = Node(), ContainerSpec(name="main", replicas=ReplicaRequest(count=1, cores=20, memory_mebibytes=1000))
+    theirs = replace(pod("h", named(0, 20, 1000)), containers=(main,), bound_by_hami=True)
+    held = replica("h", {0: 1}, {0: Amounts(20, 1000)})
+    put(node, theirs)
+    node.look(held)
+    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 20, 1000),)}, UNSET)
+    put(node, replace(theirs, bound_by_hami=False))
+    node.look(held)
+    assert node.other == {}
+
+
+def test_replicas_are_reported_where_they_are_not_one_on_each_gpu() -> None:
+    """Two containers on one GPU, and one that HAMi's plugin has put on another GPU than that of the kubelet's id."""
+    node, first = Node(), replica("h", {0: 0b01}, {0: Amounts(20, 1000)})
+    second = replace(replica("h", {0: 0b10}, {0: Amounts(20, 1000)}), id="2", container="side")
+    node.look(first, second)
+    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 40, 2000),)}, {"uid-h": (2,)})
+    node.look(replica("h", {0: 0b01}, {1: Amounts(20, 1000)}))
+    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 0, 0), (1, 20, 1000))}, {"uid-h": (1, 0)})

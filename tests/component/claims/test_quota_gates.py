@@ -70,6 +70,38 @@ async def test_a_shared_claim_counts_once(stage: Stage) -> None:
     await until(lambda: bool(stage.events("late")))
 
 
+async def test_a_shared_claim_counts_between_the_binding_of_its_pod_and_its_allocation(stage: Stage) -> None:
+    """The watches are apart: the pod may be seen bound before the claim is seen allocated."""
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    stage.sim.put_document(pod("user", claims=["shared"], gates=[GATE]))
+    await until(lambda: not stage.gated("user"))
+    bound = {**stage.sim._pods.items["uid-user"]}
+    stage.sim.put_document({**bound, "spec": {**bound["spec"], "nodeName": "a"}})
+    await until(lambda: "uid-user" not in stage.watches.pods)
+    stage.gated_pod("late", 20)
+    await until(lambda: bool(stage.events("late")) or not stage.gated("late"))
+    assert stage.gated("late")
+    assert "uses 90 of 100 cores; the pod needs 20" in stage.events("late")[0]
+    stage.dra.put("resourceclaims", claim("shared", 90, on="a"))
+    await until(lambda: stage.watches._index.placement("claim-shared") is not None)
+    stage.clock.now += 3600
+    stage.gated_pod("probe", 10, created="0")  # a look has passed when it has no gate
+    await until(lambda: not stage.gated("probe"))
+    assert stage.gated("late")
+
+
+async def test_a_shared_claim_of_a_pod_that_was_deleted_counts_no_more_after_a_while(stage: Stage) -> None:
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    stage.sim.put_document(pod("user", claims=["shared"], gates=[GATE]))
+    await until(lambda: not stage.gated("user"))
+    stage.sim.remove("uid-user")
+    await until(lambda: "uid-user" not in stage.watches.pods)
+    stage.gated_pod("late", 20)
+    await until(lambda: bool(stage.events("late")))
+    stage.clock.now += 11
+    await until(lambda: not stage.gated("late"))
+
+
 async def test_a_shared_claim_is_refused_to_each_of_its_pods(stage: Stage) -> None:
     stage.gated_pod("first", 20, created="0")
     await until(lambda: not stage.gated("first"))

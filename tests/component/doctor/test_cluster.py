@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import hashlib
 import json
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
 from gpumgr.doctor.cluster import checks_for_cluster
+from gpumgr.doctor.cluster_claims import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims
 from gpumgr.doctor.cluster_config import problems
 from gpumgr.doctor.examine import CheckResult, examine
 from gpumgr.kubeapi.client import ApiServer
@@ -30,7 +32,12 @@ SECRETS = f"/api/v1/namespaces/{SPACE}/secrets"
 CONFIG: Json = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
 EXTENDER: Json = {**CONFIG["extenders"][0], "preemptVerb": "preempt"}
 INVENTORY = json.dumps({"version": 1, "gpus": [{"uuid": "GPU-a", "memory": 1024}], "levels": [[0]]})
-PARTS = ("configuration", "certificates", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods")
+PARTS = (
+    "configuration", "certificates", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods",
+    "device-class", "claims-policy", "claims-rbac",
+)  # fmt: skip
+CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu.gpumgr.io"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 
 
 def certificate(folder: Path, name: str, *, signer: str, days: int, host: str = "", ca: bool = False) -> Json:
@@ -99,7 +106,10 @@ def gpu_pod(name: str, placement: str | None) -> Json:
 def installation(secrets: dict[str, Json]) -> dict[str, Any]:
     """Path, and the label or field selector where it matters -> what is there."""
     policies = [
-        each for each in yaml.safe_load_all((PROJECT / "config" / "scheduler" / "admission-policies.yaml").read_text()) if each
+        each
+        for part in ("scheduler", "claims")
+        for each in yaml.safe_load_all((PROJECT / "config" / part / "admission-policies.yaml").read_text())
+        if each
     ]
     lease = {
         "holderIdentity": "a",
@@ -111,7 +121,10 @@ def installation(secrets: dict[str, Json]) -> dict[str, Any]:
         "/apis/apps/v1/deployments": [
             deployment(NAME, "scheduler", scheduler_tls="server"),
             deployment("gpumgr-kube-scheduler", "kube-scheduler", client_tls="client"),
+            deployment("gpumgr-claims", "claims"),
         ],
+        CLASS: {},
+        SLICES: [{"spec": {"nodeName": "n1"}}],
         "/api/v1/configmaps": [{"data": {"kube-scheduler.yaml": yaml.safe_dump({**CONFIG, "extenders": [EXTENDER]})}}],
         f"{SECRETS}/server": {"data": secrets["server"]},
         f"{SECRETS}/client": {"data": secrets["client"]},
@@ -128,12 +141,18 @@ def installation(secrets: dict[str, Json]) -> dict[str, Any]:
         ],
         "/api/v1/nodes": [node("n1"), node("cpu", cores=0, inventory=None)],
         f"{GROUP}/validatingadmissionpolicies": [each for each in policies if each["kind"] == "ValidatingAdmissionPolicy"],
-        f"{GROUP}/validatingadmissionpolicybindings": [each for each in policies if each["kind"].endswith("Binding")],
+        f"{GROUP}/validatingadmissionpolicybindings": [
+            each for each in policies if each["kind"].startswith("V") and "Binding" in each["kind"]
+        ],
+        f"{GROUP}/mutatingadmissionpolicies": [each for each in policies if each["kind"] == "MutatingAdmissionPolicy"],
+        f"{GROUP}/mutatingadmissionpolicybindings": [
+            each for each in policies if each["kind"] == "MutatingAdmissionPolicyBinding"
+        ],
     }
 
 
 class Stub:
-    """An API server with these objects. `forbidden` has texts such as "get pods"."""
+    """An API server with these objects. `forbidden` has texts such as "get pods", or "ACCOUNT: get pods"."""
 
     def __init__(self, objects: dict[str, Any]) -> None:
         self.objects, self.forbidden = objects, set[str]()
@@ -143,10 +162,10 @@ class Stub:
         if request.method == "POST":
             review = await request.json()
             asked = review["spec"]["resourceAttributes"]
-            assert review["spec"]["user"] == f"system:serviceaccount:{SPACE}:{NAME}"
-            return web.json_response(
-                {**review, "status": {"allowed": f"{asked['verb']} {asked['resource']}" not in self.forbidden}}
-            )
+            account = review["spec"]["user"].removeprefix(f"system:serviceaccount:{SPACE}:")
+            assert account in (NAME, "gpumgr-claims")
+            text = f"{asked['verb']} {asked['resource']}"
+            return web.json_response({**review, "status": {"allowed": {text, f"{account}: {text}"}.isdisjoint(self.forbidden)}})
         path = request.path
         if path == "/api/v1/pods":
             path += " part-of" if "labelSelector" in request.query else " others"
@@ -208,6 +227,25 @@ def secret(name: str, other: str) -> Callable[[dict[str, Any], dict[str, Json]],
     return lambda objects, secrets: objects.__setitem__(f"{SECRETS}/{name}", {"data": secrets[other]})
 
 
+def unbound(policy: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+        for kind in ("mutating", "validating"):
+            path = f"{GROUP}/{kind}admissionpolicybindings"
+            objects[path] = [each for each in objects[path] if each["spec"]["policyName"] != policy]
+
+    return change
+
+
+def annotated(policy: str, version: str | None) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+        for kind in ("mutating", "validating"):
+            for each in objects[f"{GROUP}/{kind}admissionpolicies"]:
+                if each["metadata"]["name"] == policy:
+                    each["metadata"]["annotations"] = {POLICIES_ANNOTATION: version} if version else {}
+
+    return change
+
+
 OLD_LEASE = {"spec": {"holderIdentity": "a", "renewTime": "2020-01-01T00:00:00.000000Z", "leaseDurationSeconds": 15}}
 NEWER = json.dumps({"version": 2, "gpus": []})
 
@@ -244,6 +282,16 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("configuration", "error", "the ConfigMap: it is no KubeSchedulerConfiguration",
      replaced("/api/v1/configmaps", [{"data": {"kube-scheduler.yaml": "a"}}])),
     ("inventories", "error", "an object has another structure: KeyError", replaced("/api/v1/nodes", [{}])),
+    ("device-class", "error", "no DeviceClass gpu.gpumgr.io: pods that claim GPUs stay Pending", dropped(CLASS)),
+    ("claims-policy", "warning", "no validating policy *-claims-requests is in force", unbound("gpumgr-claims-requests")),
+    ("claims-policy", "warning", "no mutating policy *-claims-quota is in force", unbound("gpumgr-claims-quota")),
+    ("claims-policy", "warning", "no mutating policy *-claims-vcuda is in force, no mutating policy *-claims-quota is in force",
+     dropped(f"{GROUP}/mutatingadmissionpolicies")),
+    ("claims-policy", "warning", "the validating policy *-claims-pods has version 1 in place of 2", annotated("gpumgr-claims-pods", "1")),
+    ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 2",
+     annotated("gpumgr-claims-vcuda", None)),
+    ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
+     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler", scheduler_tls="server")])),
 ])  # fmt: skip
 async def test_each_fault_is_named(
     check: str, state: str, message: str, change: Callable[[dict[str, Any], dict[str, Json]], None], stub: Stub,
@@ -262,6 +310,51 @@ async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Pa
         "error",
         f"system:serviceaccount:{SPACE}:{NAME} is not allowed: watch nodes, patch leases",
     )
+
+
+async def test_missing_rights_of_the_claims_controllers_account(stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {"gpumgr-claims: delete resourceclaimtemplates", "gpumgr-claims: get leases"}
+    found = await findings(stub, tmp_path)
+    assert (found["rbac"].state, found["claims-rbac"].state, found["claims-rbac"].message) == (
+        "ok",
+        "error",
+        f"system:serviceaccount:{SPACE}:gpumgr-claims is not allowed: delete resourceclaimtemplates, get leases",
+    )
+
+
+def test_the_claims_controllers_rights_are_those_that_are_shipped() -> None:
+    shipped = {
+        (group, resource, verb)
+        for each in yaml.safe_load_all((PROJECT / "config" / "claims" / "rbac.yaml").read_text())
+        if each["kind"] == "ClusterRole"
+        for rule in each["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    needed = {(right.group, right.resource, right.verb) for right in needed_by_claims()}
+    assert needed <= shipped
+    assert {resource for _, resource, _ in shipped - needed} == {"configmaps", "resourcequotas"}
+
+
+async def test_a_cluster_without_claims(stub: Stub, tmp_path: Path) -> None:
+    for path in [CLASS, SLICES, *(f"{GROUP}/mutatingadmissionpolic{end}" for end in ("ies", "ybindings"))]:
+        del stub.objects[path]
+    for path in ("/apis/apps/v1/deployments", f"{GROUP}/validatingadmissionpolicies"):
+        stub.objects[path] = [each for each in stub.objects[path] if "-claims" not in each["metadata"]["name"]]
+    found = await findings(stub, tmp_path)
+    assert {found[name].state for name in ("device-class", "claims-policy", "claims-rbac")} == {"skipped"}
+
+
+def test_a_change_of_the_policies_has_another_version() -> None:
+    """If this fails: give all policies the next number, and POLICIES_VERSION, and then this sum."""
+    documents = [
+        each for each in yaml.safe_load_all((PROJECT / "config" / "claims" / "admission-policies.yaml").read_text()) if each
+    ]
+    policies = [each for each in documents if each["kind"].endswith("Policy")]
+    assert {each["metadata"]["annotations"][POLICIES_ANNOTATION] for each in policies} == {POLICIES_VERSION}
+    content = json.dumps([[each["kind"], each["metadata"]["name"], each["spec"]] for each in documents], sort_keys=True)
+    assert (POLICIES_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == ("2", "6cf7c14a27d28b14")
 
 
 def serve_hami(stub: Stub) -> None:

@@ -60,12 +60,13 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(11), found.pop(11)  # they speak in the words of their stations
+    cri, cgroups = found.pop(12), found.pop(12)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     assert found == [
         {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
         {"check": "nvml", "state": "ok", "message": "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", "remedy": None},
         {"check": "device-nodes", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {"check": "mode", "state": "ok", "message": "plugin: GPUs are offered by the device plugin API", "remedy": None},
         {
             "check": "kubelet",
             "state": "error",
@@ -113,7 +114,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 20
+    assert len(lines) == 21
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")
@@ -145,7 +146,7 @@ def test_flags_go_over_the_file(folder: Path) -> None:
     *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
     assert rbac["state"] == "skipped"
     findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
-    assert {"check": "mps", "state": "error"}.items() <= findings[14].items()
+    assert {"check": "mps", "state": "error"}.items() <= findings[15].items()
 
 
 def test_wrong_settings_are_an_input_error(folder: Path) -> None:

@@ -11,7 +11,7 @@ from aiohttp import web
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.doctor.checks import HostLocations, checks_for
-from gpumgr.doctor.dra import look_at_claims, look_at_slice, look_at_sockets
+from gpumgr.doctor.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
 from gpumgr.doctor.rights import needed
 from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.kubeapi.access import Right
@@ -96,6 +96,12 @@ def stored(*devices: Any) -> Any:
             "API server v1.37.2: the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature "
             "gate DRAConsumableCapacity is off, so GPUs can't be shared and none is offered",
         ),
+        (
+            lambda r: r.without.add("DRADeviceTaints"),
+            "warning",
+            "API server v1.37.2: the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not "
+            "work or are cordoned are left out of the ResourceSlice instead",
+        ),
         (lambda r: r.without.add("resource.k8s.io/v1"), "error", "the API server (v1.37.2) has no resource.k8s.io/v1"),
     ],
 )
@@ -152,9 +158,14 @@ def test_checks_of_the_mode() -> None:
     names = {
         mode: {check.name for check in checks_for(Settings(node=NodeSettings(mode=mode)), HostLocations())} for mode in MODES
     }
+    assert "mode" in names["plugin"] & names["dra"]
     assert names["plugin"] - names["dra"] == {"kubelet", "take-over"}
     assert names["dra"] - names["plugin"] == {"dra-sockets", "dra-slice", "dra-claims"}
     assert Right(verb="patch", resource="pods") in set(needed(Settings(node=NODE)))
+
+
+async def test_the_mode_is_shown() -> None:
+    assert (await look_at_mode("dra")).message == "dra: GPUs are offered to ResourceClaims"
 
 
 async def test_standalone_is_an_error() -> None:

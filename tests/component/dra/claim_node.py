@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumgr.agent.answers import Answers
-from gpumgr.agent.claims import NodeClaims
+from gpumgr.agent.claims import ClaimReader, NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
@@ -35,9 +35,9 @@ class Reader:
 
 
 class ClaimNode:
-    """Make it inside the event loop."""
+    """Make it inside the event loop. `reader`: another one than that of the claims that it has itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reader: ClaimReader | None = None) -> None:
         pods, metrics = MemoryPods(), Metrics(node="bench", version="0")
         self.checkpoint = SqliteCheckpoint.open(folder / "checkpoint")
         self.state = AgentState(
@@ -70,7 +70,7 @@ class ClaimNode:
         self.pods, self.reader = pods, Reader()
         self.claims = NodeClaims(
             agent_state=self.state,
-            reader=self.reader,
+            reader=reader or self.reader,
             pods=pods,
             enforcement=self.limits,
             starts=starts,

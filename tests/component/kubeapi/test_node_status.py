@@ -43,6 +43,21 @@ async def test_an_annotation_of_another_program_is_removed_once(sim: SimApiServe
     assert sim.written.annotations == {"hami.io/mutex.lock": "second", "gpumgr.io/enforcement": "mps"}
 
 
+async def test_a_removal_does_not_write_the_other_annotations_again(sim: SimApiServer, stage: Stage) -> None:
+    """The inventory has thousands of bytes, and HAMi's scheduler sets its lock for each pod."""
+    stage.begin()
+    stage.node.annotate("gpumgr.io/inventory", "long")
+    await stage.written()
+    sim.written.annotations |= {"gpumgr.io/inventory": "as another wrote it", "hami.io/mutex.lock": "first"}
+    stage.node.remove_once("hami.io/mutex.lock")
+    await stage.written()
+    assert sim.written.annotations == {"gpumgr.io/inventory": "as another wrote it"}
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    await stage.written()
+    assert sim.written.annotations == {"gpumgr.io/inventory": "long", "gpumgr.io/enforcement": "mps"}
+    assert sim.requests == ["annotate"] * 3
+
+
 async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:
     sim.written.labels.update({"zone": "a", "nvidia.com/gpu.count": "of-others"})
     stage.begin()

@@ -46,11 +46,17 @@ def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None
 
 
 def test_defaults_and_the_factor_of_memory() -> None:
+    """As HAMi, the factor is for what is requested only, and an explicit 0 cores means no limit."""
     resources = ReplicaResources(
         count="gpu", memory="m", memory_percentage="p", cores="c", default_memory=3, default_cores=20, memory_factor=1024
     )
-    assert replica_request({"gpu": 1}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_mebibytes=3072)
-    assert replica_request({"gpu": 1, "p": 40}, resources, parse_quantity) == ReplicaRequest(count=1, cores=20, memory_percent=40)
+    for limits, request_ in (
+        ({}, ReplicaRequest(count=1, cores=20, memory_mebibytes=3)),
+        ({"m": 2}, ReplicaRequest(count=1, cores=20, memory_mebibytes=2048)),
+        ({"m": 0, "c": 0}, ReplicaRequest(count=1, memory_mebibytes=3)),
+        ({"p": 40, "c": 30}, ReplicaRequest(count=1, cores=30, memory_percent=40)),
+    ):
+        assert replica_request({"gpu": 1, **limits}, resources, parse_quantity) == request_
 
 
 @pytest.mark.hami_bug("B1: it omits the entries of containers without GPUs, and reads an app's devices as an init container's")
@@ -88,6 +94,8 @@ def view(annotations: Mapping[str, str], resources: ReplicaResources | None = RE
 def test_the_choice_of_hamis_scheduler_counts_on_its_node_only() -> None:
     mine = {"hami.io/vgpu-node": "node-1", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,100,0:;"}
     assert view(mine).placed == (("main", (("GPU-a", Amounts(0, 100)),)),)
+    (main,) = view(mine).containers
+    assert main.replicas == ReplicaRequest(count=1, memory_mebibytes=100)
     assert view({**mine, "hami.io/vgpu-node": "node-2"}).placed == ()
     wrong = view({**mine, "hami.io/vgpu-devices-allocated": "x"})
     assert (wrong.bound_by_hami, wrong.placed) == (True, (("", ()),))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gpumgr.cluster.node import NodeState
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu, mig_rows
 from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.replica_requests import ReplicaResources
@@ -40,8 +41,12 @@ def hami_pod(name: str, *containers: Mapping[str, int | str], annotations: dict[
     return item
 
 
-def hami_node(name: str, gpus: int, *, vcuda: bool = True) -> Json:
-    made = node(name, gpus, inventory(name, gpus))
+def hami_node(name: str, gpus: int, *, vcuda: bool = True, replicas: int | None = None, **more: Any) -> Json:
+    """`replicas`: as its agent reports them for each GPU, None: an older agent. `more`: further fields of the inventory."""
+    made = json.loads(inventory(name, gpus, **more))
+    if replicas is not None:
+        made["gpus"] = [{**gpu, "replicas": replicas} for gpu in made["gpus"]]
+    made = node(name, gpus, json.dumps(made))
     capacity = {"nvidia.com/gpu": str(REPLICAS * gpus), **(made["status"]["capacity"] if vcuda else {})}
     made["status"] = {"capacity": capacity, "conditions": [{"type": "Ready", "status": "True"}]}
     return made
@@ -86,6 +91,12 @@ async def hami(quotas: Quotas, tmp_path: Path) -> AsyncIterator[Stage]:
 
 def annotations(stage: Stage, name: str) -> dict[str, str]:
     found: dict[str, str] = stage.sim._pods.items[f"uid-{name}"]["metadata"]["annotations"]
+    return found
+
+
+def state(stage: Stage) -> NodeState:
+    found = stage.index.node("a")
+    assert found is not None
     return found
 
 
@@ -205,6 +216,77 @@ async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Qu
     quotas.objects.remove("uid-memory")
     await until(lambda: len(hami.quotas.limits["team"].limits) == 2)
     assert (await hami.filter(hami_pod("two", {"gpu": 1, "gpumem": 1000})))["NodeNames"] == ["a"]
+
+
+async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage, quotas: Quotas) -> None:
+    quotas.put("cores", gpucores=20)
+    await until(lambda: "team" in hami.quotas.limits)
+    for number in range(2):
+        assert await hami.schedule(hami_pod(f"none-{number}", {"gpu": 1, "gpumem": 100})) == "a"
+    assert await hami.schedule(hami_pod("all", {"gpu": 1, "gpumem": 100, "gpucores": 20})) == "a"
+    assert "uses 20 of 20 cores" in str(await hami.filter(hami_pod("one", {"gpu": 1, "gpumem": 100, "gpucores": 1})))
+
+
+async def test_a_node_counts_with_its_own_replicas_and_factors(hami: Stage) -> None:
+    """Those of its settings; its kubelet's capacity keeps replicas that were offered before."""
+    hami.sim.put_node(hami_node("a", 2, replicas=1, scaling=[2.0, 1.5]))
+    await until(lambda: state(hami).gpus[0].replicas == 1)
+    wanted = {"gpu": 1, "gpumem": 20000, "gpucores": 50}
+    assert await hami.schedule(hami_pod("one", wanted), ["a"]) == "a"
+    assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
+    assert json.loads(annotations(hami, "one")["gpumgr.io/placement"])["containers"] == {"c0": [["GPU-a-0", 34, 10000]]}
+    assert annotations(hami, "one")["hami.io/vgpu-devices-allocated"] == "GPU-a-0,NVIDIA,20000,50:;"
+    await until(lambda: not hami.index.is_assumed("uid-one"))
+    assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
+    assert await hami.schedule(hami_pod("two", wanted), ["a"]) == "a"
+    assert await hami.schedule(hami_pod("three", {"gpu": 1, "gpumem": 100}), ["a"]) is None
+    assert "no room" in str(await hami.filter(hami_pod("three", wanted), ["b"])), "16384 MiB without a factor"
+
+
+async def test_a_pod_that_hamis_scheduler_bound_counts_as_its_agent_reports_it(hami: Stage) -> None:
+    """The agent has written gpu-manager's annotations to it, which have no amounts of replicas."""
+    theirs = hami_pod("theirs", {"gpu": 1, "gpumem": 5000, "gpucores": 30})
+    theirs["spec"]["nodeName"] = "a"
+    theirs["metadata"]["annotations"] |= {
+        "hami.io/vgpu-node": "a",
+        "hami.io/vgpu-devices-allocated": "GPU-a-1,NVIDIA,5000,30:;",
+        "tencent.com/predicate-node": "a",
+        "tencent.com/predicate-gpu-idx-0": "1",
+    }
+    hami.sim.put_document(theirs)
+    await until(lambda: hami.index.placement("uid-theirs") is not None)
+    assert sorted((used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")) == [
+        (0, 0, 0),
+        (30, 5000, 1),
+    ]
+    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000]]}))
+    await until(lambda: bool(state(hami).other))
+    assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(0, 0, 0), (30, 5000, 1)]
+    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000]]}, other_replicas={"uid-theirs": [2]}))
+    await until(lambda: hami.index.used("a")[1].replicas == 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "used"),
+    [
+        (["GPU-a-1", 30, 5000], [(0, 0), (30, 5000)]),
+        (["GPU-a-1", 15, 2500], [(0, 0), (15, 2500)]),
+        (["GPU-a-1", 0, 5000], [(30, 5000), (0, 0)]),
+        (["GPU-a-1", 31, 5000], [(30, 5000), (0, 0)]),
+        (["GPU-a-1", 30, 5001], [(30, 5000), (0, 0)]),
+    ],
+)
+async def test_a_placement_counts_if_a_node_may_have_such_factors(
+    hami: Stage, share: list[object], used: list[tuple[int, int]]
+) -> None:
+    forged = hami_pod("one", {"gpu": 1, "gpumem": 5000, "gpucores": 30})
+    forged["spec"]["nodeName"] = "a"
+    forged["metadata"]["annotations"] |= {
+        "gpumgr.io/placement": json.dumps({"version": 1, "node": "a", "containers": {"c0": [share]}})
+    }
+    hami.sim.put_document(forged)
+    await until(lambda: hami.index.placement("uid-one") is not None)
+    assert [(each.cores, each.memory_mebibytes) for each in hami.index.used("a")] == used
 
 
 async def test_an_explicit_zero_blocks(hami: Stage, quotas: Quotas) -> None:

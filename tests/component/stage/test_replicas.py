@@ -11,7 +11,8 @@ import pytest
 
 from gpumgr.app.recovery import ours_of
 from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
-from gpumgr.sim.kubelet import SimContainer
+from gpumgr.kubeapi.pods import parse_pod
+from gpumgr.sim.kubelet import SimContainer, SimPod
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
@@ -211,6 +212,57 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
         assert (await node.kubelet.run(pods[0])).phase == "Running"
         assert [*granted(node, "a")[0]] == ["00000003"]
         assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
+
+
+def bound_by_hami(node: Stage, pod: SimPod, uuid: str, mebibytes: int, cores: int = 0) -> None:
+    """The API server has the pod as HAMi's scheduler binds it, with this GPU."""
+    annotations = {"hami.io/vgpu-node": "n", "hami.io/vgpu-devices-allocated": f"{uuid},NVIDIA,{mebibytes},{cores}:;"}
+    (main,) = pod.containers
+    limits = {name: str(number) for name, number in main.limits.items()}
+    body = {
+        "metadata": {"namespace": pod.namespace, "name": pod.name, "uid": pod.uid, "annotations": annotations},
+        "spec": {"nodeName": "n", "containers": [{"name": main.name, "resources": {"limits": limits}}]},
+    }
+    node.pods.views["team", pod.name] = parse_pod(body, node.hami)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "theirs", "limit"),
+    [
+        ({"gpumem_percentage": 50}, 1024, Amounts(0, 1024)),
+        ({"gpucores": 20}, 2048, Amounts(20, 2048)),
+        ({"gpumem_percentage": 25}, 9999, Amounts(0, MEBIBYTES // 4)),
+        ({"gpumem": 1000}, 500, Amounts(0, 1000)),
+    ],
+)
+async def test_a_percentage_is_what_hamis_scheduler_counts_of_a_gpu_with_vcuda_pods(
+    folder: Path, amounts: Mapping[str, int], theirs: int, limit: Amounts
+) -> None:
+    """It knows the rest of the memory only; it can't grant more than the percentage of all, and an absolute amount is the pod's."""
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("vcuda", app(30, 8)))
+        pod = node.pod("hami", hami(1, "main", "app", **amounts))
+        bound_by_hami(node, pod, node.ledger.gpu_registry.gpus[0].uuid, theirs)
+        status = await node.kubelet.run(pod)
+        assert status.phase == "Running", status.message
+        assert granted(node, "hami") == [{"00000000": limit}]
+
+
+async def test_a_second_pod_that_claims_the_same_room_is_refused(folder: Path) -> None:
+    """HAMi's scheduler has chosen one GPU for two pods that exceed it together."""
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
+        uuid = node.ledger.gpu_registry.gpus[0].uuid
+        first, second = node.pod("first", hami(gpumem=3000, gpucores=60)), node.pod("second", hami(gpumem=3000, gpucores=60))
+        for pod in (first, second):
+            bound_by_hami(node, pod, uuid, 3000, 60)
+        assert (await node.kubelet.run(first)).phase == "Running"
+        before = node.ledger
+        status = await node.kubelet.run(second)
+        assert status.phase == "Failed"
+        assert "GPU0 (00000000) has 40 cores and 1096 MiB left, and 60 cores and 3000 MiB are needed" in (status.message or "")
+        assert "the scheduler's placement of container main can't be followed" in (status.message or "")
+        assert node.ledger == before
+        assert granted(node, "first") == [{"00000000": Amounts(60, 3000)}]
 
 
 @pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")

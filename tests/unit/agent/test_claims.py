@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
@@ -466,6 +467,33 @@ async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_st
     views["team", "two"] = replace(views["team", "two"], phase="Pending")
     claims["claim-one"] = replace(claims["claim-one"], pods=claims["claim-one"].pods + claims["claim-two"].pods)
     await node.prepare(refs["one"])
+
+
+async def test_two_sets_of_limits_of_claims_that_other_pods_have_are_reported_once_when_a_pod_appears(tmp_path: Path) -> None:
+    """The kubelet makes no call for claims that it has prepared."""
+    limits = limited(tmp_path)
+    await limits.choose()
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    for gpu, name in enumerate(("one", "two")):
+        await node.prepare(node.claim(name, node.share(gpu, 10, 512)))
+    uses = [use for name in ("one", "two") for use in node.world.pods.views["team", name].claims]
+    state, late = node.world.agent_state, PodView(namespace="team", name="late", uid="pod-late", claims=tuple(uses))
+    before = len(state.history.entries())
+    for each in (
+        replace(late, claims=late.claims[:1]),
+        replace(late, phase="Failed"),
+        replace(late, namespace="other"),
+        replace(late, claims=(uses[0], replace(uses[1], container="second"))),
+    ):
+        report_two_limits(state, each)
+    assert len(state.history.entries()) == before
+    with capture_logs() as logs:
+        report_two_limits(state, late)
+    assert [(each["event"], each["pod"]) for each in logs] == [("two_limits", "team/late")]
+    report_two_limits(state, late)
+    (entry,) = state.history.entries()[before:]
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuTwoLimits", ("team", "late"), "pod-late")
+    assert "container main of pod late uses 2 shares of GPUs with limits (one/gpu, two/gpu)" in entry.why
 
 
 def lose_specs(folder: Path) -> None:

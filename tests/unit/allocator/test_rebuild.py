@@ -12,7 +12,7 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
 from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts, Resource
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts, Resource
 from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, pod
@@ -125,6 +125,41 @@ def test_a_pod_of_hamis_plugin_counts_on_the_gpus_that_its_scheduler_chose() -> 
     assert again.gpus == {one: Amounts(20, 1000)}
     (unknown,) = adopted(ledger, kubelets, views=(hami_view("a", "GPU-gone"),)).added
     assert unknown.gpus == {one: Amounts(20, 1000)}
+
+
+def test_replicas_that_hamis_plugin_offered_beyond_ours_are_adopted() -> None:
+    """The GPU then has these replicas, too. With PodResources alone the pod's amounts are not known, so that is a problem."""
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-19",))
+    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
+    (a,) = rebuilt.added
+    registry = rebuilt.ledger.gpu_registry
+    one, two = (registry.by_uuid[uuid].name for uuid in (first, second))
+    assert (a.held("replica"), a.gpus) == ({one: 1 << 19}, {one: Amounts(20, 1000)})
+    assert [registry.by_name[name].replicas for name in (one, two)] == [20, 10]
+    listing = Listing.of({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{second}-10"]}}})
+    assert adopted(ledger, listing=listing).problems == ("team/a (main): team/a (main) was granted no GPU",)
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"), [("GPU-gone-3", 10), ("{}-1000", 10), ("{}", 10), ("{}::0", 10), ("{}-03", 10), ("{}-3", 0)]
+)
+def test_replicas_that_can_not_be_adopted_are_reported_where_replicas_are_offered(text: str, replicas: int) -> None:
+    ledger, (first, _) = with_replicas(replicas)
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(text.format(first),))
+    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
+    problem = f"team/a (main): it holds {text.format(first)}, which is no replica of this node's GPUs"
+    assert (rebuilt.added, rebuilt.ledger, rebuilt.problems) == ((), ledger, (problem,) if replicas else ())
+    assert not adopted(ledger, kubelets, views=(replace(hami_view("a", first), phase="Succeeded"),)).problems
+
+
+def test_a_percentage_is_adopted_as_hamis_scheduler_counted_it() -> None:
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
+    view = hami_view("a", second, memory=1000)
+    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=50, memory_on=((second, 1000),)))
+    (a,) = adopted(ledger, kubelets, views=(replace(view, containers=(main,)),)).added
+    assert a.gpus == {ledger.gpu_registry.by_uuid[second].name: Amounts(0, 1000)}
 
 
 def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:

@@ -36,10 +36,16 @@ class Server:
 
 class Scene:
     def __init__(self, *pods: PodView, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
-        self.now, self.prepared = 0.0, set[tuple[str, str]]()
+        self.now, self.prepared, self.held = 0.0, set[tuple[str, str]](), set[tuple[str, str]]()
         self.pods, self.server = list(pods), Server(claims)
         self.waiting = WaitingPods(
-            cast("ApiServer", self.server), self, "n", lambda: self.prepared, first_seconds=2.0, clock=lambda: self.now
+            cast("ApiServer", self.server),
+            self,
+            "n",
+            lambda: self.prepared,
+            lambda: self.held,
+            first_seconds=2.0,
+            clock=lambda: self.now,
         )
 
     def all(self) -> list[PodView]:
@@ -52,8 +58,9 @@ class Scene:
         return self.server.patched
 
 
-def pod(name: str, claim: str, phase: str = "Pending") -> PodView:
-    return PodView(namespace="team", name=name, uid=f"uid-{name}", phase=phase, claims=(ClaimUse(container="main", claim=claim),))
+def pod(name: str, *claims: str, phase: str = "Pending", started: bool = False) -> PodView:
+    uses = tuple(ClaimUse(container="main", claim=claim) for claim in claims)
+    return PodView(namespace="team", name=name, uid=f"uid-{name}", phase=phase, claims=uses, started=started)
 
 
 async def test_a_pod_is_retried_with_growing_pauses_until_its_claim_is_prepared() -> None:
@@ -94,10 +101,50 @@ async def test_a_registration_makes_every_pod_due() -> None:
 async def test_pods_of_other_drivers_and_pods_that_run_are_left_alone() -> None:
     pods = (
         pod("other", "other"),
-        pod("runs", "runs", "Running"),
+        pod("runs", "runs", phase="Running"),
         pod("none", "none"),
         PodView(namespace="team", name="p", uid="p"),
     )
     scene = Scene(*pods, claims={"other": OTHERS, "runs": OURS})
     for now in (0.0, 10.0, 100.0):
         assert await scene.at(now) == []
+
+
+async def test_a_pod_with_a_container_that_has_run_has_its_claims() -> None:
+    """A long init container, after a restart of the agent."""
+    scene = Scene(pod("a", "a", started=True), claims={"a": OURS})
+    scene.waiting.retry_now()
+    for now in (0.0, 10.0, 1000.0):
+        assert await scene.at(now) == []
+
+
+async def test_a_claim_of_the_ledger_is_a_reason_for_a_few_retries_after_each_registration() -> None:
+    """A former process has saved it. The kubelet has had the answer, or has not."""
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    scene.held.add(("team", "a"))
+    found = [each for now in range(0, 1000, 2) for each in await scene.at(float(now))]
+    assert found == [("a", "1"), ("a", "2"), ("a", "3")]
+    scene.waiting.retry_now()
+    found = [each for now in range(1000, 2000, 2) for each in await scene.at(float(now))]
+    assert len(found) == 3
+    assert scene.server.reads == 0
+    scene.held.clear()  # it was freed, and is to be prepared
+    assert len([each for now in range(2000, 3000, 2) for each in await scene.at(float(now))]) > 3
+
+
+async def test_a_pod_waits_no_more_for_us_once_only_a_claim_of_another_driver_is_missing() -> None:
+    scene = Scene(pod("a", "a", "nic"), claims={"a": OURS, "nic": OTHERS})
+    await scene.at(0.0)
+    assert await scene.at(2.0) == [("a", "1")]
+    scene.prepared.add(("team", "a"))
+    for now in (100.0, 200.0, 1000.0):
+        assert await scene.at(now) == []
+
+
+async def test_a_claim_of_ours_that_is_missing_later_makes_the_pod_due() -> None:
+    scene = Scene(pod("a", "a", "nic"), claims={"a": OURS, "nic": OTHERS})
+    scene.prepared.add(("team", "a"))
+    await scene.at(0.0)
+    assert await scene.at(2.0) == []
+    scene.prepared.clear()
+    assert await scene.at(10.0) == [("a", "1")]

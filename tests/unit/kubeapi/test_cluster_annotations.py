@@ -56,6 +56,20 @@ def test_an_index_is_written_where_it_is_not_the_position() -> None:
         decode_inventory(text.replace('"index":3', '"index":0'))
 
 
+def test_what_hamis_pods_need_is_optional() -> None:
+    gpus = tuple(msgspec.structs.replace(gpu, replicas=10) for gpu in INVENTORY.gpus)
+    shared = msgspec.structs.replace(INVENTORY, gpus=gpus, other_replicas={"uid-1": (2,)}, scaling=(1.5, 1.0))
+    text = INVENTORY_TEXT.replace('"uuid":', '"replicas":10,"uuid":').replace(
+        ',"topologyManager"', ',"otherReplicas":{"uid-1":[2]},"scaling":[1.5,1.0],"topologyManager"'
+    )
+    assert encode(shared) == text
+    assert decode_inventory(text) == shared
+    with pytest.raises(ValueError, match="otherReplicas has not one number for each share"):
+        decode_inventory(text.replace('"uid-1":[2]', '"uid-1":[2,1]'))
+    with pytest.raises(ValueError, match="<= 100"):
+        decode_inventory(text.replace("[1.5,1.0]", "[1.5,1000.0]"))
+
+
 def test_a_placement_has_this_text() -> None:
     assert encode(PLACEMENT) == PLACEMENT_TEXT
     assert decode_placement(PLACEMENT_TEXT) == PLACEMENT

@@ -1,4 +1,4 @@
-"""The MIG devices that a container requests, and its priority."""
+"""The MIG devices that a container requests, its priority, and whether a container of a pod has started."""
 
 from dataclasses import replace
 
@@ -28,3 +28,21 @@ def test_the_priority_is_hamis_resource(limits: dict[str, str | int], priority: 
     pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {"containers": containers}}
     assert [each.priority for each in parse_pod(pod, HAMI).containers] == [priority]
     assert [each.priority for each in parse_pod(pod, replace(HAMI, priority="other")).containers] == [1]
+
+
+WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "started"),
+    [
+        ({}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": None}, False),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, True),
+        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"terminated": {}}}, WAITS]}, True),
+        ({"containerStatuses": [{"state": None}]}, False),
+    ],
+)
+def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
+    pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {}, "status": status}
+    assert parse_pod(pod).started is started

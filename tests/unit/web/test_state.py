@@ -68,6 +68,7 @@ def test_the_node_and_its_health() -> None:
             mode="dra",
             registered={"tencent.com/vcuda-core": True},
             not_ready=("memory is not registered",),
+            warnings=("taints are dropped",),
             gpu_limits={uuid_of(n): HARD if n == 0 else GpuLimits() for n in range(2)},
             outbox=outbox,
         )
@@ -82,6 +83,7 @@ def test_the_node_and_its_health() -> None:
         "nvml_up": True,
         "sampled_seconds_ago": 2.5,
         "registered": {"tencent.com/vcuda-core": True},
+        "warnings": ["taints are dropped"],
         "outbox": {"waiting": 3, "dropped": 2, "oldest_seconds": 1.5, "away": True},
     }
 
@@ -95,7 +97,7 @@ def test_a_node_without_a_driver_is_an_empty_document() -> None:
     assert told["tree"] == {"name": "ROOT", "gpus": [], "children": []}
     assert [told[key] for key in ("nvlinks", "levels", "gpus", "failures", "containers", "history")] == [[], [], [], [], [], []]
     assert (told["ready"], told["driver_version"]) == (True, None)
-    assert told["health"] == {"nvml_up": False, "sampled_seconds_ago": None, "registered": {}, "outbox": None}
+    assert told["health"] == {"nvml_up": False, "sampled_seconds_ago": None, "registered": {}, "warnings": [], "outbox": None}
 
 
 def test_the_topology_as_a_tree_with_links_and_levels() -> None:

@@ -1,0 +1,129 @@
+"""The whole agent creates MIG devices for containers, behind the real binding of NVML: restarts, kills, a lost ledger, processes."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from gpumgr.demo.node import SimulatedNode
+from gpumgr.demo.process import COMMAND
+from gpumgr.sim.control import SimProcess
+from gpumgr.sim.kubelet import SimContainer, SimPod
+from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE
+
+from .stage import RUNNER, introduce
+from .test_mig import started
+
+ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}
+
+
+def node_of(folder: Path) -> str:
+    """The file of a node with an A100 without MIG mode, and a GPU that does not support it."""
+    card = {"model": "NVIDIA A100-SXM4-40GB", "memory_mib": 40960, "reserved_mib": 571, "idle_celsius": 31, "idle_watts": 34}
+    cards = {"a100": {**card, "mig": "disabled"}, "other": {**card, "model": "NVIDIA A10", "mig": "unsupported"}}
+    gpus = [{"card": each, "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"]} for n, each in enumerate(cards)]
+    path = folder / "node.yaml"
+    path.write_text(
+        json.dumps({"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "cards": cards, "gpus": gpus})
+    )
+    return str(path)
+
+
+@contextlib.asynccontextmanager
+async def on_demand(
+    folder: Path, environ: Mapping[str, str] = ON_DEMAND, command: Sequence[str] = COMMAND
+) -> AsyncIterator[SimulatedNode]:
+    async with started(folder, environ, node_of(folder), command) as node:
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
+        yield node
+
+
+def allocatable(node: SimulatedNode) -> int:
+    """7 MIG devices and 10 shares of the other GPU at most."""
+    status = node.kubelet.node_status().get(REPLICA_RESOURCE)
+    return status.allocatable if status else 0
+
+
+def share(memory: int, gpus: int = 1) -> SimContainer:
+    return SimContainer(name="main", others=((REPLICA_RESOURCE, gpus), ("nvidia.com/gpumem", memory)))
+
+
+def profiles(node: SimulatedNode) -> list[str]:
+    return sorted(each.profile for each in node.control.mig_instances(0).values())
+
+
+async def until_left(node: SimulatedNode, *wanted: str) -> None:
+    while profiles(node) != [*wanted]:  # noqa: ASYNC110  the file has no event
+        await asyncio.sleep(0.05)
+
+
+async def run(node: SimulatedNode, name: str, container: SimContainer) -> SimPod:
+    pod = node.pod(name, container)
+    status = await node.run(pod)
+    assert status.phase == "Running", status.message
+    return pod
+
+
+async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledger(folder: Path) -> None:
+    async with on_demand(folder) as node:
+        assert node.agent_log.find("mig_mode_on")
+        pair = await run(node, "pair", share(9000, 2))  # a MIG device and a share of the other GPU
+        small = [await run(node, f"small-{number}", share(4000)) for number in range(6)]
+        before = node.ledger()
+        (held,) = before.of(None, pair.uid)
+        assert [each.profile for each in held.mig_devices] == ["1g.10gb"]
+        assert sum(amounts.memory_mebibytes == 9000 for amounts in held.gpus.values()) == 1
+        created = node.control.mig_instances(0)
+        for lost in (False, True):
+            await node.agent.kill()
+            for file in (folder / "checkpoint").iterdir() if lost else ():
+                file.unlink()
+            await node.start_agent(ON_DEMAND)
+            await node.kubelet.until_allocatable(REPLICA_RESOURCE)
+            await node.kubelet.start_container(pair, "main")
+            after = node.ledger()
+            assert {key: (each.gpus, each.mig_devices, each.device_ids) for key, each in after.allocations.items()} == {
+                key: (each.gpus, each.mig_devices, each.device_ids) for key, each in before.allocations.items()
+            }
+            assert node.control.mig_instances(0) == created
+        (uuid,) = (each.uuid for each in held.mig_devices)
+        node.control.set_processes(0, [SimProcess(pid=4711, mig_uuid=uuid)])
+        for pod in (pair, *small):
+            node.delete(pod)
+        await node.agent.while_running(node.agent_log.until("mig_device_not_destroyed"))
+        await node.agent.while_running(until_left(node, "1g.10gb"))
+        assert "4711" in str(node.agent_log.find("mig_device_not_destroyed")[-1]["reason"])
+        node.control.set_processes(0, [])
+        await node.agent.while_running(until_left(node))
+        assert len(node.agent_log.find("mig_device_not_destroyed")) == 1
+        # Neither cores nor blocks of the GPU in MIG mode are offered.
+        assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 100
+
+
+@pytest.mark.parametrize("step", ["before_commit:1", "after_commit_before_answer:1"])
+async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) -> None:
+    async with on_demand(folder, ON_DEMAND | {"DIE_AT": step}, command=RUNNER) as node:
+        victim = node.pod("victim", share(38000))
+        await introduce(node, victim)
+        assert (await node.kubelet.admit(victim)).phase == "Failed"
+        assert profiles(node) == ["7g.40gb"]
+        await node.start_agent(ON_DEMAND)
+        node.show(victim, node.kubelet.statuses[victim.uid])
+        await node.agent.while_running(until_left(node))
+        await run(node, "next", share(38000, 2))
+        assert profiles(node) == ["7g.40gb"]
+
+
+async def test_a_mode_that_needs_a_reset_is_reported_and_used_after_it(folder: Path) -> None:
+    async with started(folder, {}, node_of(folder)) as node:
+        node.control.require_reset_for_mig(0)
+        await node.agent.kill()
+        await node.start_agent(ON_DEMAND)
+        await node.agent.while_running(node.agent_log.until("mig_mode_off"))
+        assert "gpumgr gpu reset" in str(node.agent_log.find("mig_mode_off")[0]["reason"])
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
+        node.control.restore_gpu(0)
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
