@@ -1,10 +1,11 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A prepared claim gets the same answer again, from the ledger alone; its CDI specs and limits are restored.
+* A prepared claim gets the same answer again, from the ledger alone while a pod that holds it is there; its CDI specs and limits are
+  restored. Without such a pod it may have been allocated anew after an Unprepare that never came, so it is read again.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
 * A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. Nor does a
-  later one, if the claim is reserved only for pods that the Unprepare has ended.
+  later one, if the claim is reserved only for pods that have ended, are being deleted, or do not exist.
 """
 
 import asyncio
@@ -29,9 +30,11 @@ from gpumgr.allocator.claims import (
     ClaimRef,
     ClaimUser,
     PreparedDevice,
+    Share,
     device_name,
     grant_claim,
     refuse_two_limits,
+    shares_of,
 )
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
@@ -49,14 +52,15 @@ MAX_UNPREPARED: Final = 1000
 
 
 class ClaimReader(Protocol):
-    async def read(self, claim: ClaimRef) -> AllocatedClaim:
-        """The claim as the API server has it now. Retries transient failures for some time. Raises Refusal."""
+    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
+        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds; None: for some
+        time). Raises Refusal."""
         ...
 
 
 class NodeClaims:
     """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
-    from an allocation and one of its GPUs. `share_mode`: whether shares are granted."""
+    from an allocation and one of its GPUs. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
 
     def __init__(
         self,
@@ -69,15 +73,16 @@ class NodeClaims:
         pool: str,
         cdi_name: Callable[[AllocationId, str], str],
         share_mode: Callable[[], bool] = lambda: True,
+        closed: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
-        self._share_mode, self._wall_clock = share_mode, wall_clock
+        self._share_mode, self._closed, self._wall_clock = share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
         #: Claim -> the calls of Prepare in progress that no Unprepare has overtaken.
         self._preparing: defaultdict[str, set[object]] = defaultdict(set)
-        #: Unprepared claims, the oldest first -> their pods that had ended or run, which need them no more.
+        #: Unprepared claims, the oldest first -> their pods that need them no more.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
@@ -86,11 +91,13 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef, *, adopted: bool = False) -> Sequence[PreparedDevice]:
-        """Durable before it returns. `adopted`: its pods may run with it, so it may be on a GPU that accepts no new ones. Raises
-        Refusal."""
+    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None, adopted: bool = False) -> Sequence[PreparedDevice]:
+        """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
+        pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
-            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim, adopted)
+            held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
+            if not held or (self._closed is None and self._pods.synced and not self._has_holder(held)):
+                held = await self._grant(claim, deadline, adopted)
             for allocation in held:
                 if not await self._start(allocation):
                     raise _overtaken(claim)
@@ -111,20 +118,25 @@ class NodeClaims:
 
         await self._batch.add(free)
 
-    async def reclaim(self, exists: Callable[[ClaimRef], Awaitable[bool]], listing: Listing) -> None:
-        """Frees the claims that the API server does not have for this node (`exists`) and of which the kubelet lists no pod (`listing`),
-        each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
+    async def reclaim(self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]]]], listing: Listing) -> None:
+        """Frees the claims that hold shares which the API server has not allocated to them on this node, and that the kubelet does not
+        list, each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them.
+
+        `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node."""
         gone = set[str]()
-        for allocation in self._prepared():
-            claim = allocation.claim
-            if claim is None or claim.uid in gone or allocation.pod in listing.pods:
-                continue
+        for claim in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
             ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
-            if not await exists(ref):
-                gone.add(claim.uid)
-                if claim.uid in self._gone:
-                    log.warning("claim_reclaimed", claim=str(ref), holder=allocation.describe())
-                    await self.unprepare(ref)
+            held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
+            if not held or (self._has_holder(held) and (listed or any(a.pod in listing.pods for a in held))):
+                continue
+            uid, shares = await find(ref)
+            # The kubelet lists names: another claim of this name may be meant.
+            if (uid == ref.uid and shares_of(held) <= set(shares)) or (listed and uid in ("", ref.uid)):
+                continue
+            gone.add(ref.uid)
+            if ref.uid in self._gone:
+                log.warning("claim_reclaimed", claim=str(ref), holder=", ".join(a.describe() for a in held))
+                await self.unprepare(ref)
         self._gone = gone
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
@@ -156,26 +168,45 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _bury(self, claim: ClaimRef) -> None:
-        """Records the pods that need the claim no more. One that has not run yet may only be about to use it."""
-        pods = [pod for pod in self._pods.all() if pod.namespace == claim.namespace and pod.phase != "Pending"]
-        self._unprepared.pop(claim.uid, None)
-        self._unprepared[claim.uid] = {pod.uid for pod in pods if any(use.claim == claim.name for use in pod.claims)}
+        """Records the pods that need the claim no more. One that is Pending may only be about to use it."""
+        pods, held = list(self._pods.all()), self._agent_state.ledger.of_claim(claim.uid)
+        key = claim.namespace, claim.name
+        users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
+        waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
+        former = self._unprepared.pop(claim.uid, ())
+        holders = {a.uid for a in held if a.uid and self._pods.synced}
+        self._unprepared[claim.uid] = {*former, *users, *holders} - waiting
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
+
+    def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]]) -> bool:
+        """Whether the claim was unprepared, and is reserved for no pod that still needs it."""
+        if (over := self._unprepared.get(claim.uid)) is None:
+            return False
+        views = [view for _, uid, view in pods if uid not in over]
+        return all(self._pods.synced if view is None else view.ended or view.deleted for view in views)
+
+    def _has_holder(self, held: Iterable[Allocation]) -> bool:
+        """Whether a pod that has the claim is there: as long as a claim is reserved for a pod, its allocation does not change."""
+        views = [self._pods.by_uid(a.uid or "") for a in held]
+        return any(view is not None and not view.ended for view in views)
 
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
-    async def _grant(self, claim: ClaimRef, adopted: bool) -> Sequence[Allocation]:
+    async def _grant(self, claim: ClaimRef, deadline: float | None, adopted: bool) -> Sequence[Allocation]:
+        if self._closed is not None:
+            raise Refusal("conflict", self._closed)
         call = object()
         self._preparing[claim.uid].add(call)
         try:
             await self._enforcement.settle()
-            found = await self._reader.read(claim)
-            if {uid for _, uid in found.pods} <= set(self._unprepared.get(claim.uid, ())):
-                raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
-            views = await asyncio.gather(*(self._view(pod, uid) for pod, uid in found.pods))
+            found = await self._reader.read(claim, deadline=deadline)
+            seconds = POD_SECONDS if deadline is None else min(POD_SECONDS, deadline - time.monotonic())
+            views = await asyncio.gather(*(self._view(pod, uid, seconds) for pod, uid in found.pods))
             pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
+            if self._is_late(claim, pods):
+                raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
         finally:
             if calls := self._preparing.get(claim.uid):
@@ -207,7 +238,9 @@ class NodeClaims:
         if call not in self._preparing.get(claim.ref.uid, ()):
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
-            return ledger, (), (held, False)
+            if shares_of(held) == {(share.device, share.share_id) for share in claim.shares}:
+                return ledger, (), (held, False)
+            ledger = ledger.free(a.id for a in held)  # it was allocated anew, and its Unprepare never came
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
@@ -232,8 +265,8 @@ class NodeClaims:
         refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 
-    async def _view(self, pod: PodKey, uid: str) -> PodView | None:
-        view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, POD_SECONDS)
+    async def _view(self, pod: PodKey, uid: str, seconds: float) -> PodView | None:
+        view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds)
         return view if view is not None and view.uid == uid else None
 
     def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:

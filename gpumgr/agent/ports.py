@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from gpumgr.allocator.gpu_share import GpuShare, Terms
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, Change
+from gpumgr.allocator.ledger import Allocation, AllocationId, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import PodKey, PodView
@@ -68,6 +68,10 @@ class Enforcement(Protocol):
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
         """To be called before each start of the container; for a claim at any time, since limits of a running container stay. `base`: the
         responses to both its calls without the limits. Raises Refusal."""
+        ...
+
+    def intact_specs(self) -> Collection[AllocationId]:
+        """The allocations with CDI specs on disk as `start` wrote them. Blocks for the time of a few system calls."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:

@@ -16,6 +16,9 @@ from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.errors import Refusal
 from gpumgr.units import Amounts, GpuName
 
+#: A device's name, and the UUID of the share of it (None: not a shared device).
+Share = tuple[str, str | None]
+
 _DEVICE_PREFIX = "gpu-"
 _ANOTHER = "delete the pod, so that kube-scheduler chooses another GPU"
 
@@ -88,6 +91,11 @@ def device_name(gpu: GpuName) -> str:
 
 def gpu_of_device(device: str) -> GpuName:
     return device.removeprefix(_DEVICE_PREFIX)
+
+
+def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
+    """What these allocations of claims have."""
+    return {(device_name(gpu), share) for a in allocations if a.claim for gpu, share in a.claim.share_ids.items()}
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:

@@ -107,6 +107,8 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
+        #: In mode plugin: for the claims that still hold GPUs.
+        self.leaving = self._make_leaving(server) if driver is None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
@@ -237,11 +239,13 @@ class Components:
         async def held_back_by() -> str | None:
             """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
             claims hold GPUs."""
+            holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
+            unserved = self.leaving.link.state.error if self.leaving is not None else None
             return (
                 await self.other_plugins.gpu_manager()
                 or (as_nvidia and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
-                or holders_of_other_mode(self.agent_state.ledger, "plugin")
+                or (f"{holders}; they can't end: {unserved}" if holders and unserved else holders)
             )
 
         return KubeletLink(
@@ -253,6 +257,13 @@ class Components:
             held_back_by=held_back_by,
             names=profile.resource_names(self.settings),
         )
+
+    def _make_leaving(self, server: ApiServer | None) -> DraSide | None:
+        kubelet = self.settings.kubelet
+        if server is None or holders_of_other_mode(self.agent_state.ledger, "plugin") is None:
+            return None
+        driver = DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, self.settings.process.instance)
+        return self._make_dra(driver, server, lost=False)
 
     def _make_dra(self, driver: DraDriver, server: ApiServer | None, *, lost: bool) -> DraSide:
         if server is None:

@@ -1,4 +1,5 @@
-"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice."""
+"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice; and
+in mode plugin as long as claims still hold GPUs, without the slice."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -15,7 +16,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently
-from gpumgr.allocator.claims import ClaimRef, device_name
+from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
@@ -28,7 +29,6 @@ from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lo
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.files import names_in
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
 from gpumgr.settings import Settings
 
@@ -36,17 +36,23 @@ log = structlog.get_logger(__name__)
 
 #: How long calls are served after the slice was withdrawn, for pods that are bound already.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
+#: In mode plugin: how long a slice may take to be withdrawn; and after a failure, until the kubelet has deleted it: 30 s without a driver.
+WITHDRAWAL_SECONDS: Final = 5.0
+WIPE_SECONDS: Final = 35.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: Between two tries to adopt claims without an answer of the API server.
 ADOPT_SECONDS: Final = 2.0
+#: In mode plugin.
+_CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
 class DraSide:
-    """`run` it as a daemon once the ledger is reconciled; `stop` ends it. `enforcement_text`: the mechanisms of new shares. `lost`: the
-    ledger was lost. `on_state` is called after each change of the registration."""
+    """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `enforcement_text`: the mechanisms of
+    new shares. `lost`: the ledger was lost. In mode dra `observe` gets the kubelet's calls, and `on_state` is called after each change of
+    the registration."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class DraSide:
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
-        self._enforcement_text, self._pod_resources = enforcement_text, pod_resources
+        self._enforcement, self._enforcement_text, self._pod_resources = enforcement, enforcement_text, pod_resources
         self._lost, self._on_state = lost, on_state
         self._held_back: str | None = None
         node = settings.node.name
@@ -78,12 +84,14 @@ class DraSide:
             pool=node,
             cdi_name=cdi.device_name,
             share_mode=lambda: self._settings.placement.share_mode,
+            closed=_CLOSED if settings.node.mode == "plugin" else None,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
-        driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
+        if settings.node.mode == "dra":
+            driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
 
@@ -104,8 +112,6 @@ class DraSide:
     def update(self) -> None:
         """The GPUs, their health or the mechanisms of new shares have changed."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
-        if not inventory.snapshot.gpus:
-            return
         registry = ledger.gpu_registry
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
@@ -131,6 +137,24 @@ class DraSide:
             group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
             group.create_task(self.link.run(), name="dra_link")
 
+    async def run_out(self) -> None:
+        """Keeps the prepared claims and serves their Unprepare, until there are none left: drained pods end only after that."""
+        if not await self.publisher.withdraw(timeout_seconds=WITHDRAWAL_SECONDS):
+            await asyncio.sleep(WIPE_SECONDS)
+        await self.claims.restore()
+        self._driver.decide_with(self.claims)
+        async with asyncio.TaskGroup() as group:
+            daemons = [
+                group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
+                group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
+                group.create_task(self.link.run(), name="dra_link"),
+            ]
+            while holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:  # noqa: ASYNC110 (a ledger has no event)
+                await asyncio.sleep(1.0)
+            for daemon in daemons:
+                daemon.cancel()
+        await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+
     async def stop(self, grace_seconds: float) -> None:
         """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
         another agent has registered the driver, the slice stays for that."""
@@ -141,9 +165,11 @@ class DraSide:
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""
+        """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended. This process may have registered
+        the driver already, beside a former agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
+            await self.link.suspend()
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
@@ -158,6 +184,7 @@ class DraSide:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"the ledger was lost, and which GPUs the node's pods have is not known yet: {failure}")
+            await self.link.suspend()
             await asyncio.sleep(ADOPT_SECONDS)
 
     async def _adopt_once(self) -> str | None:
@@ -167,21 +194,20 @@ class DraSide:
         return await adopt(self._server, self._settings.node.name, self._pods, prepare, self._agent_state.ledger.of_claim)
 
     async def _reclaim(self) -> None:
-        async def exists(claim: ClaimRef) -> bool:
+        async def find(claim: ClaimRef) -> tuple[str, Collection[Share]]:
             found = await self._server.find(claim_path(claim.namespace, claim.name))
-            return found is not None and found["metadata"]["uid"] == claim.uid and allocated_here(found, self._settings.node.name)
+            return ("", ()) if found is None else (found["metadata"]["uid"], allocated_here(found, self._settings.node.name))
 
         while True:
             await asyncio.sleep(RECLAIM_SECONDS)
             with suppress(GpumgrError, *API_FAILURES):  # reported where these are used for every pod; the next round is soon
-                await self.claims.reclaim(exists, await self._pod_resources.list())
+                await self.claims.reclaim(find, await self._pod_resources.list())
 
     async def _keep_specs(self) -> None:
-        """A container restart makes no Prepare call, so lost CDI specs are written again."""
+        """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
-            names = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
-            await self.claims.restore(unless={found for name in names if (found := cdi.allocation_of(name)) is not None})
+            await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)

@@ -143,7 +143,9 @@ def _trim_memory() -> None:
 def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -> list[asyncio.Task[None]]:
     """The daemons that start after reconciliation: they serve the kubelet, enforce the limits and notify the service manager."""
     components = parts.components
+    leaving = [] if components.leaving is None else [group.create_task(components.leaving.run_out(), name="claims_of_mode_dra")]
     return [
+        *leaving,
         group.create_task(forever("reconciler", components.reconciler.run), name="reconciler"),
         group.create_task(forever("enforcement", components.enforcement.run), name="enforcement"),
         group.create_task(forever("mig_devices", partial(_tend, components.agent.mig_devices)), name="mig_devices"),
@@ -214,7 +216,9 @@ async def _stop(components: Components, grace_seconds: float) -> None:
     """Lets the kubelet's calls end; everything else may be cancelled afterwards."""
     try:
         async with asyncio.timeout(grace_seconds):
-            await components.link.stop(grace_seconds / 2)
+            await asyncio.gather(
+                *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
+            )
             await finish_shielded(grace_seconds / 2)
             with contextlib.suppress(CheckpointError):  # logged when it was tried before, or the disk has just become full
                 await components.agent_state.history.flush()

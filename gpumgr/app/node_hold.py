@@ -1,7 +1,8 @@
 """One agent per node: the locks, and the second agent of a rolling update.
 
 In node mode dra the second one registers the driver with sockets of its own and is ready, so that its DaemonSet ends the first one. The
-kubelet sends its calls to the driver that registered last; they wait until the first agent has ended and this one has its ledger.
+kubelet sends its calls to the driver that registered last; they wait until the first agent has ended and this one has its ledger. If the
+first one has pods of mode plugin, the second one is ready at once and registers nothing.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ from typing import Any, Final
 
 import structlog
 
+from gpumgr.app.dra_side import holders_of_other_mode
+from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.dra.driver import DraDriver
-from gpumgr.errors import AlreadyRunning, GpumgrError, InputError
+from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.settings import Settings
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.handlers import make_probes
@@ -66,15 +69,21 @@ async def node_held(settings: Settings, driver: DraDriver | None, stop: asyncio.
 
 async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitStack, stop: asyncio.Event) -> None:
     """Serves the kubelet's registration and the probes, until the locks are taken or `stop` is set."""
+    holders = None
+    with contextlib.suppress(CheckpointError):
+        loaded = await asyncio.to_thread(read_checkpoint, settings.checkpoint.dir)
+        holders = holders_of_other_mode(loaded.ledger, "dra")
 
     def not_ready() -> list[str]:
-        return [] if driver.link.registered else [driver.link.state.error or "the kubelet has not registered the driver yet"]
+        if driver.link.registered or holders is not None:
+            return []
+        return [driver.link.state.error or "the kubelet has not registered the driver yet"]
 
     web = AppServer(make_probes(not_ready), **web_options(settings))
     await web.start()
     held = False
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(driver.link.run(), name="dra_link")
+        serving = group.create_task(driver.link.run() if holders is None else asyncio.sleep(0), name="dra_link")
         try:
             while not (held or stop.is_set()):
                 await asyncio.sleep(RETRY_SECONDS)

@@ -5,7 +5,8 @@ The answer has every id of the node, so only the names of pods are decoded at on
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from typing import Final
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.allocator.listing import Containers, Listing, PodKey
+from gpumgr.allocator.listing import ClaimKey, Containers, Listing, PodKey
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
@@ -35,7 +36,7 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
     places: dict[PodKey, list[tuple[int, int]]] = {}
     for number, start, end in wire.spans(data, 0, len(data)):
         if number == 1:
-            places.setdefault(_pod_key(data, start, end), []).append((start, end))
+            places.setdefault(_key(data, start, end, name=1, namespace=2), []).append((start, end))
 
     def read(pod: PodKey) -> Containers:
         held: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -45,17 +46,22 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
                     _read_container(data, container_start, container_end, held, names)
         return held
 
-    return Listing(tuple(places), read)
+    def read_claims() -> Collection[ClaimKey]:
+        spans: Iterable[tuple[int, int]] = chain(*places.values())
+        for wanted in (3, 5):  # the pods' containers, and the claims of those
+            spans = [(start, end) for span in spans for number, start, end in wire.spans(data, *span) if number == wanted]
+        return {_key(data, start, end, name=2, namespace=3) for start, end in spans}
+
+    return Listing(tuple(places), read, read_claims)
 
 
-def _pod_key(data: bytes, start: int, end: int) -> PodKey:
-    name = namespace = ""
+def _key(data: bytes, start: int, end: int, *, name: int, namespace: int) -> tuple[str, str]:
+    """Namespace and name in a message that has them in these fields."""
+    texts = {name: "", namespace: ""}
     for number, text_start, text_end in wire.spans(data, start, end):
-        if number == 1:
-            name = wire.text(data, text_start, text_end)
-        elif number == 2:
-            namespace = wire.text(data, text_start, text_end)
-    return namespace, name
+        if number in texts:
+            texts[number] = wire.text(data, text_start, text_end)
+    return texts[namespace], texts[name]
 
 
 def _read_container(

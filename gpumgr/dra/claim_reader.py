@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare
+from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, Share
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
@@ -40,7 +40,7 @@ class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fi
 
 class ClaimReader:
     """`pool`: the name of the node's pool of devices. `budget_seconds`: how long transient faults are retried, unless `read` is given
-    another time. `clock` is monotonic, in seconds."""
+    a deadline. `clock` is monotonic, in seconds."""
 
     def __init__(
         self, server: ApiServer, pool: str, *, budget_seconds: float = 40.0, clock: Callable[[], float] = time.monotonic
@@ -48,10 +48,10 @@ class ClaimReader:
         self._server, self._pool, self._budget_seconds, self._clock = server, pool, budget_seconds, clock
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
-    async def read(self, claim: ClaimRef, *, budget_seconds: float | None = None) -> AllocatedClaim:
+    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
         """The claim as the API server has it now. Raises Refusal."""
-        deadline = self._clock() + (self._budget_seconds if budget_seconds is None else budget_seconds)
-        return allocated_claim(claim, self._pool, await self._find(claim, deadline))
+        until = self._clock() + self._budget_seconds if deadline is None else deadline
+        return allocated_claim(claim, self._pool, await self._find(claim, until))
 
     async def _find(self, claim: ClaimRef, deadline: float) -> dict[str, Any] | None:
         path = claim_path(claim.namespace, claim.name)
@@ -88,10 +88,11 @@ def claim_path(namespace: str, name: str) -> str:
     return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
 
 
-def allocated_here(claim: Mapping[str, Any], pool: str) -> bool:
-    """Whether the claim (JSON) has a device of the driver in this pool."""
+def allocated_here(claim: Mapping[str, Any], pool: str) -> set[Share]:
+    """The shares of the driver's devices in this pool that the claim (JSON) has."""
     results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
-    return any((each["driver"], each["pool"]) == (DRIVER, pool) for each in results)
+    own = [each for each in results if (each["driver"], each["pool"]) == (DRIVER, pool)]
+    return {(str(each.get("device")), each.get("shareID")) for each in own}
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:

@@ -1,20 +1,30 @@
 """The driver as the kubelet sees it: its sockets and services. They may be there before the agent can decide; calls wait until then."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from gpumgr.aio import LatestValue
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
 from gpumgr.dra.health import DeviceHealth, DraHealth
 from gpumgr.dra.registration import DraLink, LinkState
-from gpumgr.dra.service import Claims, DraPlugin
+from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import Refusal
 
 #: The kubelet ends a call after 45 s, without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
+
+
+class Claims(Protocol):
+    """Makes the decisions. Each method may raise errors.Refusal."""
+
+    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:
+        """See dra.service.Claims. `deadline`: when it must answer, in monotonic seconds."""
+
+    async def unprepare(self, claim: ClaimRef) -> None: ...
 
 
 class DraDriver:
@@ -49,16 +59,17 @@ class DraDriver:
         self._decides.set()
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        return await (await self._decider()).prepare(claim)
+        deadline = time.monotonic() + self._wait_seconds
+        return await (await self._decider(deadline)).prepare(claim, deadline=deadline)
 
     async def unprepare(self, claim: ClaimRef) -> None:
-        await (await self._decider()).unprepare(claim)
+        await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)
 
-    async def _decider(self) -> Claims:
+    async def _decider(self, deadline: float) -> Claims:
         """Raises Refusal."""
         if self._claims is None:
             try:
-                async with asyncio.timeout(self._wait_seconds):
+                async with asyncio.timeout(deadline - time.monotonic()):
                     await self._decides.wait()
             except TimeoutError:
                 raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None

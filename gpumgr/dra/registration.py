@@ -117,6 +117,8 @@ class DraLink:
         self._accepted = 0  # connections to the DRA socket that are considered already
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
+        # The kubelet needs one look to notice that a socket is gone, and one for the next socket; it looks once a second.
+        self._remove_leftovers()
 
     @property
     def registered(self) -> bool:
@@ -132,13 +134,19 @@ class DraLink:
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
-    async def stop(self, grace_seconds: float) -> None:
-        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+    async def suspend(self) -> None:
+        """Ends `run` and the registration, until `run` is called again."""
         if self._daemon is not None:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
-        await self._registration.drain(0)
+        self._registration.remove()
+        self._confirmed = False
         self._become(LinkState(registrations=self._registrations))
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+        await self.suspend()
+        await self._registration.drain(0)
         await self._dra.drain(grace_seconds)
 
     def __mapping__(self) -> dict[str, Method]:
@@ -172,8 +180,7 @@ class DraLink:
 
     async def _keep(self) -> None:
         """Never returns."""
-        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
-            _remove_leftovers(server.path.parent, pattern)
+        self._remove_leftovers()
         while True:
             try:
                 await self._serve()
@@ -183,6 +190,10 @@ class DraLink:
                 self._problem = None
             self._report(self._observed())
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
+
+    def _remove_leftovers(self) -> None:
+        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
+            _remove_leftovers(server.path.parent, pattern)
 
     async def _serve(self) -> None:
         """Makes the sockets that are not in place. Raises KubeletError."""

@@ -25,7 +25,7 @@ from gpumgr.enforcement.mechanism_choice import (
 )
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.files import names_in, replace_file
+from gpumgr.files import FileIdentity, names_in, replace_file
 from gpumgr.topology.devices import Gpu
 from gpumgr.units import RESOURCES, Resource
 
@@ -72,6 +72,8 @@ class Enforcer:
         self._on_start, self._neighbours = on_start, neighbours
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
+        #: The CDI specs that this process wrote.
+        self._written: dict[AllocationId, FileIdentity | None] = {}
         self._logged: dict[tuple[str, ...], str] = {}
         self._gpus: Sequence[Gpu] = ()
         self._reported: tuple[Mechanisms, str] | None = None
@@ -258,7 +260,9 @@ class Enforcer:
         """Raises OSError."""
         self._cdi_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
         # Every start of the container, also after a reboot, writes it again.
-        replace_file(self._cdi_dir / cdi.file_name(allocation), spec, durable=False)
+        path = self._cdi_dir / cdi.file_name(allocation)
+        replace_file(path, spec, durable=False)
+        self._written[allocation] = FileIdentity.at(path)
 
     def _specs(self) -> Collection[AllocationId]:
         """Allocations that a CDI spec is kept for. Raises OSError."""
@@ -280,7 +284,12 @@ class Enforcer:
             self._orphans.pop(allocation, None)
             log.info("orphan_removed", allocation=allocation)
 
+    def intact_specs(self) -> Collection[AllocationId]:
+        written = [*self._written.items()]
+        return {each for each, spec in written if spec and FileIdentity.at(self._cdi_dir / cdi.file_name(each)) == spec}
+
     async def _remove_spec(self, allocation: AllocationId) -> None:
+        self._written.pop(allocation, None)
         (self._cdi_dir / cdi.file_name(allocation)).unlink(missing_ok=True)
 
     async def close(self) -> None:

@@ -231,7 +231,7 @@ class Nvml:
         return await self._call(lambda: self._binding.on_gpu(uuid, fn))
 
     async def _change_mig(self, fn: Callable[[], T]) -> T:
-        """Keeps other calls back meanwhile, whose timeouts would pass while they wait for the thread."""
+        """Other calls wait for the end, since their timeouts would pass while they wait for the thread."""
         async with self._session_lock:
             self._session_open.clear()
             try:

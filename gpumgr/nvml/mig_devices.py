@@ -1,7 +1,8 @@
 """Turns MIG mode on, creates and destroys MIG devices. Synchronous functions for the worker's thread; all need root.
 
-A MIG device is a compute instance in a GPU instance. Here it always has the whole GPU instance. A GPU instance whose compute instance is
-gone, since something failed between the steps, is no MIG device, but occupies its place: it is destroyed when the place is needed.
+A MIG device is a compute instance in a GPU instance. Here it always has the whole GPU instance. If something fails
+between the steps, a GPU instance without compute instance is left. It is no MIG device, but occupies its place: it is destroyed when the
+place is needed.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".

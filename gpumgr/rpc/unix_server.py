@@ -48,6 +48,10 @@ class UnixServer:
             remedy = _REMEDIES.get(error.errno or 0, "")
             raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
 
+    def remove(self) -> None:
+        """Removes the socket file, unless a newer one has replaced it; `start` makes it again."""
+        self._socket.remove()
+
     async def drain(self, grace_seconds: float) -> None:
         """Removes the socket file, unless a newer one has replaced it, and ends the service in order (see DrainingServer.drain)."""
         self._socket.remove()

@@ -293,7 +293,7 @@ def _put_processes(facts: Facts, gpu: int, processes: Iterable[SimProcess]) -> N
 
 
 def _made_by_callers(facts: Facts) -> set[Key]:
-    """The facts about MIG devices of the GPUs whose MIG devices callers have changed."""
+    """The facts about MIG devices of the GPUs on which callers have changed them."""
     return {key for key in facts if key[0] in {"remade", "instance"} and facts.get(("remade", key[1])) == "2"}
 
 

@@ -128,6 +128,12 @@ class DraNode(Node):
         items: Sequence[Json] = self.cluster.api.request("GET", f"{RESOURCES}/resourceslices")["items"]
         return [each for each in items if each["spec"]["driver"] == DRIVER]
 
+    def delete_claims(self) -> None:
+        """Deletes what a failed test has left: no pod uses claims now."""
+        for each in self.cluster.api.request("GET", CLAIMS)["items"]:
+            self.cluster.api.request("DELETE", f"{CLAIMS}/{each['metadata']['name']}")
+        wait_until("no claims", lambda: not self.cluster.api.request("GET", CLAIMS)["items"])
+
     def claim_of(self, name: str) -> Json:
         (status,) = self.cluster.pods.all()[name]["status"]["resourceClaimStatuses"]
         path = f"{RESOURCES}/namespaces/default/resourceclaims/{status['resourceClaimName']}"

@@ -14,7 +14,7 @@ from gpumgr.dra.driver import DraDriver
 
 
 class Nothing:
-    async def prepare(self, _claim: ClaimRef) -> Sequence[PreparedDevice]:
+    async def prepare(self, _claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:  # noqa: ARG002
         return ()
 
     async def unprepare(self, _claim: ClaimRef) -> None:

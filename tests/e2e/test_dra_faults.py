@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from gpumgr.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
+from .api import PODS
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, Json, container
@@ -36,6 +37,7 @@ def faulty(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
 @pytest.fixture
 def node(faulty: DraNode) -> DraNode:
     faulty.cluster.delete_all()
+    faulty.delete_claims()
     faulty.agent.wait_empty()
     return faulty
 
@@ -102,14 +104,25 @@ def api_server_away(node: DraNode, name: str) -> Iterator[None]:
         with stopped(node, "gpumgr"):
             node.cluster.create([claiming(name, "share")])
             node.cluster.pods.wait("a bound pod", lambda pods: "nodeName" in pods.get(name, {"spec": {}})["spec"], 60)
-            wait_called(str(node.claim_of(name)["metadata"]["uid"]))
+            wait_called(node, {name: str(node.claim_of(name)["metadata"]["uid"])})
             server.enter_context(stopped(node, "kube-apiserver"))
         yield
 
 
-def wait_called(*claims: str) -> None:
-    """Waits until the kubelet has read these claims (UIDs) and is about to call the driver."""
-    wait_until("the kubelet's record of the claims", lambda: all(uid in RECORD.read_text() for uid in claims))
+def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
+    """Waits until the kubelet has read the claim (UID) of each pod and is about to call the driver.
+
+    The API server may refuse it a claim of a pod that was just bound. It tries again after a minute, or when the pod changes: the agent,
+    which is stopped here, changes such pods.
+    """
+
+    def called() -> bool:
+        missing = [name for name, uid in claims.items() if uid not in RECORD.read_text()]
+        for name in missing:
+            node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(time.monotonic())}}})
+        return not missing
+
+    wait_until("the kubelet's record of the claims", called, every=1)
 
 
 def test_an_api_server_that_does_not_answer_delays_a_pod_and_no_more(node: DraNode) -> None:
@@ -138,7 +151,7 @@ def test_claims_that_are_deleted_or_replaced_before_they_are_prepared(node: DraN
     with stopped(node, "gpumgr"):
         for name in wanted:
             node.forge(name, {"devices": {"results": [{**result, "shareID": str(uuid.uuid4())}]}})
-        wait_called(*(str(node.cluster.api.request("GET", f"{CLAIMS}/{name}")["metadata"]["uid"]) for name in wanted))
+        wait_called(node, {name: str(node.cluster.api.request("GET", f"{CLAIMS}/{name}")["metadata"]["uid"]) for name in wanted})
         for name in wanted:
             node.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
         node.claim("replaced", request("gpu", 10, "1Gi"))
@@ -153,11 +166,13 @@ def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(node: DraNode) -
     """The kubelet's state is deleted, with the pod, while it is away: it never unprepares the claim."""
     pods = node.run([claiming("leaked", "share")])
     node.cluster.processes.stop("kubelet")
-    node.cluster.delete(["leaked"], grace=0)
-    wait_until("the claim gone", lambda: not node.cluster.api.request("GET", CLAIMS)["items"])
-    RECORD.unlink()
-    shutil.rmtree(KUBELET_ROOT / "pods" / pods["leaked"]["metadata"]["uid"])
-    node.cluster.start_kubelet()
+    try:
+        node.cluster.delete(["leaked"], grace=0)
+        wait_until("the claim gone", lambda: not node.cluster.api.request("GET", CLAIMS)["items"])
+        RECORD.unlink()
+        shutil.rmtree(KUBELET_ROOT / "pods" / pods["leaked"]["metadata"]["uid"])
+    finally:
+        node.cluster.start_kubelet()
     assert node.agent.ledger()
     wait_until("the leaked claim freed", lambda: not node.agent.ledger(), 120, every=0.5)
     assert any(line["event"] == "claim_reclaimed" for line in node.agent.log())

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import EMPTY, Inventory
 from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
@@ -17,11 +17,13 @@ from gpumgr.app import dra_side
 from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
 from gpumgr.dra.claim_reader import allocated_here
 from gpumgr.dra.driver import DraDriver
-from gpumgr.dra.slices import DRIVER, Taint
+from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeSettings, PlacementSettings
+from gpumgr.units import Amounts
+from tests.component.dra.harness import StubKubelet, soon
 from tests.component.stage.stage import snapshot, unlimited
 from tests.unit.agent.world import World
 
@@ -81,7 +83,7 @@ def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(e
     ],
 )
 def test_claims_of_this_node(status: object, here: bool) -> None:
-    assert allocated_here({"status": status}, "n1") is here
+    assert bool(allocated_here({"status": status}, "n1")) is here
 
 
 class ClaimServer:
@@ -110,10 +112,10 @@ class ClaimServer:
         return self.claims.get(name)
 
 
-def side_of(world: World, server: ClaimServer, folder: Path) -> DraSide:
+def side_of(world: World, server: ClaimServer, folder: Path, *, driver: DraDriver | None = None, lost: bool = True) -> DraSide:
     return DraSide(
         Settings(node=NodeSettings(name="node-1", mode="dra")),
-        DraDriver(folder, folder, None),
+        driver or DraDriver(folder, folder, None),
         server=cast("ApiServer", server),
         agent_state=world.agent_state,
         starts=world.agent.container_starts,
@@ -121,7 +123,7 @@ def side_of(world: World, server: ClaimServer, folder: Path) -> DraSide:
         enforcement=world.limits,
         enforcement_text=str,
         pod_resources=cast("Any", None),
-        lost=True,
+        lost=lost,
     )
 
 
@@ -187,6 +189,115 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
     server.add(world, "a", 0)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
         await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+
+
+async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path) -> None:
+    """After a start without the driver the former slice would offer them."""
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
+    await world.agent_state.set_snapshot(EMPTY)
+    side = side_of(world, ClaimServer(), tmp_path)
+
+    def offer() -> list[list[str]] | None:
+        """The taints of each device."""
+        side.update()
+        devices = side._devices.value
+        return None if devices is None else [[taint.key for taint in each.taints] for each in devices]
+
+    assert offer() == []
+    await world.agent_state.set_snapshot(world.node)
+    assert offer() == [[], []]
+    await world.agent_state.set_snapshot(EMPTY)
+    assert offer() == [[LOST_TAINT], [LOST_TAINT]]
+
+
+@asynccontextmanager
+async def running_side(world: World, folder: Path, *, lost: bool = False) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
+    """A former part of the process has registered its driver."""
+    kubelet = StubKubelet(folder)
+    side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None), lost=lost)
+    former = asyncio.create_task(side.link.run())
+    task = None
+    try:
+        async with asyncio.timeout(30):
+            await kubelet.register()
+            former.cancel()
+            await asyncio.wait([former])
+            task = asyncio.create_task(side.run())
+            yield side, kubelet
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await side.link.stop(0)
+        await kubelet.end()
+
+
+@pytest.mark.parametrize("reason", ["holder", "lost"])
+async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
+    reason: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.05)
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
+    if reason == "holder":
+        gpu = world.ledger.gpu_registry.gpus[0].name
+        holder = Allocation(id="a", pod=("team", "by-plugin"), container="main", gpus={gpu: Amounts(10, 256)})
+        world.agent_state.ledger = world.ledger.occupy(holder)
+    else:
+        world.pods.synced = False
+    async with running_side(world, folder, lost=reason == "lost") as (side, kubelet):
+        await soon(lambda: f"{DRIVER}-reg.sock" not in kubelet.sockets())
+        assert not side.registered
+        assert side.states[DRIVER].error
+        world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
+        await kubelet.register()
+        await soon(lambda: side.registered)
+        assert side.states[DRIVER].error is None
+
+
+async def prepared(world: World, folder: Path) -> Path:
+    """A claim is prepared by an earlier process; the path of its CDI spec."""
+    server = ClaimServer()
+    server.add(world, "a", 0)
+    await side_of(world, server, folder).claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+    (spec,) = (folder / "cdi").iterdir()
+    return spec
+
+
+async def test_cdi_specs_are_there_before_anything_is_decided(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
+    spec, found = await prepared(world, tmp_path), list[bool]()
+    spec.unlink()
+    monkeypatch.setattr(DraDriver, "decide_with", lambda *_: found.append(spec.exists()))
+    async with running_side(world, folder):
+        await soon(lambda: bool(found))
+    assert found == [True]
+
+
+async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_intact_is_left_alone(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "CDI_CHECK_SECONDS", 0.01)
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
+    spec = await prepared(world, tmp_path)
+    content, starts = spec.read_text(), list[str]()
+    start = world.agent.container_starts.start
+
+    async def counted(allocation: Allocation) -> None:
+        starts.append(allocation.id)
+        await start(allocation)
+
+    monkeypatch.setattr(world.agent.container_starts, "start", counted)
+    async with running_side(world, folder):
+        await soon(lambda: len(starts) == 1)
+        for garbage in ("", "garbage" * 9, content.swapcase()):
+            await asyncio.sleep(0.1)
+            spec.write_text(garbage)
+            await soon(lambda: spec.read_text() == content)
+        spec.unlink()
+        await soon(spec.exists)
+    assert len(starts) == 5
 
 
 async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(

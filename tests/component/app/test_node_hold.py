@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
+import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from urllib.error import HTTPError
 
 import pytest
 
+from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.app.node_hold import make_driver, node_held
+from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.deviceplugin.node_lock import lock_node
 from gpumgr.dra.driver import DraDriver
 from gpumgr.errors import AlreadyRunning, Refusal
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import HttpSettings, KubeletSettings, NodeSettings, ProcessSettings
+from gpumgr.settings.schema import CheckpointSettings, HttpSettings, KubeletSettings, NodeSettings, ProcessSettings
 from tests.component.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked, soon
 
 
@@ -32,6 +36,7 @@ def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new"
         kubelet=kubelet,
         http=HttpSettings(address="127.0.0.1", port=port),
         process=ProcessSettings(lock_path=folder / "lock", instance=instance),
+        checkpoint=CheckpointSettings(dir=folder / "checkpoint"),
     )
 
 
@@ -107,6 +112,23 @@ async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_t
             await kubelet.end()
 
 
+async def test_beside_pods_of_the_device_plugin_the_second_agent_is_ready_and_registers_nothing(folder: Path) -> None:
+    """The kubelet would call it for claims that it can't decide. If it were not ready, its DaemonSet would never end the first one."""
+    settings, kubelet = settings_of(folder), StubKubelet(folder)
+    checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir)
+    await checkpoint.save(Ledger().occupy(Allocation(id="a", pod=("team", "by-plugin"), container="main")).since(Ledger()))
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    async with second(settings, asyncio.Event()) as (driver, held):
+        await when(lambda: status(settings, "/readyz") == 200)
+        assert kubelet.sockets() == []
+        first.__exit__(None, None, None)
+        assert await held
+        assert kubelet.sockets() == []
+        assert not driver.link.registered
+    await checkpoint.close()
+
+
 async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> None:
     kubelet, stop = StubKubelet(folder), asyncio.Event()
     settings = settings_of(folder)
@@ -128,6 +150,23 @@ async def test_without_a_rolling_update_the_second_agent_ends(folder: Path, mode
     with lock_node(settings.process.lock_path), pytest.raises(AlreadyRunning, match=r"another gpumgr agent \(pid"):
         async with node_held(settings, make_driver(settings), asyncio.Event()):
             raise AssertionError("two agents hold one node")
+
+
+async def test_what_a_call_has_waited_is_no_more_there_for_the_decision(folder: Path) -> None:
+    """The kubelet ends a call after 45 s, and then no reason reaches the pod."""
+
+    class Deciding(ScriptedClaims):
+        async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:
+            deadlines.append(deadline or 0.0)
+            return await super().prepare(claim)
+
+    deadlines, driver = list[float](), DraDriver(folder, folder, None, wait_seconds=5.0)
+    began = time.monotonic()
+    call = asyncio.create_task(driver.prepare(claim("a")))
+    await asyncio.sleep(0.2)
+    driver.decide_with(Deciding())
+    await call
+    assert began + 5.0 <= deadlines[0] < began + 5.2
 
 
 async def test_a_call_that_waits_too_long_is_refused_with_the_reason(folder: Path) -> None:

@@ -30,7 +30,7 @@ class Reader:
     def __init__(self) -> None:
         self.claims: dict[str, AllocatedClaim] = {}
 
-    async def read(self, claim: ClaimRef) -> AllocatedClaim:
+    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:  # noqa: ARG002
         return self.claims[claim.uid]
 
 

@@ -37,7 +37,7 @@ class ScriptedClaims:
     ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
     calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
 
-    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:  # noqa: ARG002
         await self._turn("prepare", claim)
         return [DEVICE]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gpumgr.dra.slices import SLICES
+from gpumgr.dra.slices import SLICES, slice_name
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
@@ -20,7 +20,8 @@ class Resources:
     """`without`: feature gates that are off. `answers` replace the ordinary ones, one POST or PUT each (None: the ordinary one).
     `writes`: method and slice (a DELETE: its name), without dry runs; `probes` counts these. `claims`: (namespace, name) -> object."""
 
-    def __init__(self, sim: SimApiServer) -> None:
+    def __init__(self, sim: SimApiServer, node: str = "node-1") -> None:
+        self._name = slice_name(node)
         self.without: set[str] = set()
         self.answers: deque[web.Response | None] = deque()
         self.writes: list[tuple[str, Any]] = []
@@ -72,7 +73,7 @@ class Resources:
             device["taints"] = [{**taint, "timeAdded": "2026-11-01T10:00:00Z"} for taint in taints]
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        assert request.query["fieldSelector"] == "metadata.name=00000-gpu.gpumgr.io-node-1"
+        assert request.query["fieldSelector"] == f"metadata.name={self._name}"
         if "watch" in request.query:
             return await self._slices.watch(request, lambda _: True)
         return self._slices.list(lambda _: True)

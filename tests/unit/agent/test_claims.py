@@ -1,6 +1,7 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
+from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, Share, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation, Change
@@ -35,10 +36,11 @@ class Reader:
 
     claims: dict[str, AllocatedClaim] = field(default_factory=dict)
     reads: int = 0
+    deadline: float | None = None
     before_answer: Callable[[], object] | None = None
 
-    async def read(self, claim: ClaimRef) -> AllocatedClaim:
-        self.reads += 1
+    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
+        self.reads, self.deadline = self.reads + 1, deadline
         found = self.claims.get(claim.uid)
         if self.before_answer is not None:
             result = self.before_answer()
@@ -59,7 +61,7 @@ class Node:
     def __post_init__(self) -> None:
         self.start()
 
-    def start(self) -> None:
+    def start(self, closed: str | None = None) -> None:
         agent = self.world.agent
         self.claims = NodeClaims(
             agent_state=self.world.agent_state,
@@ -69,6 +71,7 @@ class Node:
             starts=agent.container_starts,
             pool="node1",
             cdi_name=cdi_name,
+            closed=closed,
             wall_clock=lambda: self.world.wall,
         )
 
@@ -94,6 +97,12 @@ class Node:
         self.world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", claims=uses)
         self.reader.claims[ref.uid] = AllocatedClaim(ref=ref, pods=((("team", name), f"pod-{name}"),), shares=shares)
         return ref
+
+    def use_next(self, ref: ClaimRef) -> None:
+        """The claim is reserved for one more pod, which waits for it."""
+        found, uses = self.reader.claims[ref.uid], (ClaimUse(container="main", claim=ref.name),)
+        self.world.pods.views["team", "next"] = PodView(namespace="team", name="next", uid="pod-next", claims=uses)
+        self.reader.claims[ref.uid] = replace(found, pods=(*found.pods, (("team", "next"), "pod-next")))
 
     async def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
         return list(await self.claims.prepare(ref))
@@ -269,8 +278,94 @@ async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(
     with pytest.raises(Refusal, match="the pods that it is reserved for have ended") if refused else nullcontext():
         await node.prepare(ref)
     assert len(node.world.ledger.allocations) == (not refused)
-    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=((key, "pod-a"), (("team", "next"), "pod-next")))
+    node.use_next(ref)
     await node.prepare(ref)
+
+
+@pytest.mark.parametrize("end", ["deleted while Pending", "gone before", "gone after", "another pod of its name"])
+async def test_a_late_prepare_for_a_pod_that_is_deleted_or_unknown_is_refused(node: Node, end: str) -> None:
+    ref, key = node.claim("a", node.share(0, 30, 512)), ("team", "a")
+    await node.prepare(ref)
+    views = node.world.pods.views
+    if end == "deleted while Pending":
+        views[key] = replace(views[key], deleted=True)
+    elif end == "gone before":
+        del views[key]
+    await node.claims.unprepare(ref)
+    if end == "gone after":
+        del views[key]
+    elif end == "another pod of its name":
+        views[key] = PodView(namespace="team", name="a", uid="pod-a2")
+    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
+        await node.prepare(ref)
+    await node.claims.unprepare(ref)
+    assert not node.world.ledger.allocations
+    node.use_next(ref)
+    await node.prepare(ref)
+
+
+async def test_a_freed_holder_stays_refused_after_the_cache_has_begun_anew(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    await node.prepare(ref)
+    del node.world.pods.views["team", "a"]
+    await node.claims.unprepare(ref)
+    node.world.pods.synced = False
+    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
+        await node.prepare(ref)
+
+
+async def test_a_claim_of_an_unknown_pod_is_prepared_if_it_was_never_unprepared(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    node.world.pods.views.clear()
+    await node.prepare(ref)
+
+
+@pytest.mark.parametrize("synced", [True, False])
+async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its_new_device(node: Node, synced: bool) -> None:
+    ref = node.claim("a", node.share(0, 60, 512))
+    before = await node.prepare(ref)
+    moved = node.share(1, 60, 512, number=2)
+    found = node.reader.claims[ref.uid]
+    node.reader.claims[ref.uid] = replace(found, shares=(moved,), pods=((("team", "next"), "pod-next"),))
+    node.world.pods.views.clear()
+    node.world.pods.synced = synced
+    if not synced:
+        assert await node.prepare(ref) == before, "whether its pod is there is not known"
+        return
+    (device,) = await node.prepare(ref)
+    assert (device.device, device.share_id) == (moved.device, "share-2")
+    assert [a.gpus for a in node.world.ledger.of_claim(ref.uid)] == [{node.gpu(1): Amounts(60, 512)}]
+    assert node.world.ledger.used(node.gpu(0)) == Amounts()
+    node.reader.claims.clear()
+    with pytest.raises(Refusal):
+        await node.prepare(ref)
+
+
+async def test_the_deadline_of_the_call_holds_for_the_claim_and_its_pods(node: Node) -> None:
+    ref, waits = node.claim("a", node.share(0, 30, 512)), list[float]()
+
+    async def wait_for(pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
+        waits.append(timeout_seconds)
+        return None
+
+    node.world.pods.wait_for = wait_for  # type: ignore[method-assign]
+    node.world.pods.views.clear()
+    deadline = time.monotonic() + 0.5
+    await node.claims.prepare(ref, deadline=deadline)
+    assert node.reader.deadline == deadline
+    assert waits
+    assert max(waits) <= 0.5
+
+
+async def test_a_node_that_is_closed_keeps_its_claims_and_takes_no_others(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    before = await node.prepare(ref)
+    node.start(closed="node.mode is plugin")
+    assert await node.prepare(ref) == before
+    with pytest.raises(Refusal, match=r"node\.mode is plugin"):
+        await node.prepare(node.claim("b", node.share(0, 30, 512)))
+    await node.claims.unprepare(ref)
+    assert not node.world.ledger.allocations
 
 
 async def test_only_so_many_unprepared_claims_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,19 +482,65 @@ async def test_the_sweep_of_ended_pods_leaves_claims_alone(node: Node) -> None:
     assert len(node.world.ledger.allocations) == 1
 
 
+class Found:
+    """What the API server has: claim -> its UID and shares on this node. `asked`: the claims that were looked for."""
+
+    def __init__(self, **claims: tuple[str, Collection[Share]]) -> None:
+        self.claims, self.asked = claims, list[str]()
+
+    async def __call__(self, ref: ClaimRef) -> tuple[str, Collection[Share]]:
+        self.asked.append(ref.name)
+        return self.claims.get(ref.name, ("", ()))
+
+
+def held(node: Node) -> set[str]:
+    return {a.claim.name for a in node.world.ledger.allocations.values() if a.claim}
+
+
 async def test_claims_that_are_gone_everywhere_are_freed_at_the_second_look(node: Node) -> None:
-    gone, listed, known = (node.claim(name, node.share(0, 10, 256)) for name in ("gone", "listed", "known"))
-    for ref in (gone, listed, known):
-        await node.prepare(ref)
+    names = ("gone", "listed", "pod-listed", "known", "moved", "elsewhere")
+    shares = {name: node.share(0, 10, 256, number=number) for number, name in enumerate(names)}
+    for name in names:
+        await node.prepare(node.claim(name, shares[name]))
+    known = [(shares[name].device, shares[name].share_id) for name in names]
+    find = Found(known=("claim-known", known), moved=("claim-moved", [(known[4][0], "other")]), elsewhere=("claim-elsewhere", ()))
+    listing = Listing.of({("team", "listed"): {}, ("team", "pod-listed"): {}}, {("team", "listed")})
+    await node.claims.reclaim(find, listing)
+    assert held(node) == set(names)
+    await node.claims.reclaim(find, listing)
+    assert held(node) == {"listed", "pod-listed", "known"}
+    assert not {"listed", "pod-listed"}.intersection(find.asked), "no request for claims in ordinary use"
 
-    async def exists(ref: ClaimRef) -> bool:
-        return ref == known
 
-    listing = Listing.of({("team", "listed"): {}})
-    await node.claims.reclaim(exists, listing)
-    assert len(node.world.ledger.allocations) == 3
-    await node.claims.reclaim(exists, listing)
-    assert {a.claim.name for a in node.world.ledger.allocations.values() if a.claim} == {"listed", "known"}
+async def test_a_leaked_claim_is_freed_though_another_pod_of_the_same_name_is_there(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 100, 256))
+    await node.prepare(ref)
+    node.world.pods.views["team", "a"] = replace(node.world.pods.views["team", "a"], uid="pod-a2")
+    for _ in range(2):
+        await node.claims.reclaim(Found(), Listing.of({("team", "a"): {}}))
+    assert not node.world.ledger.allocations
+
+
+@pytest.mark.parametrize(("uid", "freed"), [("claim-new", True), ("claim-a", False), ("", False)])
+async def test_a_listed_claim_may_be_another_one_of_the_same_name(node: Node, uid: str, freed: bool) -> None:
+    """PodResources has no UIDs. The holder is one of several pods that may have used the claim."""
+    await node.prepare(node.claim("a", node.share(0, 100, 256)))
+    node.world.pods.views.clear()
+    for _ in range(2):
+        await node.claims.reclaim(Found(a=(uid, ())), Listing.of({("team", "b"): {}}, {("team", "a")}))
+    assert bool(node.world.ledger.allocations) is not freed
+
+
+async def test_a_look_that_fails_frees_nothing(node: Node) -> None:
+    await node.prepare(node.claim("a", node.share(0, 100, 256)))
+
+    async def fail(_ref: ClaimRef) -> tuple[str, Collection[Share]]:
+        raise OSError("no route")
+
+    await node.claims.reclaim(Found(), Listing.of({}))
+    with pytest.raises(OSError, match="no route"):
+        await node.claims.reclaim(fail, Listing.of({}))
+    assert node.world.ledger.allocations
 
 
 async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> None:

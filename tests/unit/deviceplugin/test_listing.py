@@ -57,6 +57,20 @@ def test_containers_without_devices_are_listed() -> None:
     assert listing.containers(("ns", "pod")) == {"plain": {}}
 
 
+def test_claims_are_read_of_all_containers_and_without_those_of_pods() -> None:
+    answer = pb.ListPodResourcesResponse()
+    for pod, claims in (("a", ["one", "two"]), ("b", []), ("c", ["two"])):
+        container = answer.pod_resources.add(name=pod, namespace="team").containers.add(name="main")
+        container.devices.add(resource_name=CORE_RESOURCE, device_ids=["a-c00"])
+        for name in claims:
+            container.dynamic_resources.add(claim_name=name, claim_namespace="team")
+    listing = parse_listing(answer.SerializeToString())
+    assert listing.claims == {("team", "one"), ("team", "two")}
+    assert listing.pods == (("team", "a"), ("team", "b"), ("team", "c"))
+    assert listing.containers(("team", "a")) == {"main": {CORE_RESOURCE: ("a-c00",)}}
+    assert not parse_listing(b"").claims
+
+
 def test_namesakes_count_as_one_pod() -> None:
     first = google_bytes({("ns", "pod"): {"c": {CORE_RESOURCE: ["a-c00"]}}})
     second = google_bytes({("ns", "pod"): {"c": {CORE_RESOURCE: ["a-c01"], MEMORY_RESOURCE: ["a-m0"]}}})

@@ -1,4 +1,4 @@
-"""The MIG devices that a container requests, its priority, and whether a container of a pod has started."""
+"""What is read of a pod: its MIG devices, its priority, whether it is to be deleted, and whether one of its containers has started."""
 
 from dataclasses import replace
 
@@ -28,6 +28,12 @@ def test_the_priority_is_hamis_resource(limits: dict[str, str | int], priority: 
     pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {"containers": containers}}
     assert [each.priority for each in parse_pod(pod, HAMI).containers] == [priority]
     assert [each.priority for each in parse_pod(pod, replace(HAMI, priority="other")).containers] == [1]
+
+
+@pytest.mark.parametrize("timestamp", [None, "2026-11-01T10:00:00Z"])
+def test_a_pod_with_a_deletion_timestamp_is_deleted(timestamp: str | None) -> None:
+    metadata = {"namespace": "team", "name": "p", "uid": "u", **({"deletionTimestamp": timestamp} if timestamp else {})}
+    assert parse_pod({"metadata": metadata}).deleted is (timestamp is not None)
 
 
 WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
