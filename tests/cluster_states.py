@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Shares
 from gpumgr.cluster.request import PodRequest, replica_request, vcuda_request
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.constraints import Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.topology.matrix import topology_from_matrix
 from tests.mig_profiles import H100

@@ -136,6 +136,7 @@ class Inventory:
             policy=policy,
             instances=self.instances(gpu_registry),
             in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
+            shown=self.gpus(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),
         )
 

@@ -13,6 +13,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.demanded import refuse_undemanded
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import ContainerSpec
@@ -57,6 +58,7 @@ class PreStart:
         record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
         if resource in RESOURCES:
             self._check(allocation, spec)
+        refuse_undemanded(agent_state.node(), view, allocation.gpus)
         if resource == "mig":
             self._refuse_second_profile(allocation)
         if agent_state.is_open(allocation.id):

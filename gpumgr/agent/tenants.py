@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.pods import USUAL_PRIORITY, PodView
 from gpumgr.topology.devices import Gpu
 from gpumgr.units import GpuName
 
@@ -23,7 +23,7 @@ def tenant_of(
     """
     if not is_share(allocation):
         return None
-    parts = []
+    parts, spec = [], view.container(allocation.container) if view else None
     for name in allocation.gpus:
         limits = allocation.limits_on(name)
         shown = gpus.get(name)
@@ -44,5 +44,6 @@ def tenant_of(
         container=allocation.container,
         core_limit=view.core_limit if view else None,
         runtime_uid=view.runtime_uid if view else None,
+        priority=spec.priority if spec else USUAL_PRIORITY,
         claim=allocation.claim is not None,
     )

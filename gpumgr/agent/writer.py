@@ -25,6 +25,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
+from gpumgr.allocator.demanded import choose_demanded, refuse_undemanded
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call, HistoryEntry
 from gpumgr.allocator.instances import choose_instances, grant_instances
@@ -176,11 +177,11 @@ class Agent:
         agent_state = self.agent_state
         select = choose_replicas if request.resource == "replica" else choose
         try:
-            return select(agent_state.node(), agent_state.ledger, caller, request)
+            return choose_demanded(select, agent_state.node(), agent_state.ledger, caller, request)
         except Refusal as refusal:
             if refusal.code != "no_fit" or (node := await agent_state.node_with_pending_blocks()) is None:
                 raise
-        return select(node, agent_state.ledger, caller, request)
+        return choose_demanded(select, node, agent_state.ledger, caller, request)
 
     def _refuse_share(self, caller: Caller, resource: Resource, size: int) -> None:
         replicas = caller.spec.replicas if caller.spec and resource == "replica" else None
@@ -212,6 +213,7 @@ class Agent:
             caller = record.caller
             self._refuse_share(caller, resource, len(device_ids))
             node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
+            refuse_undemanded(node, caller.view, masks, ledger)
             if resource == "mig":
                 allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
             elif resource == "replica":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpumgr.allocator.ledger import AllocationId, describe_container
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.pods import USUAL_PRIORITY, PodKey
 from gpumgr.errors import Refusal
 from gpumgr.units import CORES_PER_GPU, GpuName
 
@@ -60,6 +60,8 @@ class GpuShare:
     runtime_uid: str | None = None
     #: Annotation `tencent.com/vcuda-core-limit` of the pod, in percent, capped at 100: how far it may go while others are idle.
     core_limit: int | None = None
+    #: By `nvidia.com/priority` of the container: of those on one GPU a lower number comes first.
+    priority: int = USUAL_PRIORITY
     #: It is of a ResourceClaim, which other containers may use, too.
     claim: bool = False
 

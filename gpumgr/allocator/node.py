@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from gpumgr.allocator.ids import NO_IDS, Masks
 from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import MigProfile, Topology
+from gpumgr.topology.devices import Gpu, MigProfile, Topology
 from gpumgr.units import GpuName, Resource
 
 
@@ -16,7 +16,7 @@ class NodeView:
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
     offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone. `mig_profiles`: the GPUs on which MIG
-    devices are created on demand, and of which profiles.
+    devices are created on demand, and of which profiles. `shown`: the GPUs that the driver describes now.
     """
 
     topology: Topology
@@ -27,6 +27,7 @@ class NodeView:
     policy: Policy = "binpack"
     instances: Masks = field(default_factory=lambda: NO_IDS)
     in_mig_mode: Collection[GpuName] = ()
+    shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
     mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = field(default_factory=dict)
 
     @property

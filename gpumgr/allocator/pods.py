@@ -1,8 +1,10 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import ALL_RESOURCES, Amounts, Resource
 
@@ -12,12 +14,16 @@ PodKey = tuple[str, str]
 #: UUID of a GPU, and what a container gets of it.
 NamedGpu = tuple[str, Amounts]
 
+#: HAMi's, of containers that name none.
+USUAL_PRIORITY: Final = 1
+
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
+    comes first."""
 
     name: str
     kind: ContainerKind = "app"
@@ -25,6 +31,7 @@ class ContainerSpec:
     memory_blocks: int = 0
     replicas: ReplicaRequest | None = None
     instances: int = 0
+    priority: int = USUAL_PRIORITY
 
     def wants(self, resource: Resource) -> int:
         if resource == "replica":
@@ -62,7 +69,8 @@ class PodView:
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
     `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: a container of
-    it runs or has run, so the kubelet has prepared its claims.
+    it runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why these
+    can't be read, so that it may have no GPU.
     """
 
     namespace: str
@@ -84,6 +92,8 @@ class PodView:
     placement_ignored: str | None = None
     claims: tuple[ClaimUse, ...] = ()
     bound_by_hami: bool = False
+    constraints: Constraints = UNCONSTRAINED
+    unreadable: str | None = None
     started: bool = False
 
     @property

@@ -6,6 +6,9 @@ prefers the node with the best joined GPUs; of equal ones, and for pods without 
 
 least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
 memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
+
+A pod may have a policy for nodes beside that for the GPUs of a node. Nodes are then compared as a whole, as HAMi's scheduler does: by the
+part of all their GPUs that is in use.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Final
 
-from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.mig import amounts_of, find_place, serves
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.evaluators.select import Placement, find
@@ -119,6 +122,8 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         chosen.append(shares)
         score += placement.score or 0
     after = added(used, use.taken)
+    if request.node_policy is not None:
+        return NodeChoice(shares=tuple(chosen), rank=_node_rank(node, after, request.node_policy, score))
     rank = _rank(node, after, request, chosen, policy, score)
     if policy != "least-fragmentation":
         return NodeChoice(shares=tuple(chosen), rank=rank)
@@ -293,6 +298,19 @@ def _rank(
     order = (free, cores, memory) if whole else (cores, memory, free)
     ordered = tuple(sign * each for each in order)
     return (-score, *ordered) if policy == "topology" else (*ordered, -score)
+
+
+def _node_rank(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
+    """By what is in use of all GPUs: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per million of each kind."""
+    in_use = 0
+    for kind, capacity in (
+        ("cores", CORES_PER_GPU * len(node.gpus)),
+        ("memory_mebibytes", sum(gpu.memory_mebibytes for gpu in node.gpus)),
+        ("replicas", sum(gpu.replicas for gpu in node.gpus)),
+    ):
+        in_use += 10**6 * sum(getattr(held, kind) for held in after) // capacity if capacity else 0
+    order = in_use if policy == "spread" else -in_use
+    return (-score, order) if policy == "topology" else (order, -score)
 
 
 def _shared(request: PodRequest, chosen: Iterable[Shares]) -> set[int]:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.evaluators.select import check_request
 from gpumgr.topology.matrix import MAX_GPUS
@@ -56,12 +56,14 @@ class ContainerRequest:
 class PodRequest:
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
-    `cpu_milli` is the CPU of the whole pod, in thousandths. Names are not part of it: pods with equal requests share every result.
+    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy among nodes, where it differs from that among the
+    GPUs of a node. Names are not part of it: pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
     constraints: Constraints = UNCONSTRAINED
     cpu_milli: int = 0
+    node_policy: Policy | None = None
 
     @property
     def without_cpu(self) -> "PodRequest":

@@ -10,8 +10,6 @@ from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _HAMI: Final = HamiSettings()
 _HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource)
-#: It has no effect, but pods may request it.
-_PRIORITY: Final = "nvidia.com/priority"
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
 
@@ -54,7 +52,7 @@ def manages_hami(config: Mapping[str, Any]) -> bool:
 
 
 def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
-    found = {name: ignored for name, ignored in _managed(extender).items() if name != _PRIORITY}
+    found = {name: ignored for name, ignored in _managed(extender).items() if name != _HAMI.priority_resource}
     hami = found.keys() & {_HAMI.count_resource, *_HAMI_AMOUNTS}
     if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI_AMOUNTS}):
         given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI_AMOUNTS))

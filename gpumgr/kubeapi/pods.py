@@ -8,11 +8,13 @@ from decimal import Decimal
 from math import ceil
 from typing import Any, Final
 
-from gpumgr.allocator.pods import ClaimUse, ContainerSpec, NamedGpu, PodView
+from gpumgr.allocator.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView
+from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, slices_in
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
+from gpumgr.kubeapi.selection import constraints_of
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.
@@ -45,6 +47,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
     containers = tuple(_containers(spec, resources, mig_resource))
+    wants_gpu = any(c.wants_gpu for c in containers)
     placed = _placed(annotations, str(spec.get("nodeName") or ""), containers)
     if placed.get("bound_by_hami"):
         containers = tuple(_with_memory(container, dict(placed["placed"])) for container in containers)
@@ -58,7 +61,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
         deleted=bool(metadata.get("deletionTimestamp")),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
-        containers=containers if any(c.wants_gpu for c in containers) else (),
+        containers=containers if wants_gpu else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
@@ -67,7 +70,16 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         claims=tuple(_claim_uses(spec, status)),
         started=_started(status),
         **placed,
+        **(selected(annotations) if wants_gpu else {}),
     )
+
+
+def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """`constraints` or `unreadable`."""
+    try:
+        return {"constraints": constraints_of(annotations)}
+    except Refusal as refusal:
+        return {"unreadable": str(refusal)}
 
 
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
@@ -151,6 +163,7 @@ def _container(
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
         replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
+        priority=parse_quantity(str(wanted[hami.priority])) if hami and hami.priority in wanted else USUAL_PRIORITY,
         instances=sum(parse_quantity(str(wanted[name])) for name in wanted if mig and _is_mig(name, mig)),
     )
 

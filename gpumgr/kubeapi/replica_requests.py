@@ -29,6 +29,7 @@ class ReplicaResources:
     memory: str
     memory_percentage: str
     cores: str
+    priority: str = "nvidia.com/priority"
     default_memory: int = 0
     default_cores: int = 0
     memory_factor: int = 1

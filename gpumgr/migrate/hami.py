@@ -20,17 +20,8 @@ from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 #: The node label that HAMi's DaemonSet selects by default.
 _LABEL: Final = {"gpu": "on"}
 _PREFIX: Final = "hami.io/"
-#: Annotations that users of HAMi may set on their pods, and that `gpumgr scheduler` reads.
-_SELECTION: Final = (
-    "nvidia.com/use-gputype",
-    "nvidia.com/nouse-gputype",
-    "nvidia.com/use-gpuuuid",
-    "nvidia.com/nouse-gpuuuid",
-    "nvidia.com/numa-bind",
-    "hami.io/node-scheduler-policy",
-    "hami.io/gpu-scheduler-policy",
-)
-_MODE: Final = "nvidia.com/vgpu-mode"
+#: Annotations that users of HAMi may set on their pods, and that `gpumgr scheduler` reads, but not the agent.
+_POLICIES: Final = ("hami.io/node-scheduler-policy", "hami.io/gpu-scheduler-policy")
 _CORDON: Final = "hami.io/device-cordon"
 _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -85,10 +76,8 @@ def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -
     for pod in pods:
         for container, wish in wishes(pod.spec, pod.metadata.annotations, config.names):
             yield f"{pod.full_name} ({container}): {advise(wish, gpu_mebibytes).describe()}"
-        if selection := [key for key in _SELECTION if key in pod.metadata.annotations]:
-            yield f"{pod.full_name}: only pods of `gpumgr scheduler` are placed by {', '.join(selection)}"
-        if _MODE in pod.metadata.annotations:
-            yield f"{pod.full_name}: gpumgr does not read {_MODE}"
+        if policies := [key for key in _POLICIES if key in pod.metadata.annotations]:
+            yield f"{pod.full_name}: only pods of `gpumgr scheduler` are placed by {', '.join(policies)}"
         if any(switched_off(container) for container in pod.spec.all_containers):
             override = f"enforcement.overrides: [{pod.metadata.namespace or 'default'}=none]"
             yield f"{pod.full_name}: CUDA_DISABLE_CONTROL does nothing; the operator can set {override}"
@@ -103,7 +92,7 @@ _NEW_REQUESTS: Final = (
 def notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
     if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
-        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
+        yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
     odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
     if odd:
         yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"

@@ -35,6 +35,41 @@ _REPLICA_SETTINGS: Final = {
     "devicecorescaling": "hami.device_core_scaling",
     "disablecorelimit": "hami.disable_core_limit",
     "libcudaloglevel": "hami_core.log_level",
+    "resourcepriorityname": "hami.priority_resource",
+    "operatingmode": "hami.operating_mode",
+}
+#: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
+_NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
+    "operatingmode": ("hami-core", "operatingmode", "has no counterpart for vcuda requests: they never get MIG devices"),
+    "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
+    "overwriteenv": (
+        False,
+        "overwriteEnv",
+        "hides GPUs from other containers: give the chart scheduler.admissionPolicies.hamiHideGpus",
+    ),
+    "defaultgpunum": (1, "defaultGPUNum", "is of the admission: give the chart scheduler.admissionPolicies.hamiDefaultGpus"),
+    "gpucorepolicy": (
+        "default",
+        "gpuCorePolicy",
+        "is of the admission: give the chart scheduler.admissionPolicies.hamiCorePolicy",
+    ),
+    "runtimeclassname": (
+        "",
+        "runtimeClassName",
+        "is of the admission: give the chart scheduler.admissionPolicies.hamiRuntimeClass",
+    ),
+    "preconfigureddevicememory": (
+        0,
+        "preConfiguredDeviceMemory",
+        "has no counterpart: without memory in NVML a GPU is not offered",
+    ),
+    "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id has the NUMA node of its GPU, always"),
+    "enablegetpreferredallocation": (
+        None,
+        "enablegetpreferredallocation",
+        "has no effect: the kubelet always asks, and is answered",
+    ),
+    "migstrategy": (None, "migstrategy", "has no effect, as in HAMi: static MIG devices are offered by node.mig_strategy"),
 }
 #: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
@@ -96,7 +131,8 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     return Config(
         settings=settings,
         replica_settings={
-            key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
+            **{key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)},
+            **_mig_profiles(both),
         },
         notes=tuple(notes),
         names=_names(nvidia),
@@ -116,18 +152,17 @@ def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"deviceCoreScaling {factor:g} has no counterpart for vcuda requests: a GPU has 100 cores"
     if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
         yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
-    if config.get("operatingmode") == "mig":
-        yield "operatingmode mig has no counterpart: GPUs in MIG mode are not offered"
-    if config.get("filterdevices"):
-        yield f"filterdevices {_shown(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
-    if config.get("overwriteenv"):
-        yield "overwriteEnv has no counterpart: do not make NVIDIA's runtime the default of the container runtime"
-    if _number(config, "defaultgpunum") != 1:
-        yield f"defaultGPUNum {_shown(config['defaultgpunum'])} has no counterpart: an amount without a count means one GPU"
-    if name := config.get("runtimeclassname"):
-        yield f"runtimeClassName {_shown(name)}: give the chart scheduler.admissionPolicies.hamiRuntimeClass"
-    if config.get("preconfigureddevicememory"):
-        yield "preConfiguredDeviceMemory has no counterpart: a GPU is not offered if NVML does not report its memory"
+    for key, (usual, name, what) in _NAMED.items():
+        if (value := config.get(key)) not in (None, usual, [], {}):
+            yield f"{name} {_shown(value)} {what}"
+
+
+def _mig_profiles(config: Mapping[str, Any]) -> Mapping[str, object]:
+    """HAMi has a list for each model; of those of other models a GPU can have none."""
+    entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
+    listed = [each.get("profiles") or () for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    names = sorted({str(name) for profiles in listed for name in profiles})
+    return {"hami.mig_profiles": names} if names else {}
 
 
 def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:

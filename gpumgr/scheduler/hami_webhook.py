@@ -5,61 +5,94 @@ pkg/device/nvidia/device.go.
 """
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
 from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"
 #: The API server sends no larger objects.
 _MOST_BYTES: Final = 8 << 20
 _NONE: Final = ("", "0")
+#: A container with such a limit has GPUs from a device plugin, also if none of HAMi's.
+_OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
 
 
-def patches(pod: Mapping[str, Any], hami: ReplicaResources, *, scheduler: str, runtime_class: str) -> list[dict[str, Any]]:
+def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings) -> list[dict[str, Any]]:
     """A JSON patch (RFC 6902). Raises KeyError, TypeError or AttributeError for an object that is no pod."""
-    spec, made, wanted = pod["spec"], [], False
-    for field in ("containers", "initContainers"):
-        for place, container in enumerate(spec.get(field) or ()):
-            resources = container.get("resources") or {}
-            limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
-            count, memory, percent, cores = (
-                str(limits.get(name, "")) for name in (hami.count, hami.memory, hami.memory_percentage, hami.cores)
-            )
-            uncounted = not count and any(amount not in _NONE for amount in (memory, percent, cores))
-            asks = uncounted or count not in _NONE
-            part = percent != "100" and (memory not in _NONE or percent not in _NONE)
-            added = {hami.count: "1"} if uncounted else {}
-            if asks and not cores and hami.cores not in requests and not part:
-                added[hami.cores] = "100"
-            wanted |= asks
-            path = f"/spec/{field}/{place}/resources"
-            for name, amount in added.items():
-                # The API server has copied limits to requests before.
-                made += [
-                    _add(f"{path}/{kind}/{name.replace('~', '~0').replace('/', '~1')}", amount) for kind in ("limits", "requests")
-                ]
+    spec, made = pod["spec"], list[dict[str, Any]]()
+    asking = dict[str, bool]()
+    containers = {
+        f"/spec/{field}/{place}": container
+        for field in ("containers", "initContainers")
+        for place, container in enumerate(spec.get(field) or ())
+    }
+    for path, container in containers.items():
+        resources = container.get("resources") or {}
+        limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+        count, memory, percent, cores = (
+            str(limits.get(name, "")) for name in (hami.count, hami.memory, hami.memory_percentage, hami.cores)
+        )
+        uncounted = not count and any(amount not in _NONE for amount in (memory, percent, cores))
+        asking[path] = uncounted or count not in _NONE
+        part = percent != "100" and (memory not in _NONE or percent not in _NONE)
+        added = {hami.count: str(settings.default_gpus)} if uncounted else {}
+        if asking[path] and not cores and hami.cores not in requests and not part:
+            added[hami.cores] = "100"
+        for name, amount in added.items():
+            # The API server has copied limits to requests before.
+            made += [
+                _add(f"{path}/resources/{kind}/{name.replace('~', '~0').replace('/', '~1')}", amount)
+                for kind in ("limits", "requests")
+            ]
+    wanted = any(asking.values())
+    for path, container in containers.items():
+        made += _env_patches(path, container, dict(_env(container, hami, settings, asks=asking[path], wanted=wanted)))
     if wanted:
-        made.append(_add("/spec/schedulerName", scheduler))
-        if runtime_class and "runtimeClassName" not in spec:
-            made.append(_add("/spec/runtimeClassName", runtime_class))
+        made.append(_add("/spec/schedulerName", settings.scheduler_name))
+        if settings.runtime_class and "runtimeClassName" not in spec:
+            made.append(_add("/spec/runtimeClassName", settings.runtime_class))
     return made
 
 
-def _add(path: str, value: str) -> dict[str, Any]:
+def _env(
+    container: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings, *, asks: bool, wanted: bool
+) -> Iterator[tuple[str, str]]:
+    """Variables that the container gets, unless it has them. `asks`: for GPUs; `wanted`: a container of the pod does."""
+    resources = container.get("resources") or {}
+    limits = resources.get("limits") or {}
+    if wanted and hami.priority in limits:
+        yield "CUDA_TASK_PRIORITY", str(limits[hami.priority])
+    if wanted and settings.core_policy != "default":
+        yield "GPU_CORE_UTILIZATION_POLICY", settings.core_policy
+    if settings.hide_gpus and not (asks or resources.get("claims") or any(name.startswith(_OTHER_GPUS) for name in limits)):
+        yield "NVIDIA_VISIBLE_DEVICES", "none"
+
+
+def _env_patches(path: str, container: Mapping[str, Any], wanted: Mapping[str, str]) -> list[dict[str, Any]]:
+    there = container.get("env") or ()
+    names = [each["name"] for each in there]
+    missing = [{"name": name, "value": value} for name, value in wanted.items() if name not in names]
+    if not there:
+        return [_add(f"{path}/env", missing)] if missing else []
+    return [_add(f"{path}/env/-", each) for each in missing]
+
+
+def _add(path: str, value: object) -> dict[str, Any]:
     return {"op": "add", "path": path, "value": value}
 
 
-def webhook_application(hami: ReplicaResources, *, scheduler: str, runtime_class: str) -> web.Application:
+def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> web.Application:
     """Answers AdmissionReviews (admission.k8s.io/v1) for pods."""
 
     async def review(request: web.Request) -> web.Response:
         try:
             asked = msgspec.json.decode(await request.read())["request"]
-            patch = patches(asked["object"], hami, scheduler=scheduler, runtime_class=runtime_class)
+            patch = patches(asked["object"], hami, settings)
             response: dict[str, Any] = {"uid": asked["uid"], "allowed": True}
         except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
             return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")

@@ -80,7 +80,7 @@ def webhook(settings: Settings) -> VerbListener | None:
         raise InputError(
             "webhook.port needs node.profile hami or both, webhook.tls_cert_file and webhook.tls_key_file; set them, or the port to 0"
         )
-    application = webhook_application(hami, scheduler=wanted.scheduler_name, runtime_class=wanted.runtime_class)
+    application = webhook_application(hami, wanted)
     tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")
     return VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
 

@@ -26,14 +26,18 @@ from gpumgr.kubeapi.cluster_annotations import (
 )
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.kubeapi.selection import constraints_of
 from gpumgr.scheduler.pod_spec import PodSpec
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
 #: NVML's index as gpu-manager and gpumgr write it.
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
+
+#: HAMi's annotation of a node: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+_HAMI_CORDON: Final = "hami.io/device-cordon"
 
 #: How the scheduler sees the GPUs of a node, see WatchedNode.
 Inventory = Literal["used", "outdated", "unusable", "none"]
@@ -142,6 +146,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
         rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
+        if listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or ""):
+            uuids = {uuid.strip() for uuid in listed.split(",")}
+            state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
@@ -227,7 +234,8 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         request = _request(wanted)
         made["request"] = replace(request, cpu_milli=cpu_milli)
         made["policy"] = policy_of(annotations)
-        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
+        selected = {"constraints": constraints_of(annotations), "node_policy": node_policy_of(annotations)}
+        made["request"] = replace(made["request"], **selected)
     except Refusal as error:
         made["refusal"] = str(error)
     promised = annotations.get(PREDICATE_NODE) if node is None else None

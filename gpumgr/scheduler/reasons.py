@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit
-from gpumgr.cluster.constraints import UNCONSTRAINED
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.cluster.summary import covers, free_sum, in_total
+from gpumgr.evaluators.constraints import UNCONSTRAINED
 from gpumgr.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.overview import ClusterOverview

@@ -1,36 +1,20 @@
-"""What the annotations of a pod say about the choice of its GPUs: policy and constraints, in gpumgr's and in HAMi's spelling.
-
-Of two annotations with one meaning gpumgr's counts, and the other is not read. An empty text is as good as none.
-"""
+"""The policies of a pod by its annotations, in gpumgr's and in HAMi's spelling. Its constraints: `gpumgr.kubeapi.selection`."""
 
 import re
 from collections.abc import Mapping
 from typing import Final, get_args
 
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.request import Policy
-from gpumgr.errors import Refusal
+from gpumgr.kubeapi.selection import GPU_POLICY, MAX_CHARACTERS, refusal, words
 
 POLICY: Final = "gpumgr.io/policy"
-USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
-AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
-USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
-AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
-#: HAMi's only: a text that contains the modes of the GPUs that the pod may have.
-MODES: Final = "nvidia.com/vgpu-mode"
-SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
-
 #: HAMi has one policy for GPUs and one for nodes; each may be a list. `numa` orders GPUs by NUMA node there, which the evaluators do
 #: by themselves.
-_HAMI_POLICIES: Final = ("hami.io/gpu-scheduler-policy", "hami.io/node-scheduler-policy")
+_NODE_POLICY: Final = "hami.io/node-scheduler-policy"
 _HAMI_VALUES: Final[Mapping[str, Policy]] = {"binpack": "binpack", "spread": "spread", "topology-aware": "topology"}
+#: Weights in HAMi's score of a GPU. The evaluators have no such score: they compare cores first, and then memory.
+_WEIGHTS: Final = "hami.io/device-scoring-weights"
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-_MAX_NAMES: Final = 64
-_MAX_CHARACTERS: Final = 96
-_UUID: Final = re.compile("GPU-[0-9A-Za-z._-]+")
-#: As Go's strconv.ParseBool, which HAMi uses.
-_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
-_FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 
 
 def policy_of(annotations: Mapping[str, object]) -> Policy | None:
@@ -38,69 +22,25 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
     if text := str(annotations.get(POLICY, "")).strip():
         found = next((policy for policy in POLICIES if policy == text), None)
         if found is None:
-            raise _refusal(POLICY, f"{text[:_MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
+            raise refusal(POLICY, f"{text[:MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
         return found
-    words = [word for key in _HAMI_POLICIES for word in _words(annotations, key)]
-    return next((_HAMI_VALUES[word] for word in words if word in _HAMI_VALUES), None)
+    if _WEIGHTS in annotations and not _are_weights(text := str(annotations[_WEIGHTS])):
+        raise refusal(_WEIGHTS, f"{text[:MAX_CHARACTERS]!r} has not the form slot=1,core=1,memory=3, with one positive number")
+    return _hami_policy(annotations, GPU_POLICY)
 
 
-def constraints_of(annotations: Mapping[str, object]) -> Constraints:
-    """Raises Refusal for a text that can't be read."""
-    return Constraints(
-        use_models=_names(annotations, USE_MODELS),
-        avoid_models=_names(annotations, AVOID_MODELS),
-        use_uuids=_uuids(annotations, USE_UUIDS),
-        avoid_uuids=_uuids(annotations, AVOID_UUIDS),
-        same_numa_node=_truth(annotations, SAME_NUMA_NODE),
-        unused="mutex" in _words(annotations, _HAMI_POLICIES[0]),
-        mig=_mig(annotations),
-    )
+def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
+    """The policy among nodes. None: that of `policy_of` counts for nodes and GPUs."""
+    return None if str(annotations.get(POLICY, "")).strip() else _hami_policy(annotations, _NODE_POLICY)
 
 
-def _mig(annotations: Mapping[str, object]) -> bool | None:
-    text = str(annotations.get(MODES, "")).strip()
-    mig, shared = "mig" in text, "hami-core" in text
-    if text and not (mig or shared):
-        raise _refusal(MODES, f"{text[:_MAX_CHARACTERS]!r} contains neither hami-core nor mig")
-    return mig if mig != shared else None
+def _hami_policy(annotations: Mapping[str, object], key: str) -> Policy | None:
+    return next((_HAMI_VALUES[word] for word in words(annotations, key) if word in _HAMI_VALUES), None)
 
 
-def _words(annotations: Mapping[str, object], key: str) -> list[str]:
-    return [each.strip() for each in str(annotations.get(key, "")).split(",")]
-
-
-def _given(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, str]:
-    """The key that counts, and its text."""
-    key = next((key for key in keys if key in annotations), keys[0])
-    return key, str(annotations.get(key, "")).strip()
-
-
-def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
-    """Sorted, so that the order in the text makes no difference."""
-    key, text = _given(annotations, keys)
-    names = tuple(sorted({name for each in text.split(",") if (name := each.strip())}))
-    if len(names) > _MAX_NAMES or not all(len(name) <= _MAX_CHARACTERS and name.isprintable() for name in names):
-        limits = f"at most {_MAX_NAMES} texts of at most {_MAX_CHARACTERS} printable characters each"
-        raise _refusal(key, f"{limits}, separated by commas, are supported")
-    if text and not names:
-        raise _refusal(key, f"{text[:_MAX_CHARACTERS]!r} contains no text")
-    return names
-
-
-def _uuids(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
-    names = _names(annotations, keys)
-    if bad := next((name for name in names if not _UUID.fullmatch(name)), None):
-        key, _ = _given(annotations, keys)
-        raise _refusal(key, f"{bad!r} is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-...")
-    return names
-
-
-def _truth(annotations: Mapping[str, object], keys: tuple[str, str]) -> bool:
-    key, text = _given(annotations, keys)
-    if text not in _TRUE + _FALSE:
-        raise _refusal(key, f'{text[:_MAX_CHARACTERS]!r} is neither "true" nor "false"')
-    return text in _TRUE
-
-
-def _refusal(key: str, reason: str) -> Refusal:
-    return Refusal("invalid_request", f"annotation {key}: {reason}")
+def _are_weights(text: str) -> bool:
+    """Whether HAMi's scheduler would place a pod with them."""
+    pairs = [tuple(word.strip() for word in part.split("=", 1)) for part in text.split(",")]
+    numbers = [pair[-1] for pair in pairs]
+    named = sorted(pair[0] for pair in pairs) == ["core", "memory", "slot"]
+    return named and all(re.fullmatch(r"\+?[0-9]{1,18}", each) for each in numbers) and any(map(int, numbers))

@@ -53,6 +53,7 @@ def replica_resources(settings: Settings) -> ReplicaResources | None:
         memory=hami.memory_resource,
         memory_percentage=hami.memory_percentage_resource,
         cores=hami.core_resource,
+        priority=hami.priority_resource,
         default_memory=hami.default_memory,
         default_cores=hami.default_cores,
         memory_factor=hami.memory_factor,

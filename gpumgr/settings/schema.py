@@ -82,6 +82,8 @@ class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_resource: ResourceName = "nvidia.com/gpumem"
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
+    #: The resource by which a container has its priority on a GPU.
+    priority_resource: ResourceName = "nvidia.com/priority"
     #: How many containers may share a GPU.
     device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
     #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
@@ -333,6 +335,12 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: What it writes to these pods: spec.schedulerName, and spec.runtimeClassName unless it is empty.
     scheduler_name: ObjectName = "gpumgr-scheduler"
     runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
+    #: The GPUs of a container that requests an amount without a number of GPUs (HAMi's defaultGPUNum).
+    default_gpus: Annotated[int, Meta(ge=1, le=64)] = 1
+    #: Other than default: the variable GPU_CORE_UTILIZATION_POLICY of their containers (HAMi's gpuCorePolicy).
+    core_policy: Literal["default", "force", "disable"] = "default"
+    #: NVIDIA_VISIBLE_DEVICES=none in those of their containers that request no GPU (HAMi's overwriteEnv, for these pods).
+    hide_gpus: bool = False
 
 
 class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):

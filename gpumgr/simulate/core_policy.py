@@ -3,11 +3,11 @@
 from functools import lru_cache
 from typing import Final
 
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
+from gpumgr.evaluators.constraints import Constraints
 from gpumgr.simulate.model import GPU_MILLI, MAX_SHAPES, Cluster, NodeSpec, Placement, Shape
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 

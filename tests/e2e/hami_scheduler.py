@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +18,7 @@ from .api import Api, ApiError
 from .manifests import Json
 
 REGISTER = "hami.io/node-nvidia-register"
+SCORES = "hami.io/node-nvidia-score"
 HANDSHAKE = "hami.io/node-handshake"
 LOCK = "hami.io/mutex.lock"
 TO_ALLOCATE, ALLOCATED = "hami.io/vgpu-devices-to-allocate", "hami.io/vgpu-devices-allocated"
@@ -129,6 +130,48 @@ class HamiScheduler:
                 return False
             raise
         return True
+
+
+def running_pod(pod: Json, node: str, *containers: Sequence[tuple[str, int, int]]) -> Json:
+    """The pod as HAMi's scheduler and device plugin have left it once it runs. `containers`: the (UUID, MiB, cores) of each, those of init
+    containers first; empty for one without GPUs.
+
+    The plugin decodes the list, empties the entry of each container, and encodes the list, in which the end counts as one more entry
+    (patchErasedAnnotation in HAMi 2.10's pkg/device-plugin/nvidiadevice/nvinternal/plugin/util.go)."""
+    allocated = "".join("".join(f"{uuid},NVIDIA,{memory},{cores}:" for uuid, memory, cores in each) + ";" for each in containers)
+    now = str(int(time.time()))
+    written = {
+        "hami.io/vgpu-node": node,
+        "hami.io/vgpu-time": now,
+        TO_ALLOCATE: ";" * (len(containers) + sum(bool(each) for each in containers)),
+        ALLOCATED: allocated,
+        "hami.io/bind-time": now,
+        PHASE: "success",
+    }
+    metadata = pod["metadata"]
+    annotations, labels = (
+        {**metadata.get("annotations", {}), **written},
+        {**metadata.get("labels", {}), "hami.io/vgpu-node": node},
+    )
+    return {**pod, "metadata": {**metadata, "annotations": annotations, "labels": labels}}
+
+
+def register(api: Api, node: str, gpus: Sequence[Json]) -> None:
+    """What HAMi's plugin and scheduler write at a node without pods; `gpus`: id, devmem and type of each. The plugin's order is that of a
+    map, so that it changes (HAMi 2.10, pkg/device-plugin/nvidiadevice/nvinternal/plugin/register.go)."""
+    rows = [
+        {"id": gpu["id"], **({"index": place} if place else {}), "count": 10, "devmem": gpu["devmem"], "devcore": 100,
+         "type": gpu["type"], "mode": "hami-core", "health": True}
+        for place, gpu in enumerate(gpus)
+    ]  # fmt: skip
+    ids = [gpu["id"] for gpu in gpus]
+    scores = [{"uuid": each, "score": {other: 20 for other in ids if other != each}} for each in ids]
+    written = {
+        REGISTER: json.dumps(rows[3:] + rows[:3], separators=(",", ":")),
+        SCORES: json.dumps(scores, separators=(",", ":")),
+        HANDSHAKE: f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}",
+    }
+    _annotate(api, f"/api/v1/nodes/{node}", written)
 
 
 def _path(pod: Json) -> str:

@@ -224,13 +224,18 @@ def hami_rendered(version: str, **values: Any) -> dict[tuple[str, str], Json]:
     return rendered(given, f"--kube-version={version}", namespace="gpus", settings=wanted)
 
 
+def variables_of(policy: Json) -> dict[str, str]:
+    return {each["name"]: each["expression"] for each in policy["variables"]}
+
+
 def hami_policies(version: str, **values: Any) -> dict[tuple[str, str], Json]:
     return {key: each.get("spec", each) for key, each in hami_rendered(version, **values).items() if "-hami-" in key[1]}
 
 
 def test_hamis_policies_have_the_releases_names_and_the_resources_of_the_settings() -> None:
     own = {"schedulerName": "gpus", "enabled": True}
-    found = hami_policies("1.36.0", kubeScheduler=own, admissionPolicies={"hamiRuntimeClass": "nvidia"})
+    wanted = {"hamiRuntimeClass": "nvidia", "hamiDefaultGpus": 2, "hamiCorePolicy": "force"}
+    found = hami_policies("1.36.0", kubeScheduler=own, admissionPolicies=wanted)
     shipped = [each for each in yaml.safe_load_all((PROJECT / "config/hami/admission-policies.yaml").read_text()) if each]
     assert {(kind, name.replace("-scheduler-hami-", "-hami-")) for kind, name in found} == {
         (each["kind"], each["metadata"]["name"]) for each in shipped
@@ -239,7 +244,9 @@ def test_hamis_policies_have_the_releases_names_and_the_resources_of_the_setting
     assert "kube-system" not in text
     assert "nvidia.com/gpucores" not in text
     mutation = found["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
-    assert mutation["variables"][-1] == {"name": "runtimeClass", "expression": '"nvidia"'}
+    variables = variables_of(mutation)
+    assert (variables["runtimeClass"], variables["defaultGpus"], variables["corePolicy"]) == ('"nvidia"', '"2"', '"force"')
+    assert variables["hideGpus"] == "false"
     assert 'value: "gpus"' in mutation["mutations"][0]["jsonPatch"]["expression"]
     assert 'jsonpatch.escapeKey("example.com/cores")' in mutation["mutations"][0]["jsonPatch"]["expression"]
     assert '["default-scheduler", "hami-scheduler", "gpus"]' in mutation["matchConditions"][1]["expression"]
@@ -251,7 +258,20 @@ def test_without_a_second_kube_scheduler_hamis_pods_go_to_the_default_one() -> N
     found = hami_policies("1.36.0", kubeScheduler={"enabled": False})
     mutation = found["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
     assert 'value: "default-scheduler"' in mutation["mutations"][0]["jsonPatch"]["expression"]
-    assert mutation["variables"][-1]["expression"] == '""'
+    variables = variables_of(mutation)
+    assert (variables["runtimeClass"], variables["defaultGpus"], variables["corePolicy"]) == ('""', '"1"', '""')
+
+
+def test_gpus_are_hidden_from_containers_of_all_pods_or_of_none() -> None:
+    """A webhook is not called for all pods: none could be created while no replica answers."""
+    values = {"admissionPolicies": {"hamiHideGpus": True}}
+    mutation = hami_policies("1.36.0", **values)["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
+    assert [each["name"] for each in mutation["matchConditions"]] == ["for-this-scheduler"]
+    assert variables_of(mutation)["hideGpus"] == "true"
+    plain = hami_policies("1.36.0")["MutatingAdmissionPolicy", f"{NAME}-hami-pods"]
+    assert [each["name"] for each in plain["matchConditions"]] == ["wants-gpus", "for-this-scheduler"]
+    (hook,) = hami_rendered("1.35.0", **values)["MutatingWebhookConfiguration", f"{NAME}-hami-pods"]["webhooks"]
+    assert [each["name"] for each in hook["matchConditions"]] == ["wants-gpus", "for-this-scheduler"]
 
 
 def test_an_older_cluster_has_a_webhook_and_only_the_policies_that_it_knows() -> None:
@@ -284,6 +304,9 @@ def test_the_webhook_reaches_every_replica_with_a_certificate_of_its_own(tmp_pat
         "tls_key_file": f"{folder}/tls.key",
         "scheduler_name": "gpumgr-scheduler",
         "runtime_class": "nvidia",
+        "default_gpus": 1,
+        "core_policy": "default",
+        "hide_gpus": False,
     }
     secret = found["Secret", f"{WEBHOOK}-tls"]["data"]
     assert {"name": "webhook-tls", "secret": {"secretName": f"{WEBHOOK}-tls", "defaultMode": 288}} in spec["volumes"]

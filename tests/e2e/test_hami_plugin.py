@@ -3,21 +3,22 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from .agent import Agent
 from .api import ApiError
 from .cluster import Cluster
-from .hami_scheduler import HANDSHAKE, LOCK, MANAGED, REGISTER, HamiScheduler, devices_of
+from .hami_scheduler import HANDSHAKE, LOCK, MANAGED, REGISTER, HamiScheduler, devices_of, register, running_pod
 from .manifests import MEMORY, SLEEP, Json
 from .node import Node
 from .places import AGENT_STATE, NODE, PROJECT
 from .processes import wait_until
 from .tenants import library, limited, lines, tenant, wait_line
 from .test_placement import inventory, name_of
-from .test_scheduler import SCHEDULER, start_kube_scheduler
+from .test_scheduler import SCHEDULER, Scheduled, start_kube_scheduler
+from .test_scheduler_hami import serving
 
 REPLICA = "nvidia.com/gpu"
 REGION = "/programs/region_client"
@@ -124,6 +125,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_kubelet(both: Node) -> None:
     assert both.resources.allocatable(REPLICA)[REPLICA] == 80 - 9
 
 
+@pytest.mark.hami_bug("B9: Allocate takes the first pending pod")
 def test_hami_pods_that_start_together_get_what_they_request(both: Node) -> None:
     pods = [hami_pod(f"many-{number}", gpumem=1000 + number, gpucores=number % 3 * 10) for number in range(50)]
     both.run(pods)
@@ -152,6 +154,7 @@ def lock_node(node: Node, value: str) -> None:
     wait_until("the lock", locked)
 
 
+@pytest.mark.hami_bug("B7: a refused pod locks the node for 5 minutes")
 def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_removed(both: Node) -> None:
     """The state that HAMi's scheduler leaves when it binds a pod; the second pod's is wrong."""
     api, path = both.cluster.api, f"/api/v1/nodes/{NODE}"
@@ -179,48 +182,95 @@ def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_remov
 
 
 def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
-    """Its scheduler chose the GPUs, and the kubelet took ids of any: both are kept from others."""
+    """Its scheduler chose the GPUs, and the kubelet took ids of any: both are kept from others, by gpumgr's scheduler, too."""
     uuids = [gpu["uuid"] for gpu in program("checkpoint", "show")["gpus"]]
+    wait_until("what HAMi registers", lambda: len(registered(both)) == 8)
+    gpus = sorted(registered(both).values(), key=lambda gpu: uuids.index(gpu["id"]))
     both.agent.stop()
+    register(both.cluster.api, NODE, gpus)
     ids = [f"{uuid}-{number}" for uuid in uuids for number in range(10)]
     both.cluster.processes.start("hami-plugin", [sys.executable, "-m", "tests.e2e.nvidia_plugin", *ids], cwd=PROJECT)
+    five, six = uuids[5], uuids[6]
+    # Pod -> container -> GPU, MiB, cores.
+    chosen = {
+        "init": {"first": (five, 500, 10), "main": (five, 701, 20)},
+        "many": {"left": (five, 300, 0), "right": (six, 400, 5)},
+        "one": {"main": (six, 1001, 20)},
+    }
     try:
         wait_until("HAMi's replicas", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
-        chosen = {"one": uuids[5], "two": uuids[6]}
-        for name, uuid in chosen.items():
-            body = hami_pod(name, gpumem=1001, gpucores=20)
-            body["metadata"]["annotations"] = {
-                "hami.io/vgpu-node": NODE,
-                "hami.io/vgpu-devices-allocated": f"{uuid},NVIDIA,1001,20:;",
-                "hami.io/bind-phase": "success",
-            }
-            both.run([body])
-        held = replicas(both)
+        both.run([made_by_hami(name, containers) for name, containers in chosen.items()])
+        held = {each.place: frozenset(each.ids) for each in both.resources.held(REPLICA)}
+        assert len(held) == 4, "the kubelet lists no init containers"
         code, plan = migration(both.cluster)
         assert (code, plan["warnings"], plan["settings"]["node"]["profile"]) == (0, [], "both")
-        assert plan["pods"] == [f"default/{name} (main): keeps {uuid} (1001 MiB, 20 cores)" for name, uuid in chosen.items()]
+        assert plan["pods"] == [
+            f"default/{name} ({container}): keeps {uuid} ({memory} MiB, {cores or 'no limit of'} cores)"
+            for name, containers in chosen.items()
+            for container, (uuid, memory, cores) in containers.items()
+        ]
+        containers = [f"default/{name} ({container})" for name, each in chosen.items() for container in each]
         code, before = migration(both.cluster, "--verify")
-        assert (code, [each.partition(":")[0] for each in before["differences"]]) == (
-            1,
-            [f"default/{name} (main) is not adopted" for name in chosen],
-        )
+        assert (code, [each.partition(" is ")[0] for each in before["differences"]]) == (1, containers)
     finally:
         both.cluster.processes.stop("hami-plugin")
     both.agent.start()
     wait_until("replicas offered", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
-    for name, uuid in chosen.items():
-        (holding,) = both.ledger_of(name)
-        assert holding.gpus[0] == name_of(uuid)
+    for name, each in chosen.items():
+        adopted = {holding.place[2]: holding.gpus[0] for holding in both.ledger_of(name)}
+        assert adopted == {container: name_of(uuid) for container, (uuid, *_) in each.items()}
     assert {both.cluster.pods.all()[name]["status"]["phase"] for name in chosen} == {"Running"}
-    assert migration(both.cluster, "--verify") == (
-        0,
-        {"adopted": [f"default/{name} (main)" for name in chosen], "differences": []},
-    )
-    others = [hami_pod(f"whole-{number}") for number in range(4)]
+    assert migration(both.cluster, "--verify") == (0, {"adopted": containers, "differences": []})
+
+    # The kubelet's ids lie on GPUs of their own, which are given to no other pod as a whole.
+    free = {*uuids} - {five, six} - {each.rpartition("-")[0] for holding in held.values() for each in holding}
+    others = [hami_pod(f"whole-{number}") for number in range(min(2, len(free)))]
     both.run(others)
-    taken = {each.gpus[0] for number in range(4) for each in both.ledger_of(f"whole-{number}")}
-    assert not taken & {name_of(uuid) for uuid in chosen.values()}
-    assert {name: ids for name, ids in replicas(both).items() if name in chosen} == held
+    taken = {each.gpus[0] for number in range(len(others)) for each in both.ledger_of(f"whole-{number}")}
+    assert taken <= {name_of(uuid) for uuid in free}
+
+    uids = {both.cluster.pods.all()[name]["metadata"]["uid"] for name in chosen}
+    wait_until("the adopted pods in the inventory", lambda: uids <= inventory(both).get("other", {}).keys())
+    with serving(both.cluster):
+        beside = scheduled("beside", five, gpumem=1000, gpucores=70)
+        both.run([beside])
+        ((named,),) = Scheduled(both.cluster).placed("beside")[1]
+        assert named == five
+        assert [holding.gpus for holding in both.ledger_of("beside")] == [(name_of(five),)]
+        # 20 cores of the adopted pod, and the 70 above.
+        both.cluster.create([scheduled("late", five, gpumem=1000, gpucores=20)])
+        assert f"of UUID {five}" in both.event("late", "FailedScheduling")
+    assert {each.place: frozenset(each.ids) for each in both.resources.held(REPLICA) if each.place in held} == held
+
+
+def made_by_hami(name: str, containers: Mapping[str, tuple[str, int, int]]) -> Json:
+    """A pod with these containers, of which "first" is an init container, and one without GPUs before the others."""
+    body = hami_pod(name)
+    parts = {
+        part: {**body["spec"]["containers"][0], "name": part, "resources": {"limits": hami_limits(memory, cores)}}
+        for part, (_, memory, cores) in containers.items()
+    }
+    first = [{**part, "command": ["/bin/true"]} for key, part in parts.items() if key == "first"]
+    plain = {**body["spec"]["containers"][0], "name": "plain", "resources": {}}
+    body["spec"]["containers"] = [plain, *(part for key, part in parts.items() if key != "first")]
+    if first:
+        body["spec"]["initContainers"] = first
+    entries = [[each] for each in containers.values()]
+    entries.insert(len(first), [])
+    return running_pod(body, NODE, *entries)
+
+
+def hami_limits(memory: int, cores: int) -> dict[str, str]:
+    return {REPLICA: "1", "nvidia.com/gpumem": str(memory), **({"nvidia.com/gpucores": str(cores)} if cores else {})}
+
+
+def scheduled(name: str, uuid: str, **amounts: int) -> Json:
+    """A pod for gpumgr's scheduler that demands this GPU of the node."""
+    body = hami_pod(name, SLEEP, 1, **amounts)
+    del body["spec"]["nodeName"]
+    body["spec"] |= {"schedulerName": SCHEDULER, "nodeSelector": {"kubernetes.io/hostname": NODE}}
+    body["metadata"]["annotations"] = {"nvidia.com/use-gpuuuid": uuid}
+    return body
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
-from gpumgr.enforcement.hami_core import seed
+from gpumgr.enforcement.hami_core import priorities, seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
@@ -192,8 +192,9 @@ class HamiCore(Backend):
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
 
     def _adjust(self, running: Sequence[RunningContainer]) -> None:
-        for each in running:
-            self._monitor_of(each.tenant).repair(each)
+        words = {each.tenant: self._monitor_of(each.tenant).repair(each) for each in running}
+        for tenant, word in priorities.due({tenant: word for tenant, word in words.items() if word is not None}).items():
+            self._monitor_of(tenant).set_recent_kernel(word)
 
     def _cleanup(self, allocation: AllocationId) -> None:
         if (monitor := self._monitors.pop(allocation, None)) is not None:

@@ -3,6 +3,7 @@
 The limits are what the agent granted. The region shows which processes run under the library and is never trusted about limits.
 """
 
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -43,7 +44,7 @@ class RegionMonitor:
         self._region, self._clock = region, clock
         self._pids = _PidMap(nspid_of)
         self._lock = threading.Lock()
-        self._closed = self._reported_broken = self._reported_host = False
+        self._closed = self._reported_broken = self._reported_host = self._waits = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
         self._pending: list[Finding] = []
@@ -59,7 +60,20 @@ class RegionMonitor:
         with self._lock:
             self._closed = True
             if isinstance(self._region, RegionFile):
+                if self._waits:  # no agent would end it
+                    self._write_recent_kernel(self._region, 0)
                 self._region.close()
+
+    def set_recent_kernel(self, word: int) -> None:
+        """Below 0: launches wait, until another word is written."""
+        with self._lock:
+            if not self._closed and isinstance(self._region, RegionFile):
+                self._write_recent_kernel(self._region, word)
+
+    def _write_recent_kernel(self, region: RegionFile, word: int) -> None:
+        self._waits = word < 0
+        with suppress(OSError):  # `check` reports it
+            region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
         """The new findings; each once, a repaired one each time. Changes nothing in the region but its length."""
@@ -79,11 +93,12 @@ class RegionMonitor:
             pending, self._pending = self._pending, []
             return (*pending, *new)
 
-    def repair(self, running: RunningContainer) -> None:
-        """Restores the granted limits, and writes what the library can't find out or repair itself."""
+    def repair(self, running: RunningContainer) -> int | None:
+        """Restores the granted limits, and writes what the library can't find out or repair itself. Returns the word `recent_kernel`; None:
+        the region can't be used."""
         with self._lock, suppress(OSError):  # `check` reports it
             if self._closed:
-                return
+                return None
             region, seen = self._read(running)
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
             for each in due:
@@ -97,6 +112,8 @@ class RegionMonitor:
                 self._pending.append(_tampered(running.tenant, fresh))
             if due:
                 log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
+            return seen.recent_kernel
+        return None
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
         """Also cuts what was appended: that must not wait for a repair. Raises OSError."""

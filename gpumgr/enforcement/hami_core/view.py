@@ -39,13 +39,15 @@ class ProcessSlot:
 class RegionView:
     """One region at one time. `slots` are the live ones and the stuck ones. `postinit` is 0 while a process looks for its host pid.
 
-    `postinit_waiters`: of it; one that was killed may still be counted.
+    `postinit_waiters`: of it; one that was killed may still be counted. `recent_kernel`: above 0 after a launch, below 0 while launches
+    must wait.
     """
 
     limits_bytes: tuple[int, ...]
     core_limits_percent: tuple[int, ...]
     slots: tuple[ProcessSlot, ...]
     utilization_switch: int
+    recent_kernel: int
     priority: int
     postinit: int
     postinit_waiters: int
@@ -59,13 +61,14 @@ def decode(read: Callable[[int, int], bytes]) -> RegionView:
     bounded = min(max(count, 0), layout.SLOTS)
     slots = read(layout.PROCS, bounded * layout.SLOT_BYTES)
     decoded = [_slot(index, slots) for index in range(bounded)]
-    switch, _, priority = struct.unpack_from("<iii", tail, layout.UTILIZATION_SWITCH - layout.PROC_NUM)
+    switch, recent_kernel, priority = struct.unpack_from("<iii", tail, layout.UTILIZATION_SWITCH - layout.PROC_NUM)
     postinit, waiters = struct.unpack_from("<II", tail, layout.SEM_POSTINIT - layout.PROC_NUM)
     return RegionView(
         limits_bytes=layout.LIMITS.unpack_from(header, layout.LIMIT),
         core_limits_percent=layout.LIMITS.unpack_from(header, layout.SM_LIMIT),
         slots=tuple(slot for slot in decoded if slot.live or slot.stuck),
         utilization_switch=switch,
+        recent_kernel=recent_kernel,
         priority=priority,
         postinit=postinit,
         postinit_waiters=waiters,

@@ -101,6 +101,7 @@ async def test_devices_that_are_found_later_count(cluster: Cluster) -> None:
     assert not locked(cluster)
 
 
+@pytest.mark.hami_bug("B7: a refused pod locks the node for 5 minutes")
 @pytest.mark.parametrize("refused", [False, True], ids=["by the kubelet itself", "by an agent that did not know it yet"])
 async def test_a_refused_pod_that_the_agent_sees_later_ends_the_lock(cluster: Cluster, refused: bool) -> None:
     if refused:

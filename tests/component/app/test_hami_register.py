@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
+import pytest
+
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ledger import Allocation
@@ -58,6 +60,9 @@ class Node:
         return found
 
 
+@pytest.mark.hami_bug(
+    "B5, B21: a failed write is never repeated; the order changes at random; pair scores are published for one setting only"
+)
 def test_every_gpu_is_registered_once_in_the_order_of_the_driver() -> None:
     node = Node()
     assert node.look() == [REGISTER, SCORES]
@@ -90,6 +95,7 @@ def test_pods_of_hamis_scheduler_are_counted_by_it() -> None:
     assert (node.gpus[0]["count"], node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (10, MEBIBYTES, 100)
 
 
+@pytest.mark.hami_bug("B3: one sick GPU removes the node")
 def test_a_sick_or_cordoned_gpu_stays_listed_beside_the_others() -> None:
     node = Node()
     node.look(failed={uuid_of(0): "XID 79"}, cordoned={uuid_of(1): "by hand"})

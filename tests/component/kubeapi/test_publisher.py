@@ -351,6 +351,7 @@ async def lost(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+@pytest.mark.hami_bug("B5: a failed write is never repeated; the order changes at random")
 @pytest.mark.parametrize(
     "answer",
     [

@@ -100,6 +100,7 @@ def state(stage: Stage) -> NodeState:
     return found
 
 
+@pytest.mark.hami_bug("B1: containers without GPUs shift the device list, so that usage is lost")
 async def test_a_pod_is_bound_with_its_gpus_in_both_spellings(hami: Stage) -> None:
     shown = hami_pod("one", {}, {"gpu": 2, "gpumem": 1001, "gpucores": 30})
     assert await hami.schedule(shown, ["a"]) == "a"
@@ -117,6 +118,42 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
     assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a"]) is None
     assert await hami.schedule(pod("whole", ("app", 100, 0)), ["a"]) is None
     assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a", "b"]) == "b"
+
+
+@pytest.mark.hami_bug("B23: a cordon is not seen")
+async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
+    """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
+
+    def cordons() -> list[bool]:
+        state = hami.index.node("a")
+        return [gpu.cordoned for gpu in state.gpus] if state else []
+
+    one = {"gpu": 1, "gpumem": 500}
+    assert await hami.schedule(hami_pod("before", one), ["a"]) == "a"
+    cordoned = hami_node("a", 2)
+    cordoned["metadata"]["annotations"]["hami.io/device-cordon"] = " GPU-a-0 ,, what"
+    hami.sim.put_node(cordoned)
+    await until(lambda: cordons() == [True, False])
+    for name, item in (("hami", hami_pod("hami", one)), ("vcuda", pod("vcuda", ("app", 10, 4)))):
+        assert await hami.schedule(item, ["a"]) == "a"
+        assert [uuid for uuid, *_ in json.loads(annotations(hami, name)["gpumgr.io/placement"])["containers"].popitem()[1]] == [
+            "GPU-a-1"
+        ]
+    assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) is None
+    hami.sim.put_node(hami_node("a", 2))
+    await until(lambda: cordons() == [False, False])
+    assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
+
+
+async def test_the_policies_for_nodes_and_for_their_gpus_are_two(hami: Stage) -> None:
+    """Nodes are filled, and their GPUs are spread over. Also a weight that can't be read is the pod's fault."""
+    chosen = {"hami.io/node-scheduler-policy": "binpack", "hami.io/gpu-scheduler-policy": "spread"}
+    one = {"gpu": 1, "gpumem": 500}
+    for number in range(4):
+        assert await hami.schedule(hami_pod(f"p{number}", one, annotations=chosen), ["a", "b"]) == "a"
+    assert [used.replicas for used in hami.index.used("a")] == [2, 2]
+    wrong = hami_pod("wrong", one, annotations={"hami.io/device-scoring-weights": "core=1"})
+    assert "'core=1' has not the form" in str(await hami.filter(wrong, ["a"]))
 
 
 async def test_a_core_remains_for_a_share_without_cores(hami: Stage) -> None:
@@ -137,12 +174,14 @@ async def test_a_whole_gpu_needs_one_without_pods_and_percentages_are_of_each_gp
     assert "no room for 1 GPU with 60 % of the memory" in str(answer)
 
 
+@pytest.mark.hami_bug("B12: init containers bypass the quota")
 async def test_an_init_container_and_the_app_count_once_on_one_gpu(hami: Stage) -> None:
     first, main = {"gpu": 1, "gpumem": 3000, "gpucores": 10}, {"gpu": 1, "gpumem": 2000, "gpucores": 60}
     assert await hami.schedule(hami_pod("steps", first, main), ["a"]) == "a"
     assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(60, 3000, 1), (0, 0, 0)]
 
 
+@pytest.mark.hami_bug("B14: gpumem: 16Gi vanishes")
 @pytest.mark.parametrize(("limits", "reason"), [
     ({"gpu": 1, "gpumem": "16Gi"}, "container c0: 17179869184 MiB of memory asked: the number is in MiB"),
     ({"gpumem": 100}, "container c0 requests an amount of each GPU, and no GPU; add the limit nvidia.com/gpu: 1"),
@@ -160,6 +199,7 @@ async def test_a_pod_with_resources_of_both_kinds_is_refused(hami: Stage) -> Non
     assert "the scheduler supports pods with those of one kind" in str(await hami.filter(mixed))
 
 
+@pytest.mark.hami_bug("B13: of several ResourceQuotas one holds")
 async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Quotas) -> None:
     """HAMi 2.10 uses the last one only, and counts no percentages."""
     quotas.put("memory", gpumem=9000)

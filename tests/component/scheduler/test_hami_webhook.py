@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -14,17 +15,22 @@ from gpumgr.scheduler.hami_webhook import PATH, patches, webhook_application
 from gpumgr.scheduler.lifecycle import webhook
 from gpumgr.settings.schema import NodeSettings, Settings, WebhookSettings
 
-HAMI = ReplicaResources(count="example.com/a~b", memory="mem", memory_percentage="percent", cores="cores")
+HAMI = ReplicaResources(count="example.com/a~b", memory="mem", memory_percentage="percent", cores="cores", priority="prio")
+GPUS = WebhookSettings(scheduler_name="gpus")
 
 
 def pod(*limits: dict[str, Any], **spec: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": "c", "resources": {"limits": each}} for each in limits], **spec}}
 
 
-def patched(item: dict[str, Any], runtime_class: str = "") -> list[tuple[str, str]]:
-    found = patches(item, HAMI, scheduler="gpus", runtime_class=runtime_class)
+def patched(item: dict[str, Any], **settings: Any) -> list[tuple[str, Any]]:
+    found = patches(item, HAMI, msgspec.structs.replace(GPUS, **settings))
     assert all(each["op"] == "add" for each in found)
     return [(each["path"], each["value"]) for each in found]
+
+
+def variables(item: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {path: value for path, value in patched(item, **settings) if "/env" in path}
 
 
 def test_the_names_of_the_settings_count() -> None:
@@ -38,13 +44,52 @@ def test_the_names_of_the_settings_count() -> None:
 
 def test_a_runtime_class_is_written_where_the_pod_has_none() -> None:
     wanted = {"example.com/a~b": 1, "cores": 5}
-    assert patched(pod(wanted), "nvidia") == [("/spec/schedulerName", "gpus"), ("/spec/runtimeClassName", "nvidia")]
-    assert patched(pod(wanted, runtimeClassName="kata"), "nvidia") == [("/spec/schedulerName", "gpus")]
+    both = [("/spec/schedulerName", "gpus"), ("/spec/runtimeClassName", "nvidia")]
+    assert patched(pod(wanted), runtime_class="nvidia") == both
+    assert patched(pod(wanted, runtimeClassName="kata"), runtime_class="nvidia") == both[:1]
+
+
+def test_an_amount_without_a_count_is_of_so_many_gpus() -> None:
+    assert patched(pod({"mem": 4}), default_gpus=3)[0] == ("/spec/containers/0/resources/limits/example.com~1a~0b", "3")
+
+
+PRIORITY = {"name": "CUDA_TASK_PRIORITY", "value": "0"}
+FORCE = {"name": "GPU_CORE_UTILIZATION_POLICY", "value": "force"}
+HIDDEN = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "none"}
+
+
+def test_a_priority_becomes_a_variable_of_its_container() -> None:
+    item = pod({"mem": 4, "prio": 0}, {"mem": 4})
+    assert variables(item) == {"/spec/containers/0/env": [PRIORITY]}
+    item["spec"]["containers"][0]["env"] = [{"name": "A"}]
+    assert variables(item) == {"/spec/containers/0/env/-": PRIORITY}
+    item["spec"]["containers"][0]["env"] = [{"name": "CUDA_TASK_PRIORITY", "value": "9"}]
+    assert variables(item) == {}
+    assert variables(pod({"prio": 0})) == {}
+
+
+def test_a_policy_for_cores_is_a_variable_of_every_container() -> None:
+    item = pod({"mem": 4}, {}, initContainers=[{"name": "i"}])
+    assert variables(item, core_policy="force") == {
+        "/spec/containers/0/env": [FORCE],
+        "/spec/containers/1/env": [FORCE],
+        "/spec/initContainers/0/env": [FORCE],
+    }
+    assert variables(pod({}), core_policy="force") == {}
+
+
+def test_containers_without_gpus_see_none() -> None:
+    """But those that get GPUs by other means, and those that set the variable themselves."""
+    item = pod({"mem": 4}, {"cpu": 1}, {"tencent.com/vcuda-core": 10}, {"nvidia.com/mig-1g.10gb": 1}, {})
+    item["spec"]["containers"][-1]["resources"]["claims"] = [{"name": "gpu"}]
+    item["spec"]["containers"].append({"name": "own", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]})
+    assert variables(item, hide_gpus=True) == {"/spec/containers/1/env": [HIDDEN]}
+    assert variables(item) == {}
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[TestClient[Any, Any]]:
-    application = webhook_application(HAMI, scheduler="gpus", runtime_class="")
+    application = webhook_application(HAMI, GPUS)
     async with TestClient(TestServer(application)) as made:
         yield made
 

@@ -54,6 +54,7 @@ async def answers(stage: Stage) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.hami_bug("B39: every replica is ready")
 async def test_one_replica_answers_and_both_are_ready(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
     sim, leases = leased
     clock = Clock()
@@ -104,6 +105,7 @@ async def test_a_leader_without_the_api_server_stops_before_another_one_leads(
         assert "bind" not in sim.requests
 
 
+@pytest.mark.hami_bug("B30: pods are unmanaged during a failover")
 async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
     """The new leader's watches are late: it lists everything before it answers."""
     sim, leases = leased

@@ -40,6 +40,7 @@ async def full(stage: Stage, cores: int = 100, priority: int = 0) -> None:
         assert await stage.schedule(item, ["a"]) == "a"
 
 
+@pytest.mark.hami_bug("B16: no preemption")
 async def test_the_victims_of_one_node_are_answered_and_their_gpu_is_kept(stage: Stage) -> None:
     await full(stage)
     item = await stage.create(important("vip"))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,7 +28,7 @@ from gpumgr.deviceplugin.registration import KubeletLink
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import CheckpointError
-from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.kubeapi.pods import parse_quantity, selected
 from gpumgr.kubeapi.replica_requests import ReplicaResources, replica_request
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -159,15 +159,24 @@ class Stage:
     devices: dict[Resource, LatestValue[bytes]]
     hami: ReplicaResources
     _uids: Iterable[int] = field(default_factory=lambda: count(1))
+    _annotations: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def ledger(self) -> Ledger:
         return self.agent.agent_state.ledger.check()
 
-    def pod(self, name: str, *containers: SimContainer, known: bool = True, created_at: float | None = None) -> SimPod:
+    def pod(
+        self,
+        name: str,
+        *containers: SimContainer,
+        known: bool = True,
+        created_at: float | None = None,
+        annotations: Mapping[str, str] | None = None,
+    ) -> SimPod:
         """A pod bound to this node; `known`: the API server's cache has it."""
         number = next(iter(self._uids))
         pod = SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
+        self._annotations[pod.uid] = annotations or {}
         if known:
             self.tell(pod, created_at=created_at or float(number))
         return pod
@@ -183,7 +192,15 @@ class Stage:
             )
             for c in pod.admission_order
         )
-        view = PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=created_at, containers=specs)
+        view = PodView(
+            namespace=pod.namespace,
+            name=pod.name,
+            uid=pod.uid,
+            phase=phase,
+            created_at=created_at,
+            containers=specs,
+            **selected(self._annotations.get(pod.uid, {})),
+        )
         self.pods.views[view.key] = view
 
     async def run(self, pod: SimPod) -> PodStatus:

@@ -97,6 +97,7 @@ async def test_a_refusal_names_what_no_gpu_has_a_place_for(folder: Path) -> None
         assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 0
 
 
+@pytest.mark.hami_bug("B10: a terminating pod blocks dynamic MIG")
 async def test_a_device_is_destroyed_with_its_pod_unless_it_has_processes(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         busy, idle = node.pod("busy", hami(gpumem=40000)), node.pod("idle", hami(gpumem=5000))

@@ -201,6 +201,7 @@ async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) ->
         assert rebuilt == {"main": (a.gpus, a.limits)}
 
 
+@pytest.mark.hami_bug("B2: annotations of any pod are trusted")
 async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
         gpus = [gpu.uuid for gpu in node.ledger.gpu_registry.gpus]

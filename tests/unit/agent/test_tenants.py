@@ -5,6 +5,7 @@ from dataclasses import replace
 from gpumgr.agent.tenants import tenant_of
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.units import Amounts
 from tests.unit.metrics.pictures import name_of, uuid_of, view_of
 
@@ -25,6 +26,18 @@ def test_a_share_has_the_amounts_of_each_gpu_in_the_order_of_the_bus_ids() -> No
         (uuid_of(0), "0000:00:00.0", 70, 256),
         (uuid_of(1), "0000:01:00.0", 20, 512),
     ]
+
+
+def test_the_priority_is_that_of_the_container() -> None:
+    containers = (ContainerSpec(name="other", priority=5), ContainerSpec(name="main", priority=0))
+    view = PodView(namespace="team", name="p", uid="u", containers=containers)
+    for container, priority in (("main", 0), ("gone", 1), (None, 1)):
+        found = tenant_of(replace(PARTS, container=container), VIEW.ledger.gpu_registry, SHOWN, view)
+        assert found is not None
+        assert found.priority == priority
+    unknown = tenant(PARTS)
+    assert unknown is not None
+    assert unknown.priority == 1
 
 
 def test_a_whole_gpu_beside_a_part_of_another_is_not_limited() -> None:

@@ -48,6 +48,7 @@ def test_containers_get_their_room_one_after_another() -> None:
     assert isinstance(choose(node, used(node), request(("app", 60, 8), ("app", 60, 8), ("app", 60, 8)), "binpack"), Misfit)
 
 
+@pytest.mark.hami_bug("B15: sidecars are under-counted")
 @pytest.mark.parametrize(
     ("containers", "expected", "cores"),
     [

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
+from gpumgr.evaluators.constraints import Constraints
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, node_state, request, share
 
@@ -32,7 +32,8 @@ def chosen(node: NodeState, wanted: PodRequest, *used: int, policy: Policy = "bi
         ({}, [0, 1, 2, 3]),
         ({"use_models": ("a100",)}, [0]),
         ({"use_models": ("A100", "tesla")}, [0, 1]),
-        ({"use_models": ("NVIDIA",), "avoid_models": ("sxm",)}, [2]),
+        ({"use_models": ("NVIDIA",), "avoid_models": ("sxm",)}, [1, 2]),
+        ({"use_models": ("nvidia-tesla",)}, [1]),  # HAMi's name of that model
         ({"avoid_models": ("t4",)}, [0, 2]),  # the model of GPU 3 is not known
         ({"use_models": ("A10G",)}, []),
         ({"use_uuids": ("GPU-a-1", "GPU-a-3", "GPU-b-0")}, [1, 3]),
@@ -80,6 +81,7 @@ def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constrain
     assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
 
 
+@pytest.mark.hami_bug("B19, B20: NUMA binding rejects pods that fit, and fills one NUMA node")
 @pytest.mark.parametrize(
     ("policy", "used", "expected"),
     [

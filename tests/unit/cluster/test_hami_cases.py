@@ -1,7 +1,22 @@
 """Cases of HAMi's own tests that concern the choice of GPUs, with this scheduler's answer. Numbers: their order in HAMi's suite.
 
-The rest of that suite is about HAMi's texts, resources, lock, quota and MIG. A vcuda container with several GPUs has them whole, one with
-HAMi's resources may share them. Where the answers differ, the comment says why.
+A vcuda container with several GPUs has them whole, one with HAMi's resources may share them. Where the answers differ, the comment says
+why. The other cases of that suite:
+
+1 to 3    the node's CSV: tests/unit/kubeapi/test_hami_node.py
+4 to 7    device lists: tests/component/kubeapi/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
+          container here, and is refused for a pod with some
+10 to 12  how HAMi's scheduler judges a node by its handshake, and remembers its register annotation: not here. gpumgr's scheduler reads
+          the inventory and the kubelet's capacity; the agent writes a handshake for old schedulers, and reads none
+13 to 16  requests: tests/component/kubeapi/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
+17 to 19  admission: tests/e2e/test_hami_admission.py
+32        HAMi's score of a GPU by slots, cores and memory: not here. The evaluators compare cores, then memory; only the sum of a node is
+          used, where a pod has a policy for nodes (case 30)
+33        a quota of 0: tests/component/scheduler/test_hami_pods.py
+34        taking and stealing the lock of a node: not here. No lock is needed; the agent removes that of HAMi's scheduler
+          (tests/e2e/test_hami_plugin.py), and its text is read in tests/unit/kubeapi/test_hami_node.py
+35        places of MIG devices: tests/unit/evaluators/test_mig.py
+40        omitted entries of containers without GPUs: tests/component/kubeapi/test_replica_requests.py
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +30,8 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.kubeapi.selection import constraints_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 from gpumgr.topology.matrix import topology_from_matrix
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
@@ -143,6 +159,27 @@ def test_pods_with_hamis_resources(
     nodes: Sequence[NodeState], pods: Sequence[PodRequest], policy: Policy, expected: list[str]
 ) -> None:
     assert play([with_replicas(node, 10) for node in nodes], pods, policy) == expected
+
+
+@pytest.mark.hami_bug("B28: the score ignores the request")
+@pytest.mark.parametrize("wanted", [hami(cores=20, memory=1000), share(20, 4)])
+@pytest.mark.parametrize(
+    ("node_policy", "gpu_policy", "expected"),
+    [
+        ("binpack", "binpack", "node2:1"),
+        ("binpack", "spread", "node2:0"),  # HAMi's defaults
+        ("spread", "binpack", "node1:0"),
+        ("spread", "spread", "node1:1"),
+    ],
+)
+def test_policies_for_nodes_and_gpus(wanted: PodRequest, node_policy: str, gpu_policy: str, expected: str) -> None:
+    """Case 30."""
+    annotations = {"hami.io/node-scheduler-policy": node_policy, "hami.io/gpu-scheduler-policy": gpu_policy}
+    policy = policy_of(annotations)
+    assert policy is not None
+    pod = replace(wanted, node_policy=node_policy_of(annotations))
+    assert play([with_replicas(node, 10) for node in TWO], [pod], policy) == [expected]
+    assert play([with_replicas(node, 10) for node in TWO], [pod], "least-fragmentation")[0].startswith(expected[:5])
 
 
 def test_a_pod_of_the_policy_mutex_uses_gpus_without_containers_only() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from gpumgr.cluster import shape
 from gpumgr.cluster.choose import NodeChoice, choose
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
+from gpumgr.evaluators.constraints import Constraints
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 

@@ -1,6 +1,7 @@
 """HAMi's annotations of a node, both ways."""
 
 import contextlib
+import json
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -160,6 +161,27 @@ def test_a_model_with_separators_keeps_the_list_readable() -> None:
 ])  # fmt: skip
 def test_the_type_begins_with_the_vendor(model: str | None, expected: str) -> None:
     assert device_type(model) == expected
+
+
+def read_scores(text: str) -> dict[str, dict[str, int]]:
+    """As HAMi's scheduler does (pkg/device/nvidia/links.go)."""
+    return {each["uuid"]: each["score"] for each in json.loads(text)}
+
+
+@given(st.lists(NAMES, unique=True, max_size=5), st.data())
+def test_scores_are_read_as_they_were_written(uuids: list[str], data: st.DataObject) -> None:
+    rows = tuple(tuple(data.draw(st.integers(0, 10**6)) for _ in uuids) for _ in uuids)
+    assert read_scores(encode_scores(uuids, rows)) == {
+        uuid: {other: score for other, score in zip(uuids, row, strict=True) if other != uuid}
+        for uuid, row in zip(uuids, rows, strict=True)
+    }
+
+
+@given(st.datetimes(min_value=datetime(2000, 1, 1)))
+def test_a_handshake_is_read_as_it_was_written(now: datetime) -> None:
+    """As schedulers up to HAMi 2.4 do (pkg/scheduler/scheduler.go): the state, and a time of their own zone in seconds."""
+    state, _, time = reported(now).partition("_")
+    assert (state, datetime.strptime(time, "%Y-%m-%d %H:%M:%S")) == ("Reported", now.replace(microsecond=0))
 
 
 def test_scores_and_handshake() -> None:

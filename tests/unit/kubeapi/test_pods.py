@@ -1,8 +1,11 @@
-"""What is read of a pod: its MIG devices, whether it is to be deleted, and whether one of its containers has started."""
+"""What is read of a pod: its MIG devices, its priority, whether it is to be deleted, and whether one of its containers has started."""
+
+from dataclasses import replace
 
 import pytest
 
 from gpumgr.kubeapi.pods import parse_pod
+from tests.component.stage.stage import HAMI
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,14 @@ def test_mig_devices_count_by_the_strategys_resources(mig_resource: str | None, 
     }
     view = parse_pod(pod, mig_resource=mig_resource)
     assert [each.instances for each in view.containers] == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.parametrize(("limits", "priority"), [({}, 1), ({"nvidia.com/priority": "0"}, 0), ({"nvidia.com/priority": 7}, 7)])
+def test_the_priority_is_hamis_resource(limits: dict[str, str | int], priority: int) -> None:
+    containers = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1", **limits}}}]
+    pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {"containers": containers}}
+    assert [each.priority for each in parse_pod(pod, HAMI).containers] == [priority]
+    assert [each.priority for each in parse_pod(pod, replace(HAMI, priority="other")).containers] == [1]
 
 
 @pytest.mark.parametrize("timestamp", [None, "2026-11-01T10:00:00Z"])

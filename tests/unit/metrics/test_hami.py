@@ -1,5 +1,7 @@
 """HAMi's gauges: both names of each, their labels, its units."""
 
+import pytest
+
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.units import BLOCK_BYTES
@@ -55,6 +57,7 @@ def samples_of(report: NodeReport, name: str) -> list[tuple[dict[str, str], floa
     return [(dict(each.labels), each.value) for each in family.samples]
 
 
+@pytest.mark.hami_bug("B33: metrics have wrong container indices, two names for a model, and no node")
 def test_all_names_with_their_labels_and_twins() -> None:
     found = families(metrics_of(full_picture(), PODS, gpu_manager_names=False, hami_names=True))
     theirs = {name for name in found if not name.startswith("gpumgr_")}
@@ -105,6 +108,7 @@ def test_a_container_with_whole_gpus_has_each_ones_memory_as_its_limit() -> None
     assert [value for _, value in samples_of(report, "hami_gpu_shared_count")] == [1.0, 1.0]
 
 
+@pytest.mark.hami_bug("B33: metrics have wrong container indices, two names for a model, and no node")
 def test_which_container_of_its_pod_one_is_comes_from_the_pod() -> None:
     view = view_of(
         allocation("a", WEB, cores={0: 0b11}, blocks={0: 0b11}), allocation("b", ("team", "unknown"), cores={0: 0b100})
@@ -121,6 +125,7 @@ def test_without_a_driver_only_allocations_are_exported() -> None:
     assert len(found["hami_gpu_memory_limit_bytes"].samples) == 2
 
 
+@pytest.mark.hami_bug("B33: metrics have wrong container indices, two names for a model, and no node")
 def test_the_type_is_what_hami_registers() -> None:
     ((labels, _), _) = samples_of(full_picture(), "hami_gpu_shared_count")
     assert labels["device_type"] == "NVIDIA A10"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.hami_request import Names
 from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
-from gpumgr.migrate.plan import Plan
+from gpumgr.migrate.plan import Plan, differing
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
 UUIDS = ("GPU-8dcd427f-483b-b48f-d7e5-75fb19a52b76", "GPU-0e0e0e0e-0000-1111-2222-333344445555")
@@ -72,7 +73,7 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
             annotations={
                 HAMI_ALLOCATED: "GPU-a,NVIDIA,4096,30:;",
                 "nvidia.com/use-gputype": "A10",
-                "nvidia.com/vgpu-mode": "hami-core",
+                "hami.io/gpu-scheduler-policy": "spread",
             },
         ),
         pod("elsewhere", node="gpu-8", gpu="1"),
@@ -81,8 +82,7 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
     )
     assert made.pods == (
         "team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 16",
-        "team/a: only pods of `gpumgr scheduler` are placed by nvidia.com/use-gputype",
-        "team/a: gpumgr does not read nvidia.com/vgpu-mode",
+        "team/a: only pods of `gpumgr scheduler` are placed by hami.io/gpu-scheduler-policy",
     )
     assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl -n team delete pod a", "kubectl label node gpu-7 gpu-"]
     assert made.warnings == (
@@ -135,15 +135,74 @@ def test_its_dashboards_go_on() -> None:
 
 
 def test_what_its_webhook_did_is_named() -> None:
-    device = "nvidia: {overwriteEnv: true, defaultGPUNum: 2, runtimeClassName: nvidia}"
-    text = " ".join(plan(NODE, config_map("device-config.yaml", device)).notes)
-    for each in (
-        "overwriteEnv has no",
-        "defaultGPUNum 2 has no",
-        'runtimeClassName "nvidia": give the chart scheduler.admission',
-    ):
-        assert each in text
-    assert "defaultGPUNum" not in " ".join(plan(NODE).notes)
+    device = "nvidia: {overwriteEnv: true, defaultGPUNum: 2, gpuCorePolicy: force, runtimeClassName: nvidia}"
+    notes = plan(NODE, config_map("device-config.yaml", device)).notes
+    for key, value in (("HideGpus", "true"), ("DefaultGpus", "2"), ("CorePolicy", '"force"'), ("RuntimeClass", '"nvidia"')):
+        assert any(value in note and note.endswith(f"scheduler.admissionPolicies.hami{key}") for note in notes)
+    usual = "nvidia: {overwriteEnv: false, defaultGPUNum: 1, gpuCorePolicy: default, runtimeClassName: ''}"
+    assert plan(NODE, config_map("device-config.yaml", usual)).notes == plan(NODE).notes
+
+
+#: The keys of HAMi 2.10: of the block `nvidia` of device-config.yaml, and of a node in config.json. Each with another value than its
+#: default, and the setting or the beginning of the note.
+KEYS: dict[str, tuple[object, str]] = {
+    "resourceCountName": ("x.io/g", "hami.count_resource"),
+    "resourceMemoryName": ("x.io/m", "hami.memory_resource"),
+    "resourceMemoryPercentageName": ("x.io/p", "hami.memory_percentage_resource"),
+    "resourceCoreName": ("x.io/c", "hami.core_resource"),
+    "resourcePriorityName": ("x.io/prio", "hami.priority_resource"),
+    "overwriteEnv": (True, "overwriteEnv true"),
+    "defaultMemory": (5, "hami.default_memory"),
+    "defaultCores": (5, "hami.default_cores"),
+    "defaultGPUNum": (2, "defaultGPUNum 2"),
+    "memoryFactor": (2, "hami.memory_factor"),
+    "deviceSplitCount": (4, "hami.device_split_count"),
+    "deviceMemoryScaling": (1.5, "hami.device_memory_scaling"),
+    "deviceCoreScaling": (1.5, "hami.device_core_scaling"),
+    "preConfiguredDeviceMemory": (100, "preConfiguredDeviceMemory 100"),
+    "enableNumaTopology": (True, "enableNumaTopology true"),
+    "libCudaLogLevel": (3, "hami_core.log_level"),
+    "gpuCorePolicy": ("force", 'gpuCorePolicy "force"'),
+    "runtimeClassName": ("nvidia", 'runtimeClassName "nvidia"'),
+    "disableCoreLimit": (True, "hami.disable_core_limit"),
+    "operatingmode": ("mig", "hami.operating_mode"),
+    "filterdevices": ({"index": [1]}, 'filterdevices {"index": [1]}'),
+    "enablegetpreferredallocation": (True, "enablegetpreferredallocation true"),
+    "migstrategy": ("mixed", 'migstrategy "mixed"'),
+}
+
+
+@pytest.mark.hami_bug("B22: settings without effect")
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_of_hamis_configuration_is_a_setting_or_is_named(key: str) -> None:
+    value, result = KEYS[key]
+    objects = [parse_object(config_map("device-config.yaml", json.dumps({"nvidia": {key: value}})), "a test")]
+    config = read_config(objects, "gpu-7")
+    if result in config.replica_settings:
+        assert differing({result: config.replica_settings[result], "node.profile": "both"}) == {
+            result: value,
+            "node.profile": "both",
+        }
+    else:
+        assert any(note.startswith(result) for note in config.notes)
+
+
+def test_profiles_of_dynamic_mig_are_those_of_all_models() -> None:
+    profiles = [{"models": ["A30"], "profiles": ["1g.6gb"]}, {"models": ["H100-80"], "profiles": ["1g.10gb", "2g.20gb"]}]
+    device = config_map("device-config.yaml", json.dumps({"nvidia": {"migProfileAllowlist": profiles}}))
+    override = config_map("config.json", json.dumps({"nodeconfig": [{"name": "gpu-7", "operatingmode": "mig"}]}))
+
+    def settings(*documents: dict[str, Any]) -> Mapping[str, object]:
+        return read_config([parse_object(each, "a test") for each in documents], "gpu-7").replica_settings
+
+    assert settings(device, override) == {"hami.operating_mode": "mig", "hami.mig_profiles": ["1g.10gb", "1g.6gb", "2g.20gb"]}
+    assert settings(device) == {}
+    wrong = config_map(
+        "device-config.yaml", '{"nvidia": {"migProfileAllowlist": [3, {"profiles": null}], "operatingmode": "mig"}}'
+    )
+    assert settings(wrong) == {"hami.operating_mode": "mig"}
+    mig = {**NODE, "metadata": {"name": "gpu-7", "annotations": {REGISTER: '[{"id":"GPU-a","mode":"mig"}]'}}}
+    assert any("hami.operating_mode: mig continues it" in note for note in plan(mig).notes)
 
 
 def test_what_has_no_counterpart_is_named() -> None:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.constraints import Constraints
 from gpumgr.errors import Refusal
-from gpumgr.scheduler.selection import constraints_of, policy_of
+from gpumgr.evaluators.constraints import Constraints
+from gpumgr.kubeapi.selection import constraints_of
+from gpumgr.scheduler.selection import node_policy_of, policy_of
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,8 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
         ({"gpumgr.io/policy": "", "hami.io/gpu-scheduler-policy": "spread"}, "spread"),
         ({"gpumgr.io/policy": "binpack", "hami.io/gpu-scheduler-policy": "spread"}, "binpack"),
         ({"hami.io/gpu-scheduler-policy": "topology-aware", "hami.io/node-scheduler-policy": "binpack"}, "topology"),
-        ({"hami.io/node-scheduler-policy": "spread"}, "spread"),
-        ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, "spread"),
+        ({"hami.io/node-scheduler-policy": "spread"}, None),
+        ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, None),
         ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, "binpack"),
         ({"hami.io/gpu-scheduler-policy": "mutex, topology-aware"}, "topology"),
         ({"hami.io/gpu-scheduler-policy": "numa"}, None),
@@ -84,6 +85,39 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
 )
 def test_policy(annotations: dict[str, str], expected: str | None) -> None:
     assert policy_of(annotations) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotations", "expected"),
+    [
+        ({}, None),
+        ({"hami.io/gpu-scheduler-policy": "spread"}, None),
+        ({"hami.io/gpu-scheduler-policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
+        ({"hami.io/node-scheduler-policy": "numa,spread"}, "spread"),
+        ({"hami.io/node-scheduler-policy": "what"}, None),
+        # gpumgr's counts for both
+        ({"gpumgr.io/policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, None),
+        ({"gpumgr.io/policy": " ", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
+    ],
+)
+def test_policy_among_nodes(annotations: dict[str, str], expected: str | None) -> None:
+    assert node_policy_of(annotations) == expected
+
+
+@pytest.mark.parametrize("text", ["slot=1,core=1,memory=3", " memory = 0 ,core=0, slot=+2"])
+def test_weights_of_hamis_score_have_no_effect(text: str) -> None:
+    assert policy_of({"hami.io/device-scoring-weights": text, "hami.io/gpu-scheduler-policy": "spread"}) == "spread"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "slot=1,core=1", "slot=1,core=1,memory", "slot=1,core=1,memory=-3", "slot=1,core=1,core=1", "slot=0,core=0,memory=0",
+     "slot=1,core=1,memory=1.5", "slot=1,core=1,memory=3,disk=1", "slot=1=2,core=1,memory=3", "x" * 9999],
+)  # fmt: skip
+def test_weights_that_hamis_scheduler_refuses_are_refused(text: str) -> None:
+    with pytest.raises(Refusal, match=r"^annotation hami.io/device-scoring-weights: .* has not the form") as caught:
+        policy_of({"hami.io/device-scoring-weights": text})
+    assert len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize("text", ["packed", "topology-aware", "Binpack", "x" * 9999])

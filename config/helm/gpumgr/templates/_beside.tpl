@@ -7,7 +7,7 @@ container: [allocation_dir, device_root, driver_share_dir, driver_whole_dir]
 cri: [cgroup_root, socket]
 display: [enabled, socket]
 enforcement: [backend, cdi_dir, evict, injection, overrides, run_dir]
-hami: [core_resource, count_resource, memory_percentage_resource, memory_resource]
+hami: [core_resource, count_resource, memory_percentage_resource, memory_resource, priority_resource]
 hami_core: [library_path, library_sha256]
 http: [address, client_ca_file, port, socket, tls_cert_file, tls_key_file, token_file]
 kubelet: [device_plugin_dir, plugins_dir, plugins_registry_dir, pod_resources_socket]
@@ -18,7 +18,7 @@ process: [lock_path, stop_grace_seconds]
 claims: [http_port, leader_election, lease_name, lease_namespace]
 scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, predicates, quota_configmap, tls_cert_file, tls_key_file]
 vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
-webhook: [port, runtime_class, scheduler_name, tls_cert_file, tls_key_file]
+webhook: [core_policy, default_gpus, hide_gpus, port, runtime_class, scheduler_name, tls_cert_file, tls_key_file]
 {{- end -}}
 
 {{- define "gpumgr.checkVariables" -}}

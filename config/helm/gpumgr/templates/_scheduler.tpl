@@ -68,7 +68,12 @@ port: {{ .Values.scheduler.webhookPort }}
 tls_cert_file: /etc/gpumgr-webhook-tls/tls.crt
 tls_key_file: /etc/gpumgr-webhook-tls/tls.key
 scheduler_name: {{ include "gpumgr.hamiScheduler" . }}
-runtime_class: {{ default "" .Values.scheduler.admissionPolicies.hamiRuntimeClass | quote }}
+{{- with .Values.scheduler.admissionPolicies }}
+runtime_class: {{ default "" .hamiRuntimeClass | quote }}
+default_gpus: {{ .hamiDefaultGpus }}
+core_policy: {{ .hamiCorePolicy }}
+hide_gpus: {{ .hamiHideGpus }}
+{{- end }}
 {{- end -}}
 {{- end -}}
 
@@ -113,7 +118,7 @@ lease_name: {{ include "gpumgr.schedulerName" . }}
 {{- $_ := set $extender "tlsConfig" $tls -}}
 {{- if include "gpumgr.servesHami" . -}}
 {{/* No node has the amounts in its allocatable resources, so kube-scheduler must not look for them there. */}}
-{{- range $key, $name := merge (include "gpumgr.hamiResources" . | fromYaml) (dict "priority" "nvidia.com/priority") -}}
+{{- range $key, $name := include "gpumgr.hamiResources" . | fromYaml -}}
 {{- $resource := dict "name" $name "ignoredByScheduler" (ne $key "count_resource") -}}
 {{- $_ := set $extender "managedResources" (append $extender.managedResources $resource) -}}
 {{- end -}}
@@ -142,6 +147,7 @@ count_resource: nvidia.com/gpu
 memory_resource: nvidia.com/gpumem
 memory_percentage_resource: nvidia.com/gpumem-percentage
 core_resource: nvidia.com/gpucores
+priority_resource: nvidia.com/priority
 {{- end -}}
 
 {{/* ... and as the settings name them. */}}

@@ -20,8 +20,8 @@ MEMORY_BYTES = 1 << 30
 CORES = 30
 
 
-def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES) -> GpuShare:
-    return gpu_share(allocation, shared_gpu(cores=cores, memory_bytes=memory_bytes))
+def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES, priority: int = 1) -> GpuShare:
+    return gpu_share(allocation, shared_gpu(cores=cores, memory_bytes=memory_bytes), priority=priority)
 
 
 def running(of: GpuShare | None = None, *, pids: Sequence[int] = (), gpu_pids: Sequence[int] = ()) -> RunningContainer:

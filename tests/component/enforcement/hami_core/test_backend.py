@@ -133,6 +133,7 @@ async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
 
 
+@pytest.mark.hami_bug("B36, B37: limits apply to another GPU, or to the first one only")
 async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
     share = gpu_share(ID, *TWO_GPUS)
     assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
@@ -164,6 +165,7 @@ async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) ->
         bare.prepare(tenant(), "core")
 
 
+@pytest.mark.hami_bug("B38: an upgrade replaces a library in use")
 async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_running_ones(
     tmp_path: Path, library: Path, backend: HamiCore
 ) -> None:
@@ -275,6 +277,7 @@ async def test_each_start_has_a_fresh_region(backend: HamiCore, region: Path, cl
 # -- tampering -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hami_bug("B34: a tenant removes the library or changes limits")
 async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore, region: Path, client: Client) -> None:
     for _ in range(2):
         client.run(region, "raise", 64 << 30, 100, "priority", 0, "switch", 0)
@@ -534,3 +537,48 @@ async def test_starts_and_checks_leave_no_open_files(backend: HamiCore, region: 
     await backend.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert stat.S_ISREG(os.stat(region).st_mode)  # the container goes on
+
+
+def word(path: Path, value: int | None = None) -> int:
+    """recent_kernel, at its documented place (i32 at 2008904); with a value it is written first, as the library does."""
+    with path.open("r+b") as file:
+        if value is not None:
+            file.seek(2008904)
+            file.write(value.to_bytes(4, "little", signed=True))
+        file.seek(2008904)
+        return int.from_bytes(file.read(4), "little", signed=True)
+
+
+async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path, library: Path, backend: HamiCore) -> None:
+    first, later = tenant("a" * 16, priority=0), tenant("b" * 16)
+    here = [running(first), running(later)]
+    for each in (first, later):
+        await backend.start(each)
+    high, low = (region_of(tmp_path, each.allocation) for each in (first, later))
+    word(high, 2)
+    word(low, 2)
+    before = low.read_bytes()
+    await backend.adjust(here)
+    assert (word(high), word(low)) == (1, -1)
+    after = low.read_bytes()
+    assert (after[:2008904], after[2008908:]) == (before[:2008904], before[2008908:])
+    word(low, 2)  # a launch that was under way
+    word(high, 2)
+    await backend.adjust(here)
+    assert word(low) == -1
+    await backend.adjust(here)
+    assert (word(high), word(low)) == (0, 0), "two seconds after the last launch"
+    assert await backend.observe(here) == []
+
+    word(high, 2)
+    await backend.adjust(here)
+    other = make_backend(tmp_path, library)  # the agent was killed, and the first container has ended
+    await other.adjust([running(later)])
+    assert word(low) == 0
+    await other.close()
+    await backend.adjust(here)
+    word(high, 2)
+    await backend.adjust(here)
+    assert word(low) == -1
+    await backend.close()
+    assert word(low) == 0, "no agent would end the wait"

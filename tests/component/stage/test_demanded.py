@@ -1,0 +1,137 @@
+"""GPUs that a pod demands by its annotations: the agent gives no others, also to pods of another scheduler."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.constraints import Constraints
+from gpumgr.sim.kubelet import SimContainer
+from gpumgr.units import RESOURCE_NAMES, Amounts, Resource
+
+from .stage import WITHOUT_MIG, Stage, app, snapshot, stage
+from .test_replicas import hami
+
+NODE = snapshot(4, numa=True)
+NODE = replace(NODE, gpus=tuple(replace(gpu, model="Tesla T4" if gpu.index < 2 else "NVIDIA A100") for gpu in NODE.gpus))
+UUIDS = [gpu.uuid for gpu in NODE.gpus]
+
+
+def gpus_of(node: Stage, pod: str) -> list[int]:
+    return sorted(int(gpu, 16) for a in node.ledger.of(("team", pod)) for gpu in a.gpus)
+
+
+@pytest.mark.parametrize("container", [hami(gpumem=100), app(20, 1), app(100, 1)])
+@pytest.mark.parametrize(
+    ("annotations", "gpus"),
+    [
+        ({}, [0]),
+        ({"nvidia.com/use-gputype": "a100"}, [2]),
+        ({"nvidia.com/use-gputype": "NVIDIA-Tesla"}, [0]),
+        ({"nvidia.com/nouse-gputype": "T4"}, [2]),
+        ({"nvidia.com/use-gpuuuid": UUIDS[3]}, [3]),
+        ({"gpumgr.io/avoid-gpu-uuid": f"{UUIDS[0]},{UUIDS[1]}", "nvidia.com/numa-bind": "true"}, [2]),
+    ],
+)
+async def test_only_demanded_gpus_are_chosen(
+    folder: Path, container: SimContainer, annotations: Mapping[str, str], gpus: list[int]
+) -> None:
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("a", container, annotations=annotations))
+        assert gpus_of(node, "a") == gpus
+
+
+@pytest.mark.parametrize("container", [hami(gpumem=100), app(20, 1)])
+async def test_a_pod_is_refused_if_only_other_gpus_have_room(folder: Path, container: SimContainer) -> None:
+    uuid = UUIDS[3]
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("whole", app(100, 1), annotations={"nvidia.com/use-gpuuuid": uuid}))
+        status = await node.run(node.pod("a", container, annotations={"nvidia.com/use-gpuuuid": uuid}))
+        assert status.phase == "Failed"
+        assert f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU of UUID {uuid}" in (status.message or "")
+        assert not gpus_of(node, "a")
+
+
+@pytest.mark.parametrize("container", [hami(2, gpumem=100), app(200, 2)])
+async def test_gpus_of_one_numa_node(folder: Path, container: SimContainer) -> None:
+    """GPU 0 is in use, and 1 and 2 are the pair that fits best."""
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        first = node.pod("one", app(100, 1), annotations={"nvidia.com/use-gpuuuid": UUIDS[0]})
+        await node.run_all(first)
+        await node.run_all(node.pod("pair", container, annotations={"nvidia.com/numa-bind": "true"}))
+        assert gpus_of(node, "pair") == [2, 3]
+
+
+async def test_a_node_that_does_not_know_its_numa_nodes_gives_no_pair(folder: Path) -> None:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
+        status = await node.run(node.pod("pair", hami(2, gpumem=100), annotations={"nvidia.com/numa-bind": "1"}))
+        assert "the pod demands 2 GPUs of one NUMA node, and the driver shows that of no GPU" in (status.message or "")
+
+
+async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
+    mutex = {"hami.io/gpu-scheduler-policy": "mutex"}
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("one", app(20, 1)))
+        pod = node.pod("alone", hami(name="fetch", kind="init", gpumem=100), hami(gpumem=200), annotations=mutex)
+        await node.run_all(pod)
+        assert gpus_of(node, "alone") == [1, 1]
+        status = await node.run(node.pod("late", hami(gpumem=100), annotations=mutex))
+        assert "GPU0 (00000000) has team/one (main), and the pod demands a GPU without other containers" in (status.message or "")
+        await node.run_all(node.pod("joins", hami(gpumem=100), annotations={"nvidia.com/use-gpuuuid": UUIDS[1]}))
+        await node.kubelet.start_container(pod, "main")
+
+
+async def test_an_annotation_that_can_not_be_read_refuses_the_pod(folder: Path) -> None:
+    async with stage(folder, kinds=WITHOUT_MIG) as node:
+        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/use-gpuuuid": "0,1"}))
+        assert "annotation nvidia.com/use-gpuuuid: '0' is no UUID of a GPU" in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:
+    """Scheduler and node disagree, and nothing else changes."""
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        pod = node.pod("a", hami(gpumem=100), annotations={"nvidia.com/nouse-gputype": "T4"})
+        view = node.pods.views["team", "a"]
+        node.pods.views[view.key] = replace(view, placed=(("main", ((UUIDS[0], Amounts(0, 100)),)),))
+        status = await node.kubelet.run(pod)
+        assert f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU not of model T4" in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+@pytest.mark.parametrize(
+    ("container", "annotations", "chosen", "reason"),
+    [
+        (hami(gpumem=100), {"nvidia.com/use-gputype": "A100"}, [1],
+         f"GPU1 (00000001) can't be given: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100"),
+        (hami(2, gpumem=100), {"nvidia.com/numa-bind": "true"}, [1, 2],
+         "the pod demands GPUs of one NUMA node, and GPU1 (00000001), GPU2 (00000002) are on several"),
+    ],
+)  # fmt: skip
+async def test_ids_that_the_kubelet_chose_itself_are_refused_at_allocate(
+    folder: Path, container: SimContainer, annotations: Mapping[str, str], chosen: list[int], reason: str
+) -> None:
+    async def preferred(*_: object) -> list[str]:
+        return [f"{UUIDS[gpu]}-0" for gpu in chosen]
+
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        node.agent.prefer = preferred  # type: ignore[method-assign, assignment]
+        status = await node.run(node.pod("a", container, annotations=annotations))
+        assert reason in (status.message or "")
+        assert node.ledger.allocations == {}
+
+
+@pytest.mark.parametrize(("container", "kind"), [(hami(gpumem=100), "replica"), (app(20, 1), "core")])
+async def test_a_container_that_has_another_gpu_does_not_start(folder: Path, container: SimContainer, kind: Resource) -> None:
+    """The pod was not known when it was admitted, or its annotations have changed. The event is that of every refusal."""
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        pod = node.pod("a", container)
+        await node.run_all(pod)
+        view = node.pods.views["team", "a"]
+        node.pods.views[view.key] = replace(view, constraints=Constraints(use_models=("A100",)))
+        with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be given: it is Tesla T4 GPU-.*demands a GPU of model A100"):
+            await node.agent.pre_start(kind, sorted(node.kubelet.held(pod.uid, "main", RESOURCE_NAMES[kind])))
+        entry = node.agent.agent_state.history.entries()[-1]
+        assert (entry.what, entry.code, entry.pod) == ("refused", "conflict", ("team", "a"))
