@@ -7,8 +7,7 @@ priorities in sum. All sets of a node are too many, so those are tried that free
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, combinations, islice
-from operator import or_
+from itertools import combinations, islice
 from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice, choose
@@ -118,14 +117,17 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     if pool is None:
         return None
     on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
-    # The highest priority of the pool is needed in any case, so the number of pods comes first.
-    order = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))
 
     def grown(first: int) -> frozenset[Evictable]:
-        growing = accumulate((on[gpu] for gpu in [first, *order]), or_)
-        return next((chosen for chosen in growing if fits(_uids(chosen))), frozenset(pool))
+        """The pods of this GPU, then of the one that adds the fewest, and so on."""
+        chosen, left = on[first], on.keys() - {first}
+        while left and not fits(_uids(chosen)):
+            # The highest priority of the pool is needed in any case, so the number of pods comes first.
+            nearest = min(left, key=lambda gpu: (_cost(on[gpu] - chosen)[1:], gpu))
+            chosen, left = chosen | on[nearest], left - {nearest}
+        return chosen if left or fits(_uids(chosen)) else frozenset(pool)
 
-    sets = {grown(first) for first in order} or {frozenset(pool)}
+    sets = {grown(first) for first in on} or {frozenset(pool)}
     return min((_reduced(each, fits) for each in sets), key=lambda found: (_cost(found), sorted(_uids(found))))
 
 
