@@ -10,7 +10,17 @@ import pytest
 from .agent import Agent
 from .api import ApiError
 from .cluster import Cluster
-from .hami_scheduler import HANDSHAKE, LOCK, MANAGED, REGISTER, HamiScheduler, devices_of, register, running_pod
+from .hami_scheduler import (
+    HANDSHAKE,
+    LOCK,
+    MANAGED,
+    MIG_ALLOCATIONS,
+    REGISTER,
+    HamiScheduler,
+    devices_of,
+    register,
+    running_pod,
+)
 from .manifests import MEMORY, SLEEP, Json
 from .node import Node
 from .places import AGENT_STATE, NODE, PROJECT
@@ -18,16 +28,19 @@ from .processes import wait_until
 from .tenants import library, limited, lines, tenant, wait_line
 from .test_placement import inventory, name_of
 from .test_scheduler import SCHEDULER, Scheduled, start_kube_scheduler
-from .test_scheduler_hami import serving
+from .test_scheduler_hami import mig_on_demand, serving
 
 REPLICA = "nvidia.com/gpu"
 REGION = "/programs/region_client"
 
 
+def settings() -> dict[str, dict[str, Any]]:
+    return {"node": {"profile": "both"}, "enforcement": {"backend": "hami-core"}, "hami_core": library()}
+
+
 @pytest.fixture(scope="module")
 def both_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    changes = {"node": {"profile": "both"}, "enforcement": {"backend": "hami-core"}, "hami_core": library()}
-    with limited(cluster, running_agent, changes) as node:
+    with limited(cluster, running_agent, settings()) as node:
         yield node
 
 
@@ -348,3 +361,26 @@ def test_a_percentage_is_that_of_the_memory_which_vcuda_pods_leave(both: Node) -
 
     wait_until("what they hold in the inventory", reported)
     both.run([to_be_scheduled(hami_pod(f"rest-{number}", gpumem_percentage=49, gpucores=10)) for number in range(len(half))])
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_mig_devices_are_created_at_the_places_that_hamis_scheduler_chose(both: Node) -> None:
+    """Three MIG devices of one GPU for one container, since the others have no room for so much."""
+    with mig_on_demand(both, settings()) as control:
+        wait_until("the profiles", lambda: all(gpu["mode"] == "mig" and gpu.get("health") for gpu in registered(both).values()))
+        both.run([to_be_scheduled(hami_pod(f"half-{number}", gpumem=40000)) for number in range(7)])
+        running = both.run([to_be_scheduled(hami_pod("three", f"env; {SLEEP}", gpus=3, gpumem=15000))])["three"]
+        ((first, *others),) = devices_of(running)
+        assert {first[0]} == {uuid for uuid, _, _ in others}
+        (holding,) = both.ledger_of("three")
+        assert holding.gpus == (name_of(first[0]),)
+        created = control.mig_instances(both.agent.gpu_index(name_of(first[0])))
+        assert [each.profile for each in created.values()] == ["1g.20gb"] * 3
+        wait_line(both, "three", "NVIDIA_VISIBLE_DEVICES=" + ",".join(each.uuid for _, each in sorted(created.items())))
+
+        def completed() -> bool:
+            text = both.cluster.pods.all()["three"]["metadata"]["annotations"][MIG_ALLOCATIONS]
+            return {each.get("migUUID") for each in json.loads(text)} == {each.uuid for each in created.values()}
+
+        wait_until("HAMi's annotation with the UUIDs", completed)
+        wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])

@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import yaml
@@ -33,6 +34,7 @@ from .test_scheduler import (
 COUNT = "nvidia.com/gpu"
 AMOUNTS = ("nvidia.com/gpumem", "nvidia.com/gpumem-percentage", "nvidia.com/gpucores")
 HERE = {"kubernetes.io/hostname": NODE}
+BOTH = {"node": {"profile": "both"}}
 
 
 @contextmanager
@@ -143,11 +145,11 @@ def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node:
 
 
 @contextmanager
-def mig_on_demand(node: Node) -> Iterator[SimControl]:
-    """The agent creates MIG devices. Afterwards it shares all GPUs again."""
+def mig_on_demand(node: Node, usual: Mapping[str, Mapping[str, Any]] = BOTH) -> Iterator[SimControl]:
+    """The agent creates MIG devices. Afterwards it shares all GPUs again, with its `usual` settings."""
     control, agent = SimControl(AGENT_STATE / "sim" / "control.txt"), node.agent
     agent.stop()
-    agent.configure({"node": {"profile": "both"}, "hami": {"operating_mode": "mig"}})
+    agent.configure({**usual, "hami": {"operating_mode": "mig"}})
     agent.start()
     try:
         wait_until("GPUs in MIG mode", lambda: all(each.get("mig") and not each["cordoned"] for each in inventory(node)["gpus"]))
@@ -158,7 +160,7 @@ def mig_on_demand(node: Node) -> Iterator[SimControl]:
         agent.stop()
         for gpu in range(8):
             control.set_mig(gpu, enabled=False)
-        agent.configure({"node": {"profile": "both"}})
+        agent.configure(usual)
         agent.start()
 
 
