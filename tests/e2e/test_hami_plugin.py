@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
