@@ -1,9 +1,7 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import Final
 
 from gpumgr.allocator.answer import GrantedGpu
@@ -18,6 +16,8 @@ from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import GpuName
 
+#: All memory slices.
+_EVERYWHERE: Final = -1
 _NOT_IN_MIG_MODE: Final = "its MIG mode is not on yet: hami.operating_mode mig turns it on once the GPU is idle"
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
 
@@ -29,8 +29,8 @@ class Inventory:
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
     `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their MIG mode.
     `replicas`: how many of each GPU are offered, `mig_strategy`: which MIG devices are. `mig_on_demand`: the profiles of the MIG devices
-    that are created for containers, instead of sharing such GPUs (empty: all); None: none are. `mig_stuck`: UUIDs of MIG devices
-    without a container that can't be destroyed, for example because of their processes.
+    that are created for containers, instead of sharing such GPUs (empty: all); None: none are. `mig_blocked`: GPU's UUID -> memory
+    slices, as bits, at which none can be created now, for example because of a MIG device that has processes and no container.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -40,7 +40,7 @@ class Inventory:
     replicas: int = 0
     mig_strategy: MigStrategy = "none"
     mig_on_demand: Collection[str] | None = None
-    mig_stuck: Collection[str] = ()
+    mig_blocked: Mapping[str, int] = field(default_factory=dict)
     in_mig_mode: Collection[str] = ()
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
@@ -56,16 +56,21 @@ class Inventory:
         return gpu_registry.known("mig", [each.uuid for instances in found.values() for each in instances])
 
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """The GPUs on which MIG devices are created on demand, and of which profiles, with the places that can be had."""
+        """The GPUs on which MIG devices are created on demand: all their profiles, with the places that can be had. A profile that the
+        settings do not have has no places; it stays, since parts of the GPU are counted by its largest profile."""
         if self.mig_on_demand is None:
             return {}
-        found = {}
-        for name, gpu in self.gpus(gpu_registry).items():
-            stuck = reduce(or_, (each.memory_slices for each in gpu.mig_instances if each.uuid in self.mig_stuck), 0)
-            profiles = [each for each in gpu.mig_profiles if not self.mig_on_demand or each.name in self.mig_on_demand]
-            if profiles:
-                found[name] = tuple(without_places(profile, stuck) for profile in profiles) if stuck else tuple(profiles)
-        return found
+        return {
+            name: tuple(
+                without_places(each, self.mig_blocked.get(gpu.uuid, 0) if self._created(each) else _EVERYWHERE)
+                for each in gpu.mig_profiles
+            )
+            for name, gpu in self.gpus(gpu_registry).items()
+            if gpu.mig_profiles
+        }
+
+    def _created(self, profile: MigProfile) -> bool:
+        return not self.mig_on_demand or profile.name in self.mig_on_demand
 
     def _named(self, gpu_registry: GpuRegistry, uuids: Collection[str]) -> Collection[GpuName]:
         return [gpu_registry.by_uuid[uuid].name for uuid in uuids if uuid in gpu_registry.by_uuid]
@@ -108,20 +113,34 @@ class Inventory:
 
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it accepts no new containers."""
-        waiting, on_demand = {gpu.uuid for gpu in self.snapshot.gpus if not gpu.mig_enabled}, self.mig_profiles(gpu_registry)
+        without_mig = self._without_mig(gpu_registry)
         reasons = {
-            c.name: self.cordoned.get(c.uuid)
-            or self.quarantine.reason(c.name)
-            or (_NOT_IN_MIG_MODE if c.name in on_demand and c.uuid in waiting else None)
+            c.name: without_mig.get(c.name) or self.cordoned.get(c.uuid) or self.quarantine.reason(c.name)
             for c in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
+    def _without_mig(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
+        """GPU -> why no MIG device can be created on it, although some should be."""
+        reasons, on_demand = {}, self.mig_profiles(gpu_registry)
+        for name, gpu in self.gpus(gpu_registry).items():
+            if name in on_demand and not any(map(self._created, gpu.mig_profiles)):
+                names = ", ".join(profile.name for profile in gpu.mig_profiles)
+                reasons[name] = f"hami.mig_profiles has none of its profiles, which are {names}"
+            elif name in on_demand and not gpu.mig_enabled and gpu.uuid not in self.cordoned:
+                reasons[name] = _NOT_IN_MIG_MODE
+        return reasons
+
     def closed(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """The same without the GPUs on which MIG devices are created on demand."""
-        open_ = {*self._named(gpu_registry, self.in_mig_mode)} & self.mig_profiles(gpu_registry).keys()
+        open_ = self._open(gpu_registry)
         reasons = self.unschedulable_reasons(gpu_registry)
         return {name: reason for name, reason in reasons.items() if name not in open_}
+
+    def _open(self, gpu_registry: GpuRegistry) -> Set[GpuName]:
+        """The GPUs that accept MIG devices in spite of their MIG mode."""
+        in_mig_mode = {*self._named(gpu_registry, self.in_mig_mode)} - self.quarantine.held.keys()
+        return in_mig_mode & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
 
     def view(self, gpu_registry: GpuRegistry, *, policy: Policy, visible_blocks: Masks) -> NodeView:
         rows = {

@@ -5,26 +5,29 @@ on: what a crash leaves between the two is destroyed later. One with processes i
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final, Protocol
 
 import structlog
 
 from gpumgr.agent.history import about
+from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, MigDevice
+from gpumgr.allocator.ledger import Allocation, Ledger, MigDevice
 from gpumgr.allocator.mig_places import place_of
 from gpumgr.errors import CheckpointError, NvmlError, Refusal
-from gpumgr.topology.devices import MigInstance, MigProfile
+from gpumgr.topology.devices import Gpu, MigInstance, MigProfile
 
 log = structlog.get_logger(__name__)
 
 #: Reason of the event of a pod that holds a MIG device that was destroyed.
 MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
-#: Between two tries to turn MIG mode on.
-MIG_MODE_SECONDS: Final = 30.0
+#: Note in the checkpoint: the ledger was lost, and containers with MIG devices may be missing in it.
+INCOMPLETE_NOTE: Final = "mig_devices_incomplete"
+#: Between two tries to turn MIG mode on, and how long a place where no MIG device could be created is not used.
+RETRY_SECONDS: Final = 30.0
 
 
 class MigDriver(Protocol):
@@ -42,38 +45,62 @@ class MigDriver(Protocol):
 
 
 class MigDevices:
+    """UUIDs of MIG devices recur: the driver makes them from the place. So they are compared and destroyed under the agent state's lock."""
+
     def __init__(self, agent_state: AgentState, driver: MigDriver, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._agent_state, self._driver, self._clock = agent_state, driver, clock
-        self._kept: frozenset[str] = frozenset()
-        #: Destroyed, and still in the last snapshot.
-        self._destroyed: set[str] = set()
+        self._keeping = False
+        self._created: set[str] = set()
         #: GPU or MIG device -> what was last reported about it.
         self._reported: dict[str, str] = {}
         #: GPU -> when MIG mode was last tried to turn on.
         self._tried: dict[str, float] = {}
+        #: (GPU, memory slices) -> when no MIG device could be created there.
+        self._failed: dict[tuple[str, int], float] = {}
 
     def keep(self) -> None:
-        """The ledger was lost and could not be rebuilt completely: the MIG devices that exist now may have containers, and are kept until
-        the agent's next start."""
-        self._kept = frozenset(each.uuid for gpu in self._agent_state.inventory.snapshot.gpus for each in gpu.mig_instances)
+        """The ledger was lost and could not be rebuilt completely: MIG devices that this process has not created may have containers, and
+        are not destroyed."""
+        self._keeping = True
 
     async def create(self, allocation: Allocation) -> Allocation:
-        """The allocation with all its MIG devices created. The caller holds the agent state's lock. Raises Refusal."""
-        devices = [device if device.uuid else await self._create(device) for device in allocation.mig_devices]
-        return replace(allocation, mig_devices=tuple(devices), why=_why(allocation.why, devices))
+        """The allocation with all its MIG devices created. The caller holds the agent state's lock. Raises Refusal; then none was."""
+        for number, device in enumerate(allocation.mig_devices):
+            if device.uuid:
+                continue
+            before, after = allocation.mig_devices[:number], allocation.mig_devices[number + 1 :]
+            try:
+                allocation = replace(allocation, mig_devices=(*before, await self._create(device), *after))
+            except Refusal:
+                await self.discard(allocation)
+                raise
+        return replace(allocation, why=_why(allocation.why, allocation.mig_devices))
+
+    async def discard(self, allocation: Allocation) -> None:
+        """Destroys the MIG devices of an allocation that was not committed. The caller holds the agent state's lock."""
+        ledger = self._agent_state.ledger
+        for device in allocation.mig_devices:
+            if device.uuid and device.uuid not in _held(ledger):
+                await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """To be called when the container starts. After a reboot its MIG devices are gone: they are created again if the container gets
-        them by CDI, since otherwise its environment names the former UUIDs. Raises Refusal."""
+        """To be called when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs are
+        others then, the container must get them by CDI, since its environment names the former ones. Raises Refusal."""
+        if not await self._gone(allocation):
+            return allocation
         async with self._agent_state.lock:
-            gone = await self._gone(allocation.mig_devices)
-            if not gone:
-                return allocation
-            if not allocation.cdi:
-                raise Refusal("gpu_unhealthy", f"{_sentence(gone[0])}; delete the pod and create it again")
-            made = {each.uuid: await self._create(each) for each in gone}
+            current = self._agent_state.ledger.allocations.get(allocation.id)
+            if current is None:
+                raise Refusal("conflict", "the container's allocation was freed: its pod has ended")
+            gone = await self._gone(current)
+            made: dict[str, MigDevice] = {}
+            for device in gone:
+                made[device.uuid] = new = await self._create(device)
+                if new.uuid != device.uuid and not current.cdi:
+                    await self.discard(replace(current, mig_devices=(new,)))
+                    raise Refusal("gpu_unhealthy", f"{_sentence(device)}; delete the pod and create it again")
             ledger = self._agent_state.ledger
-            for each in ledger.of(allocation.pod, allocation.uid):  # an init container may have left it to this one
+            for each in ledger.of(current.pod, current.uid):  # an init container may have left it to this one
                 devices = tuple(made.get(device.uuid, device) for device in each.mig_devices)
                 if devices != each.mig_devices:
                     ledger = ledger.occupy(replace(each, mig_devices=devices, why=_why(each.why, devices)))
@@ -81,65 +108,88 @@ class MigDevices:
                 await self._agent_state.commit(ledger)
             except CheckpointError as error:
                 raise Refusal("internal", f"the new MIG devices can't be remembered: {error}") from error
-            return ledger.allocations[allocation.id]
+            return ledger.allocations[current.id]
 
     async def tend(self) -> None:
         """To be called once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports
         containers without theirs."""
-        async with self._agent_state.lock:
-            ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
-            registry = ledger.gpu_registry
-            gpus = {name: inventory.gpus(registry)[name] for name in inventory.mig_profiles(registry)}
-        allocations = ledger.allocations.values()
-        held = {device.uuid for a in allocations for device in a.mig_devices}
-        present = {each.uuid: registry.by_name[name].uuid for name, gpu in gpus.items() for each in gpu.mig_instances}
-        self._destroyed &= present.keys()
-        found = dict[str, str]()
+        ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
+        gpus = _gpus(ledger, inventory)
+        found: dict[str, str] = {}
         for name, gpu in gpus.items():
-            if not gpu.mig_enabled and name not in ledger.occupied:
+            # Where MIG mode is off, no container of a MIG device runs: its MIG device is gone, too.
+            idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
+            if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.cordoned, *inventory.failed}:
                 found |= await self._enable(gpu.uuid)
-        # By UUID, so that a device that was created since then is not affected.
-        for uuid in present.keys() - held - self._kept - self._destroyed:
-            found |= await self._destroy(present[uuid], uuid)
-        await self._agent_state.set_mig_stuck(found.keys() & present.keys())
-        for allocation in [a for a in allocations if any(device.uuid not in present for device in a.mig_devices)]:
-            for device in await self._gone(allocation.mig_devices):
-                found[device.uuid] = why = f"{_sentence(device)}, and {allocation.describe()} holds it"
-                if device.uuid not in self._reported:
-                    log.error("mig_device_gone", gpu=device.gpu, holder=allocation.describe(), reason=why)
-                    entry = HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why)
-                    self._agent_state.history.add_unless_repeated(about(allocation, entry))
+        blocked = {gpu: 0 for gpu, _ in self._failed}
+        for gpu in gpus.values():
+            for instance in gpu.mig_instances:
+                if (reason := await self._destroy_unless_held(gpu.uuid, instance.uuid)) is not None:
+                    found[instance.uuid] = reason
+                    blocked[gpu.uuid] = blocked.get(gpu.uuid, 0) | instance.memory_slices
+        self._failed = {key: at for key, at in self._failed.items() if self._clock() - at < RETRY_SECONDS}
+        for uuid, slices in self._failed:
+            blocked[uuid] = blocked.get(uuid, 0) | slices
+        await self._agent_state.set_mig_blocked({uuid: slices for uuid, slices in blocked.items() if slices})
+        present = {each.uuid for gpu in gpus.values() for each in gpu.mig_instances}
+        for allocation in [*ledger.allocations.values()]:
+            if any(device.uuid not in present for device in allocation.mig_devices):
+                found |= await self._report_gone(allocation)
         self._reported = found
 
     async def _create(self, device: MigDevice) -> MigDevice:
-        ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
-        registered = ledger.gpu_registry.by_name[device.gpu]
-        place = place_of(device, inventory.mig_profiles(ledger.gpu_registry)[device.gpu])
-        held = {each.uuid for a in ledger.allocations.values() for each in a.mig_devices} | self._kept
+        ledger = self._agent_state.ledger
+        profiles = self._agent_state.inventory.mig_profiles(ledger.gpu_registry).get(device.gpu)
+        if not profiles:
+            raise Refusal(
+                "gpu_unhealthy", f"GPU {device.gpu} has no MIG devices on demand: the MIG device {device} can't be created"
+            )
+        gpu, place = ledger.gpu_registry.by_name[device.gpu].uuid, place_of(device, profiles)
         try:
-            for each in inventory.gpus(ledger.gpu_registry)[device.gpu].mig_instances:
-                if each.uuid not in held and each.memory_slices & device.memory_slices:
-                    await self._driver.destroy_mig_instance(registered.uuid, each.uuid)
-            made = await self._driver.create_mig_instance(registered.uuid, place.profile, place.start)
+            for each in await self._driver.mig_instances(gpu):
+                if each.memory_slices & device.memory_slices and self._may_destroy(each.uuid):
+                    await self._driver.destroy_mig_instance(gpu, each.uuid)
+            made = await self._driver.create_mig_instance(gpu, place.profile, place.start)
         except NvmlError as error:
+            self._failed[gpu, device.memory_slices] = self._clock()
             raise Refusal("gpu_unhealthy", f"the MIG device {device} can't be created: {error}") from error
-        log.info("mig_device_created", gpu=device.gpu, device=made.uuid, profile=made.profile, slice=place.start)
+        self._created.add(made.uuid)
+        log.info("mig_device_created", gpu=gpu, device=made.uuid, profile=made.profile, slice=place.start)
         return replace(device, uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance)
 
-    async def _gone(self, devices: tuple[MigDevice, ...]) -> list[MigDevice]:
-        """Those that the driver does not have. It is asked now, since the last snapshot may be older than the device."""
-        registry = self._agent_state.ledger.gpu_registry
-        present = set[str]()
-        for gpu in {device.gpu for device in devices}:
-            try:
-                present |= {each.uuid for each in await self._driver.mig_instances(registry.by_name[gpu].uuid)}
-            except NvmlError:  # the health of the GPU has the reason
-                present |= {device.uuid for device in devices if device.gpu == gpu}
-        return [device for device in devices if device.uuid not in present]
+    async def _destroy_unless_held(self, gpu: str, device: str) -> str | None:
+        """Why a MIG device without a container is still there; None if it has one, or is destroyed."""
+        if device in _held(self._agent_state.ledger):
+            return None
+        async with self._agent_state.lock:
+            if device in _held(self._agent_state.ledger):
+                return None
+            if not self._may_destroy(device):
+                return "the ledger was lost and is incomplete: a container may have it"
+            # The last snapshot may be older than its end.
+            with_errors = await self._asked(self._driver.mig_instances(gpu))
+            if with_errors is not None and device not in {each.uuid for each in with_errors}:
+                return None
+            return await self._destroy(gpu, device)
+
+    def _may_destroy(self, device: str) -> bool:
+        return device not in _held(self._agent_state.ledger) and (not self._keeping or device in self._created)
+
+    async def _destroy(self, gpu: str, device: str) -> str | None:
+        """None or, of a failure, its reason, which is logged when it changes."""
+        try:
+            await self._driver.destroy_mig_instance(gpu, device)
+        except NvmlError as error:
+            if self._reported.get(device) != str(error):
+                log.warning("mig_device_not_destroyed", gpu=gpu, device=device, reason=str(error))
+            return str(error)
+        self._created.discard(device)
+        log.info("mig_device_destroyed", gpu=gpu, device=device)
+        return None
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
-        """{} or, of a failure, its reason, which is logged when it changes. A try may take the GPU a second, so failed ones are rare."""
-        if gpu in self._reported and self._clock() - self._tried[gpu] < MIG_MODE_SECONDS:
+        """{} or, of a failure, its reason, which is logged when it changes. A try may stop the GPU for a moment, so few are made."""
+        if gpu in self._reported and self._clock() - self._tried[gpu] < RETRY_SECONDS:
             return {gpu: self._reported[gpu]}
         self._tried[gpu] = self._clock()
         try:
@@ -151,17 +201,43 @@ class MigDevices:
         log.info("mig_mode_on", gpu=gpu)
         return {}
 
-    async def _destroy(self, gpu: str, device: str) -> Mapping[str, str]:
-        """As `_enable`."""
+    async def _report_gone(self, allocation: Allocation) -> Mapping[str, str]:
+        found = {}
+        for device in await self._gone(allocation):
+            found[device.uuid] = why = f"{_sentence(device)}, and {allocation.describe()} holds it"
+            if device.uuid not in self._reported:
+                log.error("mig_device_gone", gpu=device.gpu, holder=allocation.describe(), reason=why)
+                entry = HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why)
+                self._agent_state.history.add_unless_repeated(about(allocation, entry))
+        return found
+
+    async def _gone(self, allocation: Allocation) -> list[MigDevice]:
+        """The MIG devices of the allocation that the driver does not have. It is asked now, since the last snapshot may be older."""
+        registry = self._agent_state.ledger.gpu_registry
+        present = set[str]()
+        for gpu in {device.gpu for device in allocation.mig_devices}:
+            found = await self._asked(self._driver.mig_instances(registry.by_name[gpu].uuid))
+            # The health of a GPU that does not answer has the reason.
+            present |= {each.uuid for each in found} if found is not None else {device.uuid for device in allocation.mig_devices}
+        return [device for device in allocation.mig_devices if device.uuid not in present]
+
+    async def _asked(self, call: Awaitable[tuple[MigInstance, ...]]) -> tuple[MigInstance, ...] | None:
+        """None: the GPU does not answer."""
         try:
-            await self._driver.destroy_mig_instance(gpu, device)
-        except NvmlError as error:
-            if self._reported.get(device) != str(error):
-                log.warning("mig_device_not_destroyed", gpu=gpu, device=device, reason=str(error))
-            return {device: str(error)}
-        self._destroyed.add(device)
-        log.info("mig_device_destroyed", gpu=gpu, device=device)
-        return {}
+            return await call
+        except NvmlError:
+            return None
+
+
+def _gpus(ledger: Ledger, inventory: Inventory) -> Mapping[str, Gpu]:
+    """Name -> GPU on which MIG devices are created."""
+    shown = inventory.gpus(ledger.gpu_registry)
+    return {name: shown[name] for name in inventory.mig_profiles(ledger.gpu_registry)}
+
+
+def _held(ledger: Ledger) -> set[str]:
+    """The MIG devices of all allocations."""
+    return {device.uuid for a in ledger.allocations.values() for device in a.mig_devices}
 
 
 def _sentence(device: MigDevice) -> str:

@@ -189,11 +189,11 @@ class AgentState:
             self.inventory = replace(self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode)
             self.publish()
 
-    async def set_mig_stuck(self, uuids: Collection[str]) -> None:
-        """These MIG devices without a container can't be destroyed."""
-        if {*uuids} != {*self.inventory.mig_stuck}:
+    async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:
+        """GPU's UUID -> memory slices at which no MIG device can be created now."""
+        if blocked != self.inventory.mig_blocked:
             async with self.lock:
-                self.inventory = replace(self.inventory, mig_stuck=frozenset(uuids))
+                self.inventory = replace(self.inventory, mig_blocked=blocked)
                 self.publish()
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
@@ -222,6 +222,10 @@ class AgentState:
         if note != self._noted and (self._noted or any(kept.values())):
             await self._checkpoint.save_note(QUARANTINE_NOTE, note)
             self._noted = note
+
+    async def save_note(self, key: str, value: str) -> None:
+        """Raises CheckpointError."""
+        await self._checkpoint.save_note(key, value)
 
     def _set_quarantine(self, state: Quarantine) -> None:
         before = self.inventory.quarantine

@@ -226,6 +226,7 @@ class Agent:
             try:
                 await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
             except CheckpointError as error:
+                await self.mig_devices.discard(allocation)
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
             self._await_memory_call(resource, allocation, caller)

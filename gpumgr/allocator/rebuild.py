@@ -154,7 +154,7 @@ def _claims(
             cdi=old.cdi or entry.cdi,
             gpus=old.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
             limits=old.limits or entry.amounts[1],
-            mig_devices=old.mig_devices or entry.mig_devices,
+            mig_devices=old.mig_devices or tuple(each for each in entry.mig_devices if each.gpu in gpu_registry.by_name),
         )
     visible = shown(gpu_registry, listing) if listing else {}
     for (pod, container), held in visible.items():

@@ -3,7 +3,8 @@
 * Each replica of a container lies on another GPU, and the container has the same of each.
 * 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
-* On a GPU with MIG profiles a replica is a MIG device that is created for the container. That of an init container is large enough for
+* On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
+  GPUs, not both: its environment names the ones or the others. That of an init container is large enough for
   those that take over its replica, and they take it over, too.
 
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
@@ -60,6 +61,12 @@ def grant_replicas(
     devices = mig_devices(
         node, ledger, caller, _follow(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
     )
+    if devices and shared:
+        raise Refusal(
+            "conflict",
+            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind: the "
+            "pod may simply be created again",
+        )
     probe = _probe(ledger, caller, [wanted], shared)
     amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
     allocation = replace(
@@ -148,17 +155,25 @@ def _choose(
                 healthy=problem is None,
             )
         )
-    placement = find(
-        node.topology,
-        capacities,
-        cores=1 if wanted.count == 1 and not wanted.whole else CORES_PER_GPU * wanted.count,
-        memory_blocks=0,
-        policy=node.policy,
-        required=[node.rows[gpu] for gpu in required if gpu in node.rows],
+    on_mig = [each for each in capacities if node.gpu_of_row[each.index] in node.mig_profiles]
+    others = [each for each in capacities if each not in on_mig]
+    found = (
+        find(
+            node.topology,
+            each,
+            cores=1 if wanted.count == 1 and not wanted.whole else CORES_PER_GPU * wanted.count,
+            memory_blocks=0,
+            policy=node.policy,
+            required=[node.rows[gpu] for gpu in required if gpu in node.rows],
+        )
+        for each in ([capacities] if wanted.count == 1 or not on_mig else [on_mig, others])
     )
+    placement = next(filter(None, found), None)
     if placement is None or not required <= node.rows.keys():
         must = f", among them {', '.join(map(node.label, sorted(required)))}" if required else ""
         fit = sum(each.healthy for each in capacities)
+        if on_mig and others and wanted.count > 1:
+            problems.append("a container has GPUs with MIG devices or others, not both")
         raise Refusal(
             "no_fit",
             f"{wanted.count} of {len(capacities)} GPUs needed{must}, and {fit} have what the container requests of each: "

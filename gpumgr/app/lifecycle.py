@@ -18,7 +18,7 @@ import structlog
 
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.agent.mig_devices import MigDevices
+from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
@@ -114,10 +114,22 @@ async def _reconcile(parts: Parts) -> None:
     components.agent_state.restore_quarantine(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
     complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
-    if loaded.lost and not (complete and entries is not None):
-        components.agent.mig_devices.keep()
+    await _keep_mig_devices(parts, complete=complete and entries is not None)
     await components.enforcement.recover()
     components.remove_orphans()
+
+
+async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
+    """After the loss of the ledger, until a start at which all containers of the kubelet are in it."""
+    snapshot = parts.components.agent_state.inventory.snapshot
+    before = parts.loaded.lost or parts.loaded.notes.get(INCOMPLETE_NOTE)
+    if not before or parts.components.settings.hami.operating_mode != "mig":
+        return
+    keep = not complete or not snapshot.gpus or bool(snapshot.failures)
+    if keep:
+        parts.components.agent.mig_devices.keep()
+    with contextlib.suppress(CheckpointError):
+        await parts.components.agent_state.save_note(INCOMPLETE_NOTE, "yes" if keep else "")
 
 
 async def _open_servers(parts: Parts) -> None:

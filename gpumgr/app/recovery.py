@@ -8,6 +8,7 @@ import structlog
 
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.allocator.answer import allocation_id_in, amounts_in, mechanisms_in, mig_devices_in
+from gpumgr.allocator.ids import count
 from gpumgr.allocator.rebuild import KubeletEntry
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
 from gpumgr.errors import KubeletError
@@ -44,7 +45,8 @@ async def reconcile(
     rebuilt = await reconciler.adopt(found)
     if (lost and found) or rebuilt.added or rebuilt.problems:
         log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
-    return not rebuilt.problems
+    registry = rebuilt.ledger.gpu_registry
+    return not rebuilt.problems and all(count(registry.known(e.resource, e.device_ids)) == len(e.device_ids) for e in found)
 
 
 def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:

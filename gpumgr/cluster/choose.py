@@ -169,11 +169,14 @@ def _together(chain: tuple[ContainerRequest, ...]) -> tuple[ContainerRequest, in
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The sets of GPUs within one of which the container must be."""
-    numa_nodes = constraints.numa_nodes(node, gpus)
-    if numa_nodes is None:
-        return [capacities]
-    return [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
+    """The sets of GPUs within one of which the container must be. It has MIG devices or other GPUs, not both."""
+    numa_nodes, sets = constraints.numa_nodes(node, gpus), [capacities]
+    if numa_nodes is not None:
+        sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
+    if gpus > 1 and any(gpu.mig for gpu in node.gpus):
+        parts = ([each for each in gpus if bool(node.gpus[each.index].mig) is mig] for gpus in sets for mig in (True, False))
+        sets = [part for part in parts if part]
+    return sets
 
 
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:

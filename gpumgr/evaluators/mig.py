@@ -48,8 +48,15 @@ def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaR
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
-    """The place that has exactly these amounts; None: the GPU has no such one."""
-    return next((place for profile in profiles for place in _places(profile, 0) if amounts_of(place, profiles) == amounts), None)
+    """The place with this memory and these memory slices, of the profile with the nearest compute (schedulers round it differently); None:
+    the GPU has no such one."""
+    places = [place for profile in profiles for place in _places(profile, 0)]
+    found = [
+        each
+        for each in places
+        if (each.profile.memory_mebibytes, each.memory_slices) == (amounts.memory_mebibytes, amounts.slices)
+    ]
+    return min(found, key=lambda place: abs(amounts_of(place, profiles).cores - amounts.cores), default=None)
 
 
 def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:

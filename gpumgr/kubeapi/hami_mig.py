@@ -109,6 +109,7 @@ def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfi
             placements=tuple(Placed(start=start, size=each.size) for start in each.starts),
         )
         for each in profiles
+        if each.starts
     )
 
 

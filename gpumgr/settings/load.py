@@ -276,13 +276,8 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
             yield found
     if settings.node.profile != "tencent":
         yield from _hami(settings)
-    elif settings.hami.operating_mode == "mig":
-        yield "hami.operating_mode", "mig needs node.profile hami or both: MIG devices are created for their requests"
-    if settings.hami.operating_mode == "mig" and settings.node.mig_strategy != "none":
-        yield (
-            "hami.operating_mode",
-            f"mig needs node.mig_strategy none: {settings.node.mig_strategy} offers the MIG devices that exist",
-        )
+    if settings.hami.operating_mode == "mig":
+        yield from (("hami.operating_mode", f"mig {problem}") for problem in _on_mig(settings))
     if settings.node.mig_strategy != "none" and settings.node.mode == "dra":
         yield "node.mig_strategy", f"{settings.node.mig_strategy} needs node.mode plugin: with mode dra no device plugin runs"
     if settings.node.mig_strategy == "single" and settings.node.profile != "tencent":
@@ -290,6 +285,15 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "node.mig_strategy", f"single offers MIG devices as {name}, which node.profile {settings.node.profile} offers, too"
     yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
     yield from _twice("enforcement.overrides", settings.enforcement.overrides)
+
+
+def _on_mig(settings: Settings) -> Iterator[str]:
+    if settings.node.profile == "tencent":
+        yield "needs node.profile hami or both: MIG devices are created for their requests"
+    if settings.node.mig_strategy != "none":
+        yield f"needs node.mig_strategy none: {settings.node.mig_strategy} offers the MIG devices that exist"
+    if settings.hami.scheduler == "legacy":
+        yield "can't be used with hami.scheduler legacy, which does not know MIG profiles"
 
 
 def _hami(settings: Settings) -> Iterator[tuple[str, str]]:

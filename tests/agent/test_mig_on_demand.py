@@ -21,9 +21,12 @@ ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}
 
 
 def node_of(folder: Path) -> str:
-    """The file of a node with an A100 without MIG mode, and a GPU that does not support it."""
+    """The file of a node with an A100 without MIG mode, and a small GPU that does not support it."""
     card = {"model": "NVIDIA A100-SXM4-40GB", "memory_mib": 40960, "reserved_mib": 571, "idle_celsius": 31, "idle_watts": 34}
-    cards = {"a100": {**card, "mig": "disabled"}, "other": {**card, "model": "NVIDIA A10", "mig": "unsupported"}}
+    cards = {
+        "a100": {**card, "mig": "disabled"},
+        "other": {**card, "model": "NVIDIA A10", "memory_mib": 2048, "mig": "unsupported"},
+    }
     gpus = [{"card": each, "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"]} for n, each in enumerate(cards)]
     path = folder / "node.yaml"
     path.write_text(
@@ -70,12 +73,11 @@ async def run(node: SimulatedNode, name: str, container: SimContainer) -> SimPod
 async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledger(folder: Path) -> None:
     async with on_demand(folder) as node:
         assert node.agent_log.find("mig_mode_on")
-        pair = await run(node, "pair", share(9000, 2))  # a MIG device and a share of the other GPU
+        large = await run(node, "large", share(9000))
         small = [await run(node, f"small-{number}", share(4000)) for number in range(6)]
         before = node.ledger()
-        (held,) = before.of(None, pair.uid)
+        (held,) = before.of(None, large.uid)
         assert [each.profile for each in held.mig_devices] == ["1g.10gb"]
-        assert sum(amounts.memory_mebibytes == 9000 for amounts in held.gpus.values()) == 1
         created = node.control.mig_instances(0)
         for lost in (False, True):
             await node.agent.kill()
@@ -83,7 +85,7 @@ async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledg
                 file.unlink()
             await node.start_agent(ON_DEMAND)
             await node.kubelet.until_allocatable(REPLICA_RESOURCE)
-            await node.kubelet.start_container(pair, "main")
+            await node.kubelet.start_container(large, "main")
             after = node.ledger()
             assert {key: (each.gpus, each.mig_devices, each.device_ids) for key, each in after.allocations.items()} == {
                 key: (each.gpus, each.mig_devices, each.device_ids) for key, each in before.allocations.items()
@@ -91,7 +93,7 @@ async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledg
             assert node.control.mig_instances(0) == created
         (uuid,) = (each.uuid for each in held.mig_devices)
         node.control.set_processes(0, [SimProcess(pid=4711, mig_uuid=uuid)])
-        for pod in (pair, *small):
+        for pod in (large, *small):
             node.delete(pod)
         await node.agent.while_running(node.agent_log.until("mig_device_not_destroyed"))
         await node.agent.while_running(until_left(node, "1g.10gb"))
@@ -113,7 +115,7 @@ async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) 
         await node.start_agent(ON_DEMAND)
         node.show(victim, node.kubelet.statuses[victim.uid])
         await node.agent.while_running(until_left(node))
-        await run(node, "next", share(38000, 2))
+        await run(node, "next", share(38000))
         assert profiles(node) == ["7g.40gb"]
 
 

@@ -150,12 +150,13 @@ def mig_on_demand(node: Node, usual: Mapping[str, Mapping[str, Any]] = BOTH) -> 
     control, agent = SimControl(AGENT_STATE / "sim" / "control.txt"), node.agent
     agent.stop()
     agent.configure({**usual, "hami": {"operating_mode": "mig"}})
-    agent.start()
+    agent.start(wait=False)  # no vcuda resources are offered
     try:
         wait_until("GPUs in MIG mode", lambda: all(each.get("mig") and not each["cordoned"] for each in inventory(node)["gpus"]))
         yield control
     finally:
-        node.clear()
+        node.cluster.delete_all()
+        agent.wait_empty()
         wait_until("no MIG device is left", lambda: not any(control.mig_instances(gpu) for gpu in range(8)))
         agent.stop()
         for gpu in range(8):

@@ -1,7 +1,6 @@
 """MIG devices in memory, by NVML's rules, for tests with one event loop. The simulated driver behind the real binding has the same ones."""
 
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.errors import NvmlError
@@ -14,13 +13,14 @@ MEBIBYTES = 81559
 
 @dataclass
 class MemoryMig:
-    """Implements MigDriver. `processes`: MIG devices with processes. `broken`: what each creation fails with."""
+    """Implements MigDriver. `processes`: MIG devices with processes. `broken`: what each creation fails with. UUIDs recur, as the driver's
+    do, unless the `generation` is another one."""
 
     snapshot: NodeSnapshot = EMPTY
     processes: set[str] = field(default_factory=set)
     broken: str = ""
     destroyed: list[str] = field(default_factory=list)
-    _numbers: "count[int]" = field(default_factory=lambda: count(1))
+    generation: str = ""
 
     def gpu(self, uuid: str) -> Gpu:
         return next(gpu for gpu in self.snapshot.gpus if gpu.uuid == uuid)
@@ -43,11 +43,10 @@ class MemoryMig:
         assert start in next(each.starts for each in gpu.mig_profiles if each.name == profile.name)
         if any(each.memory_slices & slices for each in gpu.mig_instances):
             raise NvmlError("nvmlDeviceCreateGpuInstanceWithPlacement: Insufficient Resources (NVML error 19)")
-        number = next(self._numbers)
         made = MigInstance(
-            uuid=f"MIG-{number:08x}",
+            uuid=f"MIG-{gpu.index}-{profile.name}-{start}{self.generation}",
             profile=profile.name,
-            gpu_instance=number,
+            gpu_instance=start,
             compute_instance=0,
             memory_bytes=profile.memory_mebibytes << 20,
             memory_slices=slices,
@@ -63,6 +62,9 @@ class MemoryMig:
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
         return self.gpu(uuid).mig_instances
+
+    async def set_mode(self, uuid: str, *, enabled: bool) -> None:
+        self._set(replace(self.gpu(uuid), mig_enabled=enabled))
 
     def lose(self, uuid: str, instance: str) -> None:
         """The MIG device is gone, as after a reboot."""

@@ -249,6 +249,7 @@ async def stage(
     kinds: Sequence[Resource] = RESOURCES,
     hami: ReplicaResources = HAMI,
     mig: MemoryMig | None = None,
+    mig_profiles: Sequence[str] = (),
     enforcement: Enforcer | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
@@ -275,7 +276,7 @@ async def stage(
             policy="binpack",
             clock=clock,
             replicas=10 if "replica" in kinds else 0,
-            mig_on_demand=() if mig else None,
+            mig_on_demand=mig_profiles if mig else None,
         )
         admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)

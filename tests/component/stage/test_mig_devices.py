@@ -27,10 +27,10 @@ FIRST, SECOND = "00000000", "00000001"
 
 @asynccontextmanager
 async def mig_stage(
-    folder: Path, gpus: int = 1, *, enabled: bool = True, **options: object
+    folder: Path, gpus: int = 1, *, enabled: bool = True, profiles: Sequence[str] = (), **options: object
 ) -> AsyncIterator[tuple[Stage, MemoryMig]]:
     mig = MemoryMig(snapshot=with_mig(snapshot(gpus), enabled=enabled))
-    async with stage(folder, kinds=WITHOUT_MIG, mig=mig, **options) as node:  # type: ignore[arg-type]
+    async with stage(folder, kinds=WITHOUT_MIG, mig=mig, mig_profiles=profiles, **options) as node:  # type: ignore[arg-type]
         yield node, mig
 
 
@@ -124,10 +124,8 @@ async def test_a_device_of_a_failed_admission_is_destroyed(folder: Path) -> None
     async with mig_stage(folder) as (node, mig):
         node.checkpoint.full = True
         assert (await node.run(node.pod("a", hami(gpumem=5000)))).phase == "Failed"
-        assert len(mig.places(uuid_of(node))) == 1
-        node.checkpoint.full = False
-        await sample(node, mig)
         assert mig.places(uuid_of(node)) == []
+        node.checkpoint.full = False
         mig.broken = "nvmlDeviceCreateGpuInstanceWithPlacement: Unknown Error (NVML error 999)"
         status = await node.run(node.pod("b", hami(gpumem=5000)))
         assert status.phase == "Failed"
@@ -218,12 +216,17 @@ async def test_a_lost_ledger_is_rebuilt_with_the_devices(folder: Path) -> None:
 
 
 async def test_devices_are_kept_where_the_ledger_could_not_be_rebuilt(folder: Path) -> None:
+    """Also those that the driver lists later only. Their places are not used, and what this process has created is destroyed as usual."""
     async with mig_stage(folder) as (node, mig):
-        await mig.create_mig_instance(uuid_of(node), H100[5], 6)
-        await node.agent.agent_state.set_snapshot(mig.snapshot)
         node.agent.mig_devices.keep()
+        await mig.create_mig_instance(uuid_of(node), H100[5], 6)
         await sample(node, mig)
-        assert (mig.destroyed, len(mig.places(uuid_of(node)))) == ([], 1)
+        pod = node.pod("a", hami(gpumem=5000))
+        await node.run_all(pod)
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 5), ("1g.10gb", 6)]
+        await end(node, pod)
+        await sample(node, mig)
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
 
 
 async def test_a_device_that_is_gone_is_reported_and_its_container_is_not_started(folder: Path) -> None:
@@ -231,6 +234,7 @@ async def test_a_device_that_is_gone_is_reported_and_its_container_is_not_starte
         pod = node.pod("a", hami(gpumem=5000))
         await node.run_all(pod)
         mig.lose(uuid_of(node), node.ledger.of(None, pod.uid)[0].mig_devices[0].uuid)
+        mig.generation = "-new"
         await sample(node, mig)
         await sample(node, mig)
         events = [entry.why for entry in node.agent.agent_state.history.entries() if entry.code == MIG_DEVICE_GONE]
@@ -285,3 +289,100 @@ async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Pat
         pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), small, whole)
         await node.run_all(pod)
         assert sorted(mig.places(uuid_of(node, gpu)) for gpu in (FIRST, SECOND)) == [[("1g.10gb", 6)], [("7g.80gb", 0)]]
+
+
+async def test_parts_of_the_gpu_are_those_of_its_largest_profile_also_if_the_settings_do_not_have_it(folder: Path) -> None:
+    async with mig_stage(folder, profiles=["1g.10gb", "3g.40gb"]) as (node, mig):
+        pods = [node.pod(f"p{number}", hami(gpumem=5000)) for number in range(7)]
+        await node.run_all(*pods)
+        assert [profile for profile, _ in mig.places(uuid_of(node))] == ["1g.10gb"] * 7
+        for pod in pods:
+            await end(node, pod)
+        await sample(node, mig)
+        half = [node.pod(f"h{number}", hami(gpumem_percentage=50, gpucores=40)) for number in range(2)]
+        await node.run_all(*half)
+        assert mig.places(uuid_of(node)) == [("3g.40gb", 0), ("3g.40gb", 4)]
+        status = await node.run(node.pod("whole", hami()))
+        assert status.phase == "Failed"
+
+
+async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folder: Path) -> None:
+    async with mig_stage(folder, profiles=["1g.99gb"]) as (node, _):
+        status = await node.run(node.pod("a", hami(gpumem=5000)))
+        assert status.phase == "Failed"
+        (reason,) = node.agent.view().node.unschedulable.values()
+        assert reason.startswith("hami.mig_profiles has none of its profiles, which are 7g.80gb, 4g.40gb")
+
+
+async def test_a_place_is_free_again_at_once_and_one_that_fails_is_not_used_for_a_while(folder: Path) -> None:
+    async with mig_stage(folder) as (node, mig):
+        first = node.pod("first", hami(gpumem=5000))
+        await node.run_all(first)
+        await end(node, first)
+        await node.run_all(node.pod("second", hami(gpumem=5000)))  # before the next snapshot of the driver
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
+        mig.broken = "Insufficient Resources"
+        assert (await node.run(node.pod("third", hami(gpumem=5000)))).phase == "Failed"
+        mig.broken = ""
+        await sample(node, mig)
+        await node.run_all(node.pod("fourth", hami(gpumem=5000)))
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 4), ("1g.10gb", 6)]
+
+
+async def test_a_device_with_the_uuid_of_a_former_one_is_not_destroyed(folder: Path) -> None:
+    """The pod comes while the former device at its place waits for its destruction."""
+    async with mig_stage(folder) as (node, mig):
+        first = node.pod("first", hami(gpumem=5000))
+        await node.run_all(first)
+        await sample(node, mig)
+        await end(node, first)
+        async with node.agent.agent_state.lock:
+            tending = asyncio.create_task(node.agent.mig_devices.tend())
+            second = asyncio.create_task(node.run(node.pod("second", hami(gpumem=5000))))
+            await asyncio.sleep(0.05)
+        await tending
+        assert (await second).phase == "Running"
+        await sample(node, mig)
+        (allocation,) = node.ledger.allocations.values()
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
+        assert [each.uuid for each in await mig.mig_instances(uuid_of(node))] == [each.uuid for each in allocation.mig_devices]
+
+
+async def test_a_container_has_mig_devices_or_shares_of_other_gpus(folder: Path) -> None:
+    mig = MemoryMig(snapshot=with_mig(snapshot(4)))
+    others = tuple(replace(gpu, mig_enabled=None, mig_profiles=()) for gpu in mig.snapshot.gpus[2:])
+    mig.snapshot = replace(mig.snapshot, gpus=(*mig.snapshot.gpus[:2], *others))
+    async with stage(folder, kinds=WITHOUT_MIG, mig=mig) as node:
+        pairs = [node.pod(f"pair-{number}", hami(2, gpumem=30000)) for number in range(3)]
+        await node.run_all(*pairs)
+        for pod in pairs:
+            (allocation,) = node.ledger.of(None, pod.uid)
+            kinds = {gpu in node.agent.view().node.mig_profiles for gpu in allocation.gpus}
+            assert len(kinds) == 1
+            assert len(allocation.mig_devices) == (2 if kinds == {True} else 0)
+        status = await node.run(node.pod("three", hami(3, gpumem=10)))
+        assert status.phase == "Failed"
+
+
+async def test_after_a_reboot_devices_are_created_again_at_the_start_of_their_containers(folder: Path) -> None:
+    """The driver makes the same UUIDs; the init container and the app share a device."""
+    async with mig_stage(folder) as (node, mig):
+        pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), hami(gpumem=5000))
+        await node.run_all(pod)
+        for instance in await mig.mig_instances(uuid_of(node)):
+            mig.lose(uuid_of(node), instance.uuid)
+        await mig.set_mode(uuid_of(node), enabled=False)
+        await sample(node, mig)
+        await sample(node, mig)
+        assert mig.gpu(uuid_of(node)).mig_enabled, "though a pod holds the GPU"
+        for container in ("fetch", "main"):
+            await node.kubelet.start_container(pod, container)
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
+
+
+async def test_mig_mode_of_a_cordoned_gpu_stays_off(folder: Path) -> None:
+    async with mig_stage(folder, enabled=False) as (node, mig):
+        state = node.agent.agent_state
+        await state.set_health(failed={}, cordoned={uuid_of(node): "cordoned by the operator"})
+        await node.agent.mig_devices.tend()
+        assert not mig.gpu(uuid_of(node)).mig_enabled
