@@ -827,12 +827,15 @@ EXPORT result_t nvmlGpuInstanceGetComputeInstanceProfileInfo(void *handle, unsig
     return leave(OK);
 }
 
-static void put_uuid(char *uuid, size_t length) {
-    unsigned r[4] = {0};
-    FILE *file = fopen("/dev/urandom", "re");
-    if (file && !fread(r, sizeof r, 1, file)) r[0] = (unsigned)getpid();
-    if (file) fclose(file);
-    snprintf(uuid, length, "MIG-%08x-%04x-%04x-%04x-%04x%08x", r[0], r[1] >> 16, r[1] & 0xffff, r[2] >> 16, r[2] & 0xffff, r[3]);
+/* NVIDIA's UUIDs of MIG devices follow from GPU, GPU instance and compute instance (its MIG guide shows one UUID for two devices). */
+static void put_uuid(int i, instance_t *m) {
+    unsigned r[4];
+    for (int n = 0; n < 4; n++) {
+        char name[160];
+        snprintf(name, sizeof name, "%d %s %u %u", n, node.gpu[i].uuid, m->gpu_instance, m->compute_instance);
+        r[n] = hash_of(name);
+    }
+    snprintf(m->uuid, sizeof m->uuid, "MIG-%08x-%04x-%04x-%04x-%04x%08x", r[0], r[1] >> 16, r[1] & 0xffff, r[2] >> 16, r[2] & 0xffff, r[3]);
 }
 
 /* Only compute instances of the whole GPU instance are simulated. */
@@ -843,7 +846,7 @@ EXPORT result_t nvmlGpuInstanceCreateComputeInstance(void *handle, unsigned id, 
     memcpy(list, instances_of(i), sizeof list);
     m = &list[slot % MAX_INSTANCES];
     result_t r = id > 6 || compute_slices[id] != m->attributes.gpu_slices ? INVALID_ARGUMENT : is_device(m) ? INSUFFICIENT_RESOURCES : OK;
-    put_uuid(m->uuid, sizeof m->uuid);
+    put_uuid(i, m);
     r = keep_instances(turn, r, i, list);
     if (!r) *made = compute_instance_handle + slot;
     return leave(r);
