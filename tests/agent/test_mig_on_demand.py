@@ -129,3 +129,26 @@ async def test_a_mode_that_needs_a_reset_is_reported_and_used_after_it(folder: P
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
         node.control.restore_gpu(0)
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
+
+
+async def test_devices_of_containers_that_a_rebuilt_ledger_lacks_are_kept(folder: Path) -> None:
+    """The ledger is lost, and the driver can't describe the GPU at that start."""
+    async with on_demand(folder) as node:
+        pod = await run(node, "large", share(9000))
+        (held,) = node.ledger().of(None, pod.uid)
+        await node.agent.kill()
+        for file in (folder / "checkpoint").iterdir():
+            file.unlink()
+        node.control.set_result("nvmlDeviceGetMemoryInfo_v2", 999, gpu=0)
+        node.control.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=0)
+        for back in (False, True):
+            await node.start_agent(ON_DEMAND)
+            await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
+            if not back:
+                await node.agent.kill()
+        node.control.set_result("nvmlDeviceGetMemoryInfo_v2", 0, gpu=0)
+        node.control.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=0)
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) > 10))
+        await asyncio.sleep(2.5)  # two rounds of the destruction of devices without containers
+        assert [each.uuid for each in node.control.mig_instances(0).values()] == [each.uuid for each in held.mig_devices]
+        assert not node.agent_log.find("mig_device_destroyed")
