@@ -369,8 +369,8 @@ def test_mig_devices_are_created_at_the_places_that_hamis_scheduler_chose(both: 
     """Three MIG devices of one GPU for one container, since the others have no room for so much."""
     with mig_on_demand(both, settings()) as control:
         wait_until("the profiles", lambda: all(gpu["mode"] == "mig" and gpu.get("health") for gpu in registered(both).values()))
-        both.run([to_be_scheduled(hami_pod(f"half-{number}", gpumem=40000)) for number in range(7)])
-        running = both.run([to_be_scheduled(hami_pod("three", f"env; {SLEEP}", gpus=3, gpumem=15000))])["three"]
+        both.run([to_be_scheduled(hami_pod(f"half-{number}", gpumem=40100)) for number in range(7)])
+        running = both.run([to_be_scheduled(hami_pod("three", f"env; {SLEEP}", gpus=3, gpumem=15100))])["three"]
         ((first, *others),) = devices_of(running)
         assert {first[0]} == {uuid for uuid, _, _ in others}
         (holding,) = both.ledger_of("three")
