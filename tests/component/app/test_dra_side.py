@@ -1,7 +1,7 @@
 """What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -105,7 +105,7 @@ class ClaimServer:
         use = ClaimUse(container="main", claim=name)
         world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
 
-    async def find(self, path: str) -> dict[str, Any] | None:
+    async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:  # noqa: ARG002
         name = path.rpartition("/")[2]
         if self.failures.get(name):
             raise self.failures[name].pop(0)
