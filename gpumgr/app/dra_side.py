@@ -3,7 +3,7 @@ in mode plugin what ends that: the slice is deleted, and claims that still hold 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
@@ -18,7 +18,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently
 from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.health import DeviceHealth
@@ -81,8 +81,8 @@ class DraSide:
         #: Why nothing may be registered now.
         self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
         self._examined = asyncio.Event()
-        #: Whether the node shows that it was in mode dra; only a folder that is mounted does.
-        self._was_dra = (settings.kubelet.plugins_dir / DRIVER).is_dir()
+        #: Whether claims may be prepared: in mode plugin the driver's folder shows that, if it is mounted.
+        self._had_claims = not plugin or (settings.kubelet.plugins_dir / DRIVER).is_dir()
         self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
         self.claims = NodeClaims(
@@ -214,26 +214,36 @@ class DraSide:
 
     async def _adopt(self) -> None:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
-        needed = self._settings.node.mode == "dra" or self._was_dra
         while (failure := await self._adopt_once()) is not None:
-            self._hold(f"{_LOST}: {failure}" if needed or self._pods.synced else None)
+            self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
             await asyncio.sleep(ADOPT_SECONDS)
 
     async def _adopt_once(self) -> str | None:
+        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
+        saved. The claims that are prepared already may be prepared again."""
         if not self._pods.synced:
             return "the API server has not listed the pods"
-
-        async def prepare(claim: ClaimRef) -> None:
-            if not self._agent_state.inventory.snapshot.gpus:
-                raise Refusal("internal", "the driver has not listed the GPUs")
-            await self.claims.prepare(claim, adopted=True)
-
-        def held(uid: str) -> Collection[Allocation]:
-            return self._agent_state.ledger.of_claim(uid)
-
-        optional = self._settings.node.mode == "plugin" and not self._was_dra
-        return await adopt(self._server, self._settings.node.name, self._pods, prepare, held, optional=optional)
+        used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
+        for namespace, name in sorted(used):
+            try:
+                found = await self._server.find(claim_path(namespace, name))
+            except API_FAILURES as error:
+                if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
+                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
+                    return None
+                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
+            try:
+                if found is not None and allocated_here(found, self._settings.node.name):
+                    uid = str(found["metadata"]["uid"])
+                    if not self._agent_state.inventory.snapshot.gpus:
+                        return "the driver has not listed the GPUs"
+                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), adopted=True)
+            except (Refusal, *UNREADABLE) as error:
+                if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
+                    return str(error)
+                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+        return None
 
     async def _reclaim(self) -> None:
         async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
@@ -271,38 +281,6 @@ class DraSide:
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()
-
-
-async def adopt(
-    server: ApiServer,
-    node: str,
-    pods: Pods,
-    prepare: Callable[[ClaimRef], Awaitable[object]],
-    held: Callable[[str], Collection[Allocation]],
-    *,
-    optional: bool = False,
-) -> str | None:
-    """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
-    saved. The claims that are prepared already may be prepared again. `held` returns what the claim of a UID has. `optional`: without
-    the right to read claims there are none."""
-    used = {(pod.namespace, use.claim) for pod in pods.all() if not pod.ended for use in pod.claims}
-    for namespace, name in sorted(used):
-        try:
-            found = await server.find(claim_path(namespace, name))
-        except API_FAILURES as error:
-            if optional and isinstance(error, AnswerError) and error.status == 403:
-                log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
-                return None
-            return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
-        try:
-            if found is not None and allocated_here(found, node):
-                uid = str(found["metadata"]["uid"])
-                await prepare(ClaimRef(namespace=namespace, name=name, uid=uid))
-        except (Refusal, *UNREADABLE) as error:
-            if isinstance(error, Refusal) and error.code == "internal" and not held(uid):
-                return str(error)
-            log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
-    return None
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

@@ -630,6 +630,20 @@ async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) ->
     assert held(node) == {"a"}
 
 
+async def test_specs_that_others_removed_with_their_claim_are_forgotten(tmp_path: Path) -> None:
+    limits = unlimited(tmp_path / "cdi")
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    for name in ("a", "b"):
+        await node.prepare(node.claim(name, node.share(0, 10, 256)))
+        if name == "a":
+            (spec,) = (tmp_path / "cdi").iterdir()
+            spec.unlink()
+            await node.claims.unprepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+    await limits.tend(lambda: node.world.ledger.allocations)
+    assert limits._written.keys() == set(node.world.ledger.allocations)
+    assert len(limits._written) == 1
+
+
 async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     first = await node.prepare(ref)
