@@ -13,7 +13,7 @@ _GROUP: Final = "resource.k8s.io"
 _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
 POLICIES_ANNOTATION: Final = "gpumgr.io/claims-policies"
 #: Of config/claims/admission-policies.yaml: each change of the policies needs the next number.
-POLICIES_VERSION: Final = "2"
+POLICIES_VERSION: Final = "3"
 #: Kind -> the ends of the policies' names.
 _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
     "mutating": ("vcuda", "quota"),
