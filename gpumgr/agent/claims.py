@@ -1,14 +1,16 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A prepared claim gets the same answer again, from the ledger alone while a pod that holds it is there; its CDI specs and limits are
-  restored. Without such a pod it may have been allocated anew after an Unprepare that never came, so it is read again.
+* A prepared claim gets the same answer again; its CDI specs and limits are restored. It is read again, since it may have been allocated
+  anew after an Unprepare that never came. If the API server does not answer, the ledger alone decides while a pod that holds it is there.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
 * A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. Nor does a
-  later one, if the claim is reserved only for pods that have ended, are being deleted, or do not exist.
+  later one, if the claim is reserved only for pods that have ended, are being deleted, or do not exist; of a pod that the watch has not
+  shown in time, the API server is asked.
 """
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -47,6 +49,8 @@ log = structlog.get_logger(__name__)
 
 #: How long a Prepare waits for the watch to deliver the pod, of which it needs the containers' names.
 POD_SECONDS: Final = 2.0
+#: How long the API server is asked whether a prepared claim was allocated anew.
+AGAIN_SECONDS: Final = 1.0
 #: For so many unprepared claims a late Prepare is recognised.
 MAX_UNPREPARED: Final = 1000
 
@@ -55,6 +59,10 @@ class ClaimReader(Protocol):
     async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
         """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds; None: for some
         time). Raises Refusal."""
+        ...
+
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+        """Whether the API server has this incarnation of the pod, and it neither has ended nor is being deleted. Otherwise as `read`."""
         ...
 
 
@@ -96,8 +104,8 @@ class NodeClaims:
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
-            if not held or (self._closed is None and self._pods.synced and not self._has_holder(held)):
-                held = await self._grant(claim, deadline, adopted)
+            if not held or self._closed is None:
+                held = await self._grant(claim, held, deadline, adopted)
             for allocation in held:
                 if not await self._start(allocation):
                     raise _overtaken(claim)
@@ -118,18 +126,24 @@ class NodeClaims:
 
         await self._batch.add(free)
 
-    async def reclaim(self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]]]], listing: Listing) -> None:
+    async def reclaim(
+        self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
+    ) -> None:
         """Frees the claims that hold shares which the API server has not allocated to them on this node, and that the kubelet does not
         list, each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them.
 
-        `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node."""
+        `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node; None: that is not known."""
         gone = set[str]()
         for claim in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
             ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
             if not held or (self._has_holder(held) and (listed or any(a.pod in listing.pods for a in held))):
                 continue
-            uid, shares = await find(ref)
+            if (found := await find(ref)) is None:
+                continue
+            if ref.uid in self._preparing or self._agent_state.ledger.of_claim(ref.uid) != held:
+                continue  # it was allocated in the meantime
+            uid, shares = found
             # The kubelet lists names: another claim of this name may be meant.
             if (uid == ref.uid and shares_of(held) <= set(shares)) or (listed and uid in ("", ref.uid)):
                 continue
@@ -173,18 +187,23 @@ class NodeClaims:
         key = claim.namespace, claim.name
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
-        former = self._unprepared.pop(claim.uid, ())
+        self._unprepared.pop(claim.uid, None)
         holders = {a.uid for a in held if a.uid and self._pods.synced}
-        self._unprepared[claim.uid] = {*former, *users, *holders} - waiting
+        self._unprepared[claim.uid] = {*users, *holders} - waiting
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
 
-    def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]]) -> bool:
-        """Whether the claim was unprepared, and is reserved for no pod that still needs it."""
+    async def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]], deadline: float | None) -> bool:
+        """Whether the claim was unprepared, and is reserved for no pod that still needs it. Raises Refusal."""
         if (over := self._unprepared.get(claim.uid)) is None:
             return False
-        views = [view for _, uid, view in pods if uid not in over]
-        return all(self._pods.synced if view is None else view.ended or view.deleted for view in views)
+        left = [each for each in pods if each[1] not in over]
+        if any(view is not None and not (view.ended or view.deleted) for _, _, view in left):
+            return False
+        for pod, uid, view in left:
+            if view is None and await self._reader.needs_claims(pod, uid, deadline=deadline):
+                return False
+        return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
         """Whether a pod that has the claim is there: as long as a claim is reserved for a pod, its allocation does not change."""
@@ -194,18 +213,38 @@ class NodeClaims:
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
-    async def _grant(self, claim: ClaimRef, deadline: float | None, adopted: bool) -> Sequence[Allocation]:
-        if self._closed is not None:
+    async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float | None) -> AllocatedClaim | None:
+        """None: the API server does not answer, and what is `held` stays in force. Raises Refusal."""
+        lasting = held and (self._has_holder(held) or not self._pods.synced)
+        if lasting:
+            deadline = min(deadline or math.inf, time.monotonic() + AGAIN_SECONDS)
+        try:
+            return await self._reader.read(claim, deadline=deadline)
+        except Refusal as refusal:
+            if lasting and refusal.code == "internal":
+                return None
+            raise
+
+    async def _grant(
+        self, claim: ClaimRef, before: Sequence[Allocation], deadline: float | None, adopted: bool
+    ) -> Sequence[Allocation]:
+        """`before`: what it holds. Raises Refusal."""
+        if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()
         self._preparing[claim.uid].add(call)
         try:
+            found = await self._read(claim, before, deadline)
+            if found is None or (before and shares_of(before) == _shares(found)):
+                return before
+            if before:  # also if the new ones are refused: the API server has not allocated them any more
+                former = [a.id for a in before]
+                await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
-            found = await self._reader.read(claim, deadline=deadline)
             seconds = POD_SECONDS if deadline is None else min(POD_SECONDS, deadline - time.monotonic())
             views = await asyncio.gather(*(self._view(pod, uid, seconds) for pod, uid in found.pods))
             pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
-            if self._is_late(claim, pods):
+            if await self._is_late(claim, pods, deadline):
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
         finally:
@@ -238,9 +277,9 @@ class NodeClaims:
         if call not in self._preparing.get(claim.ref.uid, ()):
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
-            if shares_of(held) == {(share.device, share.share_id) for share in claim.shares}:
+            if shares_of(held) == _shares(claim):
                 return ledger, (), (held, False)
-            ledger = ledger.free(a.id for a in held)  # it was allocated anew, and its Unprepare never came
+            ledger = ledger.free(a.id for a in held)  # of a call that read it before it was allocated anew
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
@@ -266,8 +305,7 @@ class NodeClaims:
         return ledger, entries, (granted, True)
 
     async def _view(self, pod: PodKey, uid: str, seconds: float) -> PodView | None:
-        view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds)
-        return view if view is not None and view.uid == uid else None
+        return self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
 
     def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:
         claim = allocation.claim
@@ -294,6 +332,10 @@ class NodeClaims:
 
 def _overtaken(claim: ClaimRef) -> Refusal:
     return Refusal("conflict", f"claim {claim} was unprepared while it was being prepared")
+
+
+def _shares(claim: AllocatedClaim) -> set[Share]:
+    return {(share.device, share.share_id) for share in claim.shares}
 
 
 def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:

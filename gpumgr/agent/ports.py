@@ -44,7 +44,9 @@ class Pods(Protocol):
 
     def all(self) -> Iterable[PodView]: ...
 
-    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None: ...
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
+        """As soon as it is there: the pod of this name, with `uid` only that incarnation. None after the timeout."""
+        ...
 
 
 class Enforcement(Protocol):

@@ -107,8 +107,8 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: In mode plugin: for the claims that still hold GPUs.
-        self.leaving = self._make_leaving(server) if driver is None else None
+        #: In mode plugin: for what is left of mode dra.
+        self.leaving = self._make_leaving(server, lost=loaded.lost) if driver is None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
@@ -239,10 +239,12 @@ class Components:
         async def held_back_by() -> str | None:
             """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
             claims hold GPUs."""
+            adopting = await self.leaving.held_back_by() if self.leaving is not None else None
             holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
             unserved = self.leaving.link.state.error if self.leaving is not None else None
             return (
-                await self.other_plugins.gpu_manager()
+                adopting
+                or await self.other_plugins.gpu_manager()
                 or (as_nvidia and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
                 or (f"{holders}; they can't end: {unserved}" if holders and unserved else holders)
@@ -258,12 +260,12 @@ class Components:
             names=profile.resource_names(self.settings),
         )
 
-    def _make_leaving(self, server: ApiServer | None) -> DraSide | None:
+    def _make_leaving(self, server: ApiServer | None, *, lost: bool) -> DraSide | None:
         kubelet = self.settings.kubelet
-        if server is None or holders_of_other_mode(self.agent_state.ledger, "plugin") is None:
+        if server is None:
             return None
         driver = DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, self.settings.process.instance)
-        return self._make_dra(driver, server, lost=False)
+        return self._make_dra(driver, server, lost=lost)
 
     def _make_dra(self, driver: DraDriver, server: ApiServer | None, *, lost: bool) -> DraSide:
         if server is None:

@@ -1,11 +1,11 @@
 """What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice; and
-in mode plugin as long as claims still hold GPUs, without the slice."""
+in mode plugin what ends that: the slice is deleted, and claims that still hold GPUs are kept until they end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Final, Literal
 
 import structlog
@@ -18,7 +18,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently
 from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.health import DeviceHealth
@@ -28,23 +28,27 @@ from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
-from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
+from gpumgr.errors import Refusal
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 #: How long calls are served after the slice was withdrawn, for pods that are bound already.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
-#: In mode plugin: how long a slice may take to be withdrawn; and after a failure, until the kubelet has deleted it: 30 s without a driver.
+#: In mode plugin: how long a try to delete the slice may take, and the first and the longest pause between two.
 WITHDRAWAL_SECONDS: Final = 5.0
-WIPE_SECONDS: Final = 35.0
+WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
+#: So long after the start a driver that has not listed the GPUs leaves the slice as it is: a list that is empty for a moment would make
+#: kube-scheduler examine all pods that wait, twice.
+SLOW_DRIVER_SECONDS: Final = 10.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: Between two tries to adopt claims without an answer of the API server.
 ADOPT_SECONDS: Final = 2.0
 #: In mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
+_LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
@@ -73,7 +77,13 @@ class DraSide:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
         self._enforcement, self._enforcement_text, self._pod_resources = enforcement, enforcement_text, pod_resources
         self._lost, self._on_state = lost, on_state
-        self._held_back: str | None = None
+        plugin = settings.node.mode == "plugin"
+        #: Why nothing may be registered now.
+        self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
+        self._examined = asyncio.Event()
+        #: Whether claims may be prepared: in mode plugin the driver's folder shows that, if it is mounted.
+        self._had_claims = not plugin or (settings.kubelet.plugins_dir / DRIVER).is_dir()
+        self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
         self.claims = NodeClaims(
             agent_state=agent_state,
@@ -84,13 +94,13 @@ class DraSide:
             pool=node,
             cdi_name=cdi.device_name,
             share_mode=lambda: self._settings.placement.share_mode,
-            closed=_CLOSED if settings.node.mode == "plugin" else None,
+            closed=_CLOSED if plugin else None,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
-        if settings.node.mode == "dra":
+        if not plugin:
             driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
@@ -102,7 +112,7 @@ class DraSide:
     @property
     def states(self) -> Mapping[str, LinkState]:
         """`error` is also why the driver must not be registered yet."""
-        return {DRIVER: replace(self.link.state, error=self._held_back or self.link.state.error)}
+        return {DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
         """Takes effect at the next decision, and in the slice at once."""
@@ -117,7 +127,8 @@ class DraSide:
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         text, shared = self._enforcement_text(), self._settings.placement.share_mode
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
-        self._devices.set(with_lost(self._devices.value or (), now))
+        if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
+            self._devices.set(with_lost(self._devices.value or (), now))
         self._driver.health.set(_health(self._settings.node.name, registry, inventory))
 
     async def run(self) -> None:
@@ -128,6 +139,7 @@ class DraSide:
             await self._adopt()
         self._hold(None)
         self.update()
+        asyncio.get_running_loop().call_later(max(0.0, self._empty_at - time.monotonic()), self.update)
         self._link_changed(self.link.state)
         self._driver.decide_with(self.claims)
         async with asyncio.TaskGroup() as group:
@@ -138,12 +150,17 @@ class DraSide:
             group.create_task(self.link.run(), name="dra_link")
 
     async def run_out(self) -> None:
-        """Keeps the prepared claims and serves their Unprepare, until there are none left: drained pods end only after that."""
-        if not await self.publisher.withdraw(timeout_seconds=WITHDRAWAL_SECONDS):
-            await asyncio.sleep(WIPE_SECONDS)
-        await self.claims.restore()
-        self._driver.decide_with(self.claims)
+        """Deletes the slice. Keeps the prepared claims (after a lost ledger those of the node's pods), and serves their Unprepare until
+        there are none left: drained pods end only after that."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._withdraw(), name="slice_withdrawal")
+            if self._lost:
+                await self._adopt()
+            await self.claims.restore()
+            self._hold(None)
+            if holders_of_other_mode(self._agent_state.ledger, "plugin") is None:
+                return
+            self._driver.decide_with(self.claims)
             daemons = [
                 group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
                 group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
@@ -153,7 +170,13 @@ class DraSide:
                 await asyncio.sleep(1.0)
             for daemon in daemons:
                 daemon.cancel()
-        await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+            await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+
+    async def _withdraw(self) -> None:
+        pause, longest = WITHDRAWAL_PAUSES
+        while not await self.publisher.withdraw(timeout_seconds=WITHDRAWAL_SECONDS):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
 
     async def stop(self, grace_seconds: float) -> None:
         """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
@@ -173,35 +196,75 @@ class DraSide:
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
-        """Why the driver must not be registered now; None: it may be."""
+        """Why the driver, in mode plugin the device plugins, must not be registered now; None: they may be."""
         if reason is not None:
-            if reason != self._held_back:
+            if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
             self._driver.waits_for = reason
-        self._held_back = reason
+        self.held_back = reason
+        self._examined.set()
+
+    async def held_back_by(self) -> str | None:
+        """Why the device plugins must not be registered yet. The first look at the pods is waited for, for a moment."""
+        if self.held_back is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ADOPT_SECONDS):
+                    await self._examined.wait()
+        return self.held_back
 
     async def _adopt(self) -> None:
         """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
         while (failure := await self._adopt_once()) is not None:
-            self._hold(f"the ledger was lost, and which GPUs the node's pods have is not known yet: {failure}")
+            self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
             await asyncio.sleep(ADOPT_SECONDS)
 
     async def _adopt_once(self) -> str | None:
+        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
+        saved. The claims that are prepared already may be prepared again."""
         if not self._pods.synced:
             return "the API server has not listed the pods"
-        prepare = partial(self.claims.prepare, adopted=True)
-        return await adopt(self._server, self._settings.node.name, self._pods, prepare, self._agent_state.ledger.of_claim)
+        used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
+        for namespace, name in sorted(used):
+            try:
+                found = await self._server.find(claim_path(namespace, name))
+            except API_FAILURES as error:
+                if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
+                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
+                    return None
+                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
+            try:
+                if found is not None and allocated_here(found, self._settings.node.name):
+                    uid = str(found["metadata"]["uid"])
+                    if not self._agent_state.inventory.snapshot.gpus:
+                        return "the driver has not listed the GPUs"
+                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), adopted=True)
+            except (Refusal, *UNREADABLE) as error:
+                if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
+                    return str(error)
+                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+        return None
 
     async def _reclaim(self) -> None:
-        async def find(claim: ClaimRef) -> tuple[str, Collection[Share]]:
-            found = await self._server.find(claim_path(claim.namespace, claim.name))
-            return ("", ()) if found is None else (found["metadata"]["uid"], allocated_here(found, self._settings.node.name))
+        async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
+            try:
+                found = await self._server.find(claim_path(claim.namespace, claim.name))
+                return ("", ()) if found is None else (found["metadata"]["uid"], allocated_here(found, self._settings.node.name))
+            except (*API_FAILURES, *UNREADABLE) as error:
+                failed[str(claim)] = repr(error)
+                return None
 
+        failed, logged = dict[str, str](), dict[str, str]()
         while True:
             await asyncio.sleep(RECLAIM_SECONDS)
-            with suppress(GpumgrError, *API_FAILURES):  # reported where these are used for every pod; the next round is soon
+            failed.clear()
+            try:
                 await self.claims.reclaim(find, await self._pod_resources.list())
+            except (*API_FAILURES, *UNREADABLE) as error:
+                failed["the kubelet's list"] = repr(error)
+            before, logged = logged, dict(failed)
+            if logged and logged != before:
+                log.warning("leaked_claims_not_examined", errors=logged, consequence="it is tried again")
 
     async def _keep_specs(self) -> None:
         """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
@@ -218,32 +281,6 @@ class DraSide:
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()
-
-
-async def adopt(
-    server: ApiServer,
-    node: str,
-    pods: Pods,
-    prepare: Callable[[ClaimRef], Awaitable[object]],
-    held: Callable[[str], Collection[Allocation]],
-) -> str | None:
-    """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
-    saved. The claims that are prepared already may be prepared again. `held` returns what the claim of a UID has."""
-    used = {(pod.namespace, use.claim) for pod in pods.all() if not pod.ended for use in pod.claims}
-    for namespace, name in sorted(used):
-        try:
-            found = await server.find(claim_path(namespace, name))
-        except API_FAILURES as error:
-            return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
-        try:
-            if found is not None and allocated_here(found, node):
-                uid = str(found["metadata"]["uid"])
-                await prepare(ClaimRef(namespace=namespace, name=name, uid=uid))
-        except (Refusal, *UNREADABLE) as error:
-            if isinstance(error, Refusal) and error.code == "internal" and not held(uid):
-                return str(error)
-            log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
-    return None
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

@@ -62,7 +62,7 @@ class ClaimWatches:
         self.used_at: dict[Key, float] = {}
         self.made: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
-        #: Claim -> the pod with it that was bound or deleted last, and when.
+        #: Claim -> the pod with it that was bound or deleted last, and when; in the order of time.
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
         self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
         self._clock, self._index = clock, ClusterIndex([self.quotas])
@@ -115,8 +115,7 @@ class ClaimWatches:
             if pod.uid in gated and pod.complete and None not in found:
                 waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
         flights = []
-        since = self._clock() - _BOUND_SECONDS
-        self._left = {key: (pod, at) for key, (pod, at) in self._left.items() if at > since}
+        self._forget_left()
         for claim in self._claims.values():
             if claim.allocated:
                 continue
@@ -147,10 +146,17 @@ class ClaimWatches:
             self.used_at[pod.key[0], name] = self._clock()
         if after is None:
             self.pods.pop(pod.uid, None)
-            self._left |= {(pod.key[0], name): (pod, self._clock()) for name in pod.claims}
+            self._forget_left()
+            for name in pod.claims:
+                self._left.pop((pod.key[0], name), None)
+                self._left[pod.key[0], name] = (pod, self._clock())
         else:
             self.pods[pod.uid] = after
         self.changed.set()
+
+    def _forget_left(self) -> None:
+        while self._left and next(iter(self._left.values()))[1] <= self._clock() - _BOUND_SECONDS:
+            del self._left[next(iter(self._left))]
 
     def _claim_changed(self, before: WatchedClaim | None, after: WatchedClaim | None) -> None:
         claim = after or before

@@ -13,7 +13,7 @@ _GROUP: Final = "resource.k8s.io"
 _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
 POLICIES_ANNOTATION: Final = "gpumgr.io/claims-policies"
 #: Of config/claims/admission-policies.yaml: each change of the policies needs the next number.
-POLICIES_VERSION: Final = "2"
+POLICIES_VERSION: Final = "3"
 #: Kind -> the ends of the policies' names.
 _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
     "mutating": ("vcuda", "quota"),
@@ -62,8 +62,8 @@ async def look_at_policies(server: ApiServer, *, installed: bool) -> CheckResult
             known += len(found)
             if not found:
                 faults.append(f"no {kind} policy *{end} is in force")
-            elif (version := found[0].get(POLICIES_ANNOTATION, "none")) != POLICIES_VERSION:
-                faults.append(f"the {kind} policy *{end} has version {version} in place of {POLICIES_VERSION}")
+            others = {each.get(POLICIES_ANNOTATION, "none") for each in found} - {POLICIES_VERSION}
+            faults += [f"the {kind} policy *{end} has version {each} in place of {POLICIES_VERSION}" for each in sorted(others)]
     if not known and not installed:
         return skipped("gpumgr claims is not installed")
     if faults:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, Share
+from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
@@ -51,29 +52,40 @@ class ClaimReader:
     async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
         """The claim as the API server has it now. Raises Refusal."""
         until = self._clock() + self._budget_seconds if deadline is None else deadline
-        return allocated_claim(claim, self._pool, await self._find(claim, until))
+        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", until)
+        return allocated_claim(claim, self._pool, found)
 
-    async def _find(self, claim: ClaimRef, deadline: float) -> dict[str, Any] | None:
-        path = claim_path(claim.namespace, claim.name)
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+        """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
+        agent has the right."""
+        until = self._clock() + self._budget_seconds if deadline is None else deadline
+        query = {"fieldSelector": f"metadata.name={pod[1]}"}
+        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", until) or {}
+        return any(
+            (meta := each["metadata"])["uid"] == uid
+            and not meta.get("deletionTimestamp")
+            and (each.get("status") or {}).get("phase") not in TERMINAL_PHASES
+            for each in found.get("items") or ()
+        )
+
+    async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
         pause, why = _PAUSE_SECONDS[0], "no answer in time"
         while (left := deadline - self._clock()) > 0:
             wanted = 0.0
             try:
                 async with asyncio.timeout(min(left, _TRY_SECONDS)), self._free:
-                    return await self._server.find(path)
+                    return await self._server.find(path, query=query)
             except AnswerError as error:
                 why, wanted = str(error), error.retry_after_seconds
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
-                    raise Refusal("internal", f"the API server refuses to show claim {claim}: {error}") from error
+                    raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
                 if error.status == 401:
                     why = await self._renew() or why
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
-        raise Refusal(
-            "internal", f"claim {claim} can't be read from the API server ({why}); the kubelet tries again in about a minute"
-        )
+        raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
 
     async def _renew(self) -> str | None:
         """Why the credentials can't be read again; they may be in the middle of being replaced."""

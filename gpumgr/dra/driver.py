@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from gpumgr.aio import LatestValue
+from gpumgr.aio import LatestValue, run_shielded
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
 from gpumgr.dra.health import DeviceHealth, DraHealth
 from gpumgr.dra.registration import DraLink, LinkState
@@ -16,6 +16,8 @@ from gpumgr.errors import Refusal
 
 #: The kubelet ends a call after 45 s, without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
+#: How much longer a decision may take until the limits are in place.
+START_SECONDS: Final = 3.0
 
 
 class Claims(Protocol):
@@ -60,7 +62,13 @@ class DraDriver:
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         deadline = time.monotonic() + self._wait_seconds
-        return await (await self._decider(deadline)).prepare(claim, deadline=deadline)
+        decider = await self._decider(deadline)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic() + START_SECONDS):
+                return await run_shielded(decider.prepare(claim, deadline=deadline), name="prepare")
+        except TimeoutError:
+            text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; that goes on, and the kubelet tries again"
+            raise Refusal("internal", text) from None
 
     async def unprepare(self, claim: ClaimRef) -> None:
         await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)

@@ -140,7 +140,7 @@ class DraLink:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
         self._registration.remove()
-        self._confirmed = False
+        self._confirmed, self._since = False, 0.0
         self._become(LinkState(registrations=self._registrations))
 
     async def stop(self, grace_seconds: float) -> None:

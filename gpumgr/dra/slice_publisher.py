@@ -119,18 +119,21 @@ class SlicePublisher:
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
         """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
-        self._withdrawn = True
+        first, self._withdrawn = not self._withdrawn, True
         self.state = replace(self.state, published=False)
         try:
             async with asyncio.timeout(timeout_seconds), self._writing:
-                await self._server.send("DELETE", f"{SLICES}/{self._name}", {}, but=(404,))
+                if await self._server.send("DELETE", f"{SLICES}/{self._name}", {}, but=(404,)):
+                    _log.info("slice_withdrawn", slice=self._name)
+                return True
         except _FAILED as error:
-            _log.warning(
-                "slice_not_withdrawn", error=_text(error), consequence="the kubelet deletes it 30 s after the driver's end"
-            )
+            text = _text(error)
+            if first or text != self.state.error:
+                # In mode plugin the agent need not have the right.
+                level = _log.info if isinstance(error, AnswerError) and error.status == 403 else _log.warning
+                level("slice_not_withdrawn", error=text, consequence="the kubelet deletes it 30 s after the driver's end")
+            self.state = replace(self.state, error=text)
             return False
-        _log.info("slice_withdrawn", slice=self._name)
-        return True
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 

@@ -231,6 +231,8 @@ class Enforcer:
         """
         now = self._clock()
         self._starting = {key: lock for key, lock in self._starting.items() if key in known() or lock.locked()}
+        for lost in self._written.keys() - set(known()):
+            self._written.pop(lost, None)
         gone = await asyncio.to_thread(self._list_remains) - set(known())
         self._orphans = {allocation: self._orphans.get(allocation, now) for allocation in gone}
         due = [allocation for allocation, since in self._orphans.items() if now - since >= self._grace_seconds]

@@ -34,7 +34,8 @@ class PodCache:
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
-        self._waiting: defaultdict[PodKey, set[asyncio.Future[PodView]]] = defaultdict(set)
+        #: Pod -> who waits for it, and for which incarnation (None: any).
+        self._waiting: defaultdict[PodKey, dict[asyncio.Future[PodView], str | None]] = defaultdict(dict)
         self._listeners: list[OnChange] = []
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
         self._reflector = Reflector(
@@ -68,20 +69,23 @@ class PodCache:
     def all(self) -> Iterable[PodView]:
         return self._by_uid.values()
 
-    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:
-        """The pod, as soon as it is in the cache; None after the timeout."""
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
+        """The pod, with `uid` only that incarnation, as soon as it is in the cache; None after the timeout."""
         known = self.get(pod)
+        if uid not in (None, known.uid if known else None):
+            known = None
         if known is not None or timeout_seconds <= 0:
             return known
         waiter: asyncio.Future[PodView] = asyncio.get_running_loop().create_future()
-        self._waiting[pod].add(waiter)
+        waiters = self._waiting[pod]
+        waiters[waiter] = uid
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await waiter
         except TimeoutError:
             return None
         finally:
-            self._waiting[pod].discard(waiter)
+            del waiters[waiter]
             if not self._waiting[pod]:
                 del self._waiting[pod]
 
@@ -122,8 +126,8 @@ class PodCache:
         if after is not None:
             self._by_uid[after.uid] = after
             self._by_key[after.key] = after
-            for waiter in self._waiting.get(after.key, ()):
-                if not waiter.done():
+            for waiter, uid in self._waiting.get(after.key, {}).items():
+                if not waiter.done() and uid in (None, after.uid):
                     waiter.set_result(after)
         for listener in self._listeners:
             listener(before, after)
@@ -143,5 +147,5 @@ class NoPods:
     def all(self) -> Iterable[PodView]:
         return ()
 
-    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
         return None

@@ -34,6 +34,9 @@ MEANINGS: Final = {
     "written, for the given reason. Containers that use it can't start until it can; it is tried again each second.",
     "claim_not_adopted": "The ledger was lost, and this claim of a pod on the node could not be prepared again. Its GPUs count as free: "
     "delete the pod.",
+    "claims_not_adopted": "In mode plugin the ledger was lost, and the agent has no right to read ResourceClaims. If the node was in mode "
+    "dra, GPUs of its claims count as free: allow it to get resourceclaims, or drain the node.",
+    "leaked_claims_not_examined": "Whether these claims are still allocated could not be read; they keep their GPUs until it can.",
     "claim_reclaimed": "The claim is gone from the API server and its pod from the kubelet, which never unprepared it. Its GPUs are free "
     "again.",
     "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation "
@@ -225,8 +228,8 @@ MEANINGS: Final = {
     "no node. HTTP 422: report the API server's sentence.",
     "slice_fields_dropped": "The API server does not store parts of the ResourceSlice; `reason` names the feature gate, and what to do.",
     "slice_withdrawn": "The agent stops in order and has deleted its ResourceSlice, so that no further pods are scheduled to it.",
-    "slice_not_withdrawn": "The agent stopped and could not delete its ResourceSlice. Pods that are scheduled to the node before the "
-    "kubelet deletes the slice, 30 s later, wait for a minute or longer.",
+    "slice_not_withdrawn": "The agent stopped, or started in mode plugin, and could not delete its ResourceSlice. Pods that "
+    "are scheduled to the node before the kubelet deletes the slice, 30 s later, wait for a minute or longer.",
     # the claims controller
     "template_created": "`gpumgr claims` created the ResourceClaimTemplate that a pod names.",
     "template_deleted": "No pod and no claim had used this ResourceClaimTemplate for `claims.template_idle_hours`.",

@@ -1,10 +1,10 @@
 """What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,16 +12,17 @@ from structlog.testing import capture_logs
 from gpumgr.agent.inventory import EMPTY, Inventory
 from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
+from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.app import dra_side
 from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
 from gpumgr.dra.claim_reader import allocated_here
 from gpumgr.dra.driver import DraDriver
-from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint
-from gpumgr.errors import Refusal
+from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, slice_name
+from gpumgr.errors import KubeletError, Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import NodeSettings, PlacementSettings
+from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from gpumgr.units import Amounts
 from tests.component.dra.harness import StubKubelet, soon
 from tests.component.stage.stage import snapshot, unlimited
@@ -92,6 +93,9 @@ class ClaimServer:
     def __init__(self) -> None:
         self.claims: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, list[Exception]] = {}
+        #: Method and path of each write, and the answers to the next ones.
+        self.sent: list[str] = []
+        self.refusals: list[Exception] = []
 
     def add(self, world: World, name: str, gpu: int, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
         device = device_name(world.ledger.gpu_registry.gpus[gpu].name)
@@ -105,16 +109,30 @@ class ClaimServer:
         use = ClaimUse(container="main", claim=name)
         world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
 
-    async def find(self, path: str) -> dict[str, Any] | None:
+    async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:  # noqa: ARG002
         name = path.rpartition("/")[2]
         if self.failures.get(name):
             raise self.failures[name].pop(0)
         return self.claims.get(name)
 
+    async def send(self, method: str, path: str, body: object, *, but: Sequence[int] = ()) -> bool:  # noqa: ARG002
+        self.sent.append(f"{method} {path}")
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return True
 
-def side_of(world: World, server: ClaimServer, folder: Path, *, driver: DraDriver | None = None, lost: bool = True) -> DraSide:
+
+def side_of(
+    world: World,
+    server: ClaimServer,
+    folder: Path,
+    *,
+    driver: DraDriver | None = None,
+    lost: bool = True,
+    mode: Literal["plugin", "dra"] = "dra",
+) -> DraSide:
     return DraSide(
-        Settings(node=NodeSettings(name="node-1", mode="dra")),
+        Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=folder / "plugins")),
         driver or DraDriver(folder, folder, None),
         server=cast("ApiServer", server),
         agent_state=world.agent_state,
@@ -179,6 +197,124 @@ async def test_while_claims_can_not_be_adopted_the_reason_is_shown(tmp_path: Pat
     assert held(world) == {"a"}
 
 
+async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    former, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(former, "a", 0)
+    world = World(snapshot(2, 80), limits=unlimited(tmp_path / "2"))
+    world.pods.views.update(former.pods.views)
+    async with after_a_lost_ledger(world, server, tmp_path) as side:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert "the driver has not listed the GPUs" in (side.states[DRIVER].error or "")
+        await world.agent_state.set_snapshot(world.node)
+    assert held(world) == {"a"}
+
+
+@asynccontextmanager
+async def ending_side(
+    world: World, server: ClaimServer, folder: Path, *, lost: bool
+) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
+    """In mode plugin."""
+    kubelet = StubKubelet(folder)
+    driver = DraDriver(kubelet.plugins, kubelet.registry, None)
+    side = side_of(world, server, folder, driver=driver, lost=lost, mode="plugin")
+    task = asyncio.create_task(side.run_out())
+    try:
+        async with asyncio.timeout(30):
+            yield side, kubelet
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await side.link.stop(0)
+        await kubelet.end()
+
+
+async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is_registered(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "a", 0)
+    server.failures["a"] = [AnswerError("HTTP 503: no leader", status=503)] * 3
+    world.pods.synced = False
+    (folder / "plugins" / DRIVER).mkdir(parents=True)
+    async with ending_side(world, server, folder, lost=True) as (side, kubelet):
+        assert side.held_back
+        await soon(lambda: "has not listed the pods" in (side.held_back or ""))
+        world.pods.synced = True
+        await soon(lambda: "HTTP 503" in (side.held_back or ""))
+        await soon(lambda: side.held_back is None)
+        assert held(world) == {"a"}
+        await kubelet.register()
+        with pytest.raises(Refusal, match="takes no more claims"):
+            await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"))
+
+
+@pytest.mark.parametrize("fault", ["no pods", "no right"])
+async def test_a_node_that_was_never_in_mode_dra_does_not_wait_for_claims(
+    fault: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "nic", 0, results=[])
+    server.failures["nic"] = [AnswerError("HTTP 403: forbidden", status=403)] * (fault == "no right")
+    world.pods.synced = fault != "no pods"
+    async with ending_side(world, server, folder, lost=True) as (side, _):
+        await soon(lambda: side.held_back is None)
+    assert not world.ledger.allocations
+
+
+async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_retries(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "WITHDRAWAL_PAUSES", (0.01, 0.02))
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+    spec = await prepared(world, tmp_path)
+    spec.unlink()
+    server.refusals = [OSError("no route to host")] * 10 + [AnswerError("HTTP 403: forbidden", status=403)] * 2
+    with capture_logs() as logs:
+        async with ending_side(world, server, folder, lost=False) as (_, kubelet):
+            await kubelet.register()
+            assert spec.exists()
+            await soon(lambda: not server.refusals)
+            await asyncio.sleep(0.1)
+    assert set(server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
+    assert len(server.sent) == 13
+    assert [each["log_level"] for each in logs if each["event"] == "slice_not_withdrawn"] == ["warning", "info"]
+
+
+async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dra_side, "RECLAIM_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    side = side_of(world, server, tmp_path)
+    for name in ("a", "b", "c"):
+        server.add(world, name, 0)
+        await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"))
+    world.pods.views.clear()
+    listings: list[Listing | Exception] = [KubeletError("no socket"), KeyError("pod")]
+
+    class PodResources:
+        async def list(self) -> Listing:
+            found = listings.pop(0) if listings else Listing.of({})
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    side._pod_resources = PodResources()
+    server.claims = {"b": {"metadata": {}}}
+    server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 1000
+    with capture_logs() as logs:
+        task = asyncio.create_task(side._reclaim())
+        await soon(lambda: held(world) == {"a", "b"})
+        await asyncio.sleep(0.1)
+        task.cancel()
+    errors = [each["errors"] for each in logs if each["event"] == "leaked_claims_not_examined"]
+    assert [[*each] for each in errors] == [["the kubelet's list"], ["the kubelet's list"], ["team/a", "team/b"]]
+
+
 async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:
     world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
     side = side_of(world, server, tmp_path)
@@ -191,10 +327,11 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
         await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
 
 
-async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path) -> None:
+async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a start without the driver the former slice would offer them."""
     world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
     await world.agent_state.set_snapshot(EMPTY)
+    monkeypatch.setattr(dra_side, "SLOW_DRIVER_SECONDS", 0.1)
     side = side_of(world, ClaimServer(), tmp_path)
 
     def offer() -> list[list[str]] | None:
@@ -203,6 +340,8 @@ async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path
         devices = side._devices.value
         return None if devices is None else [[taint.key for taint in each.taints] for each in devices]
 
+    assert offer() is None, "the driver may only be slow: the slice of the former agent stays"
+    await asyncio.sleep(0.1)
     assert offer() == []
     await world.agent_state.set_snapshot(world.node)
     assert offer() == [[], []]

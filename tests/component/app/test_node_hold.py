@@ -169,6 +169,19 @@ async def test_what_a_call_has_waited_is_no_more_there_for_the_decision(folder: 
     assert began + 5.0 <= deadlines[0] < began + 5.2
 
 
+async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumgr.dra.driver.START_SECONDS", 0.1)
+    claims, driver = ScriptedClaims(hold=asyncio.Event()), DraDriver(folder, folder, None, wait_seconds=0.1)
+    driver.decide_with(claims)
+    with pytest.raises(Refusal, match=r"not prepared within 0.2 s"):
+        await driver.prepare(claim("a"))
+    assert claims.hold is not None
+    claims.hold.set()
+    await soon(lambda: claims.ended.value == 1)
+
+
 async def test_a_call_that_waits_too_long_is_refused_with_the_reason(folder: Path) -> None:
     driver = DraDriver(folder, folder, None, wait_seconds=0.01)
     driver.waits_for = "another gpumgr agent (pid 7) runs on this node"

@@ -287,8 +287,8 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("claims-policy", "warning", "no mutating policy *-claims-quota is in force", unbound("gpumgr-claims-quota")),
     ("claims-policy", "warning", "no mutating policy *-claims-vcuda is in force, no mutating policy *-claims-quota is in force",
      dropped(f"{GROUP}/mutatingadmissionpolicies")),
-    ("claims-policy", "warning", "the validating policy *-claims-pods has version 1 in place of 2", annotated("gpumgr-claims-pods", "1")),
-    ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 2",
+    ("claims-policy", "warning", "the validating policy *-claims-pods has version 1 in place of 3", annotated("gpumgr-claims-pods", "1")),
+    ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 3",
      annotated("gpumgr-claims-vcuda", None)),
     ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
      replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler", scheduler_tls="server")])),
@@ -354,7 +354,7 @@ def test_a_change_of_the_policies_has_another_version() -> None:
     policies = [each for each in documents if each["kind"].endswith("Policy")]
     assert {each["metadata"]["annotations"][POLICIES_ANNOTATION] for each in policies} == {POLICIES_VERSION}
     content = json.dumps([[each["kind"], each["metadata"]["name"], each["spec"]] for each in documents], sort_keys=True)
-    assert (POLICIES_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == ("2", "6cf7c14a27d28b14")
+    assert (POLICIES_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == ("3", "a139bf13763fd254")
 
 
 def serve_hami(stub: Stub) -> None:

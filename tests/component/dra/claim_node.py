@@ -13,7 +13,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, device_name
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.dra.service import DraPlugin
 from gpumgr.enforcement import cdi
@@ -32,6 +32,9 @@ class Reader:
 
     async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:  # noqa: ARG002
         return self.claims[claim.uid]
+
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:  # noqa: ARG002
+        return True
 
 
 class ClaimNode:

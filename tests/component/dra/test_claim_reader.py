@@ -29,9 +29,10 @@ def claim(uid: str = "u-1") -> dict[str, Any]:
 
 
 class Stage:
-    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer) -> None:
+    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, pods: list[dict[str, Any]]) -> None:
         self.sim, self.resources, self.server = sim, resources, server
         self.reader = ClaimReader(server, "node-1")
+        self.pods = pods
 
 
 @pytest.fixture
@@ -39,10 +40,43 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     sim = SimApiServer("node-1")
     resources = Resources(sim)
     resources.claims["team-a", "c"] = claim()
+    pods: list[dict[str, Any]] = []
+
+    async def list_pods(request: web.Request) -> web.Response:
+        namespace, name = request.match_info["namespace"], request.query["fieldSelector"].removeprefix("metadata.name=")
+        found = [each for each in pods if (each["metadata"]["namespace"], each["metadata"]["name"]) == (namespace, name)]
+        return web.json_response({"items": found})
+
+    sim.routes.append(web.get("/api/v1/namespaces/{namespace}/pods", list_pods))
     async with sim:
         server = await ApiServer.connect(sim.kubeconfig(tmp_path / "kubeconfig"))
-        yield Stage(sim, resources, server)
+        yield Stage(sim, resources, server, pods)
         await server.close()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "status", "needs"),
+    [
+        ({}, {"phase": "Pending"}, True),
+        ({}, {}, True),
+        ({}, {"phase": "Succeeded"}, False),
+        ({}, {"phase": "Failed"}, False),
+        ({"deletionTimestamp": "2026-01-01T00:00:00Z"}, {"phase": "Running"}, False),
+        ({"uid": "u-2"}, {"phase": "Running"}, False),
+        ({"name": "other"}, {"phase": "Running"}, False),
+    ],
+)
+async def test_whether_a_pod_needs_its_claims(
+    stage: Stage, metadata: dict[str, str], status: dict[str, str], needs: bool
+) -> None:
+    stage.pods += [{"metadata": {"namespace": "team-a", "name": "p", "uid": "u-1", **metadata}, "status": status}]
+    assert await stage.reader.needs_claims(("team-a", "p"), "u-1") is needs
+
+
+async def test_a_pod_that_can_not_be_read_is_a_refusal(stage: Stage) -> None:
+    await stage.sim.stop()
+    with pytest.raises(Refusal, match=r"pod team-a/p can't be read from the API server"):
+        await stage.reader.needs_claims(("team-a", "p"), "u-1", deadline=time.monotonic() + 0.2)
 
 
 async def test_transient_answers_are_retried(stage: Stage) -> None:

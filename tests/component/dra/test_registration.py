@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth
-from gpumgr.dra.registration import LinkState
+from gpumgr.dra.registration import DraLink, LinkState
 from gpumgr.dra.service import DraPlugin
 from tests.component.dra.harness import DRIVER, QUICK, Caller, StubKubelet, claim, linked, soon, until
 
@@ -111,6 +111,19 @@ async def test_a_kubelet_that_does_not_call_is_reported_once(folder: Path, asked
             assert one.link.state == LinkState(registered=True, registrations=1)
     failures = [line["error"] for line in logs if line["event"] == "registration_failed"]
     assert len(failures) == len(set(failures)) <= 2
+
+
+async def test_a_link_that_is_continued_reports_no_removed_socket(folder: Path) -> None:
+    kubelet = StubKubelet(folder)
+    link = DraLink(kubelet.plugins, kubelet.registry, DRIVER, [], timing=QUICK)
+    with capture_logs() as logs:
+        for _ in range(2):
+            running = asyncio.create_task(link.run())
+            await kubelet.register(connect=False)
+            await link.suspend()
+            await asyncio.wait([running])
+    await link.stop(0)
+    assert "socket_made_again" not in {line["event"] for line in logs}
 
 
 async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path) -> None:

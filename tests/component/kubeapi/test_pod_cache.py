@@ -243,6 +243,22 @@ async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start:
         assert found[0] is found[1]
         assert found[0] is cache.get(("default", "a"))
         assert await cache.wait_for(("default", "a"), 5) is found[0]
+        assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is found[0]
+
+
+async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        cache = await running.synced()
+        await api.put(pod("a", "uid-a"))
+        assert await cache.wait_for(("default", "a"), 5) is not None
+        assert await cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
+        assert await cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
+        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 5, uid="uid-a3"))
+        await api.put(pod("a", "uid-a2"))
+        assert await cache.wait_for(("default", "a"), 5, uid="uid-a2") is not None
+        assert not waiting.done()
+        await api.put(pod("a", "uid-a3"))
+        assert await waiting is cache.by_uid("uid-a3")
 
 
 @pytest.mark.peer_bug("B2: its wait ends with a successful patch only")

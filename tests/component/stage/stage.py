@@ -82,9 +82,9 @@ class MemoryPods:
     def all(self) -> Iterable[PodView]:
         return list(self.views.values())
 
-    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
         await asyncio.sleep(0)
-        return self.views.get(pod)
+        return self.views.get(pod) if uid is None else self.by_uid(uid)
 
 
 class Drift:

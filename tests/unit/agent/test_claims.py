@@ -32,9 +32,12 @@ from .world import World
 
 @dataclass
 class Reader:
-    """The API server's claims. `before_answer` runs while a request for a claim is in progress."""
+    """The API server's claims. `before_answer` runs while a request for a claim is in progress. `away`: it does not answer. `pods`: those
+    that need their claims."""
 
     claims: dict[str, AllocatedClaim] = field(default_factory=dict)
+    pods: set[str] = field(default_factory=set)
+    away: bool = False
     reads: int = 0
     deadline: float | None = None
     before_answer: Callable[[], object] | None = None
@@ -46,9 +49,14 @@ class Reader:
             result = self.before_answer()
             if asyncio.iscoroutine(result):
                 await result
+        if self.away:
+            raise Refusal("internal", "no answer in time")
         if found is None:
             raise Refusal("unknown_device", f"claim {claim} is gone")
         return found
+
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:  # noqa: ARG002
+        return uid in self.pods
 
 
 @dataclass
@@ -135,12 +143,16 @@ async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> Non
 async def test_the_answer_stays_the_same_without_the_api_server_and_over_a_restart(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     first = await node.prepare(ref)
-    node.reader.claims.clear()
+    node.reader.away = True
     assert await node.prepare(ref) == first
     await node.world.restart()
     node.start()
     assert await node.prepare(ref) == first
-    assert node.reader.reads == 1
+    node.world.pods.views.clear()
+    with pytest.raises(Refusal, match="no answer"):
+        await node.prepare(ref)
+    node.world.pods.synced = False
+    assert await node.prepare(ref) == first, "whether its pod is there is not known"
 
 
 async def test_a_claim_of_a_former_process_is_prepared_once_the_kubelet_asks_again(node: Node) -> None:
@@ -304,6 +316,39 @@ async def test_a_late_prepare_for_a_pod_that_is_deleted_or_unknown_is_refused(no
     await node.prepare(ref)
 
 
+async def test_the_next_pod_of_a_claim_that_the_watch_has_not_shown_yet_is_looked_up(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    await node.prepare(ref)
+    views = node.world.pods.views
+    views["team", "a"] = replace(views["team", "a"], phase="Succeeded")
+    await node.claims.unprepare(ref)
+    found = node.reader.claims[ref.uid]
+    node.reader.claims[ref.uid] = replace(found, pods=((("team", "a"), "pod-a2"),), shares=(node.share(0, 30, 512, number=2),))
+    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
+        await node.prepare(ref)
+    node.reader.pods = {"pod-a2"}
+    await node.prepare(ref)
+    (allocation,) = node.world.ledger.allocations.values()
+    assert allocation.uid == "pod-a2"
+
+
+async def test_the_unprepared_pods_of_a_claim_are_not_kept_for_ever(node: Node) -> None:
+    ref, views = ClaimRef(namespace="team", name="s", uid="claim-s"), node.world.pods.views
+    for number in range(5):
+        views.clear()
+        use, name, uid = ClaimUse(container="main", claim="s"), f"p{number}", f"pod-{number}"
+        views["team", name] = PodView(namespace="team", name=name, uid=uid, phase="Pending", claims=(use,))
+        shares = (node.share(0, 10, 256, number=number),)
+        node.reader.claims[ref.uid] = AllocatedClaim(ref=ref, pods=((("team", name), uid),), shares=shares)
+        await node.prepare(ref)
+        views["team", name] = replace(views["team", name], phase="Succeeded")
+        await node.claims.unprepare(ref)
+    assert node.claims._unprepared[ref.uid] == {"pod-4"}
+    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=((("team", "p0"), "pod-0"),))
+    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
+        await node.prepare(ref)
+
+
 async def test_a_freed_holder_stays_refused_after_the_cache_has_begun_anew(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     await node.prepare(ref)
@@ -320,18 +365,17 @@ async def test_a_claim_of_an_unknown_pod_is_prepared_if_it_was_never_unprepared(
     await node.prepare(ref)
 
 
-@pytest.mark.parametrize("synced", [True, False])
-async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its_new_device(node: Node, synced: bool) -> None:
+@pytest.mark.parametrize("former", ["gone", "unknown", "still shown", "is deleted"])
+async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its_new_device(node: Node, former: str) -> None:
     ref = node.claim("a", node.share(0, 60, 512))
-    before = await node.prepare(ref)
+    await node.prepare(ref)
     moved = node.share(1, 60, 512, number=2)
     found = node.reader.claims[ref.uid]
     node.reader.claims[ref.uid] = replace(found, shares=(moved,), pods=((("team", "next"), "pod-next"),))
-    node.world.pods.views.clear()
-    node.world.pods.synced = synced
-    if not synced:
-        assert await node.prepare(ref) == before, "whether its pod is there is not known"
-        return
+    view = replace(node.world.pods.views.pop(("team", "a")), phase="Running", deleted=former == "is deleted")
+    if former in ("still shown", "is deleted"):
+        node.world.pods.views["team", "a"] = view
+    node.world.pods.synced = former != "unknown"
     (device,) = await node.prepare(ref)
     assert (device.device, device.share_id) == (moved.device, "share-2")
     assert [a.gpus for a in node.world.ledger.of_claim(ref.uid)] == [{node.gpu(1): Amounts(60, 512)}]
@@ -341,10 +385,22 @@ async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its
         await node.prepare(ref)
 
 
+async def test_the_former_gpu_of_a_claim_is_freed_though_its_new_one_is_refused(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 60, 512))
+    await node.prepare(ref)
+    await node.prepare(node.claim("b", node.share(1, 60, 512, number=9)))
+    found = node.reader.claims[ref.uid]
+    moved = (node.share(1, 60, 512, number=2),)
+    node.reader.claims[ref.uid] = replace(found, shares=moved, pods=((("team", "next"), "pod-next"),))
+    with pytest.raises(Refusal, match="60 cores"):
+        await node.prepare(ref)
+    assert node.world.ledger.used(node.gpu(0)) == Amounts()
+
+
 async def test_the_deadline_of_the_call_holds_for_the_claim_and_its_pods(node: Node) -> None:
     ref, waits = node.claim("a", node.share(0, 30, 512)), list[float]()
 
-    async def wait_for(pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
+    async def wait_for(pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG001
         waits.append(timeout_seconds)
         return None
 
@@ -531,16 +587,61 @@ async def test_a_listed_claim_may_be_another_one_of_the_same_name(node: Node, ui
     assert bool(node.world.ledger.allocations) is not freed
 
 
-async def test_a_look_that_fails_frees_nothing(node: Node) -> None:
-    await node.prepare(node.claim("a", node.share(0, 100, 256)))
+async def test_a_look_that_fails_frees_nothing_and_does_not_keep_others(node: Node) -> None:
+    for name, number in (("a", 1), ("b", 2)):
+        await node.prepare(node.claim(name, node.share(0, 10, 256, number=number)))
 
-    async def fail(_ref: ClaimRef) -> tuple[str, Collection[Share]]:
-        raise OSError("no route")
+    async def fail(ref: ClaimRef) -> tuple[str, Collection[Share]] | None:
+        return None if ref.name == "a" else ("", ())
 
     await node.claims.reclaim(Found(), Listing.of({}))
-    with pytest.raises(OSError, match="no route"):
-        await node.claims.reclaim(fail, Listing.of({}))
-    assert node.world.ledger.allocations
+    await node.claims.reclaim(fail, Listing.of({}))
+    assert held(node) == {"a"}
+
+
+async def test_a_claim_that_is_allocated_anew_during_a_look_stays(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    await node.prepare(ref)
+    node.world.pods.views.clear()
+    await node.claims.reclaim(Found(), Listing.of({}))
+
+    async def find(_ref: ClaimRef) -> tuple[str, Collection[Share]]:
+        found = node.reader.claims[ref.uid]
+        moved = (node.share(1, 30, 512, number=2),)
+        node.reader.claims[ref.uid] = replace(found, pods=((("team", "next"), "pod-next"),), shares=moved)
+        await node.prepare(ref)
+        return "claim-a", ()
+
+    await node.claims.reclaim(find, Listing.of({}))
+    assert node.world.ledger.used(node.gpu(1)).cores == 30
+
+
+async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) -> None:
+    ref, go_on = node.claim("a", node.share(0, 30, 512)), asyncio.Event()
+    await node.prepare(ref)
+    node.world.pods.views.clear()
+    await node.claims.reclaim(Found(), Listing.of({}))
+    node.reader.before_answer = go_on.wait
+    preparing = asyncio.ensure_future(node.prepare(ref))
+    await asyncio.sleep(0)
+    await node.claims.reclaim(Found(), Listing.of({}))
+    go_on.set()
+    await preparing
+    assert held(node) == {"a"}
+
+
+async def test_specs_that_others_removed_with_their_claim_are_forgotten(tmp_path: Path) -> None:
+    limits = unlimited(tmp_path / "cdi")
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    for name in ("a", "b"):
+        await node.prepare(node.claim(name, node.share(0, 10, 256)))
+        if name == "a":
+            (spec,) = (tmp_path / "cdi").iterdir()
+            spec.unlink()
+            await node.claims.unprepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+    await limits.tend(lambda: node.world.ledger.allocations)
+    assert limits._written.keys() == set(node.world.ledger.allocations)
+    assert len(limits._written) == 1
 
 
 async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> None:
@@ -734,7 +835,7 @@ async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node) -
     pods = tuple((("team", name), f"pod-{name}") for name in ("late", "later"))
     node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=pods)
 
-    async def wait_for(pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
+    async def wait_for(pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG001
         await all_wait.wait()
         return None
 

@@ -44,10 +44,10 @@ class LatePods(MemoryPods):
 
     coming: dict[PodKey, PodView] = field(default_factory=dict)
 
-    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
         if pod in self.coming:
             self.views[pod] = self.coming.pop(pod)
-        return self.views.get(pod)
+        return await super().wait_for(pod, timeout_seconds, uid=uid)
 
 
 @dataclass
