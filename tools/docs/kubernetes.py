@@ -42,8 +42,8 @@ ANNOTATIONS: Final = (
         "pod",
         PLACEMENT_ANNOTATION,
         "read",
-        "It is JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives exactly "
-        "these, or refuses the pod.",
+        "It is JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives "
+        "exactly these, or refuses the pod.",
     ),
     (
         "pod",
