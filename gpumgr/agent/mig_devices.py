@@ -61,6 +61,8 @@ class MigDevices:
     def keep(self) -> None:
         """The ledger was lost and could not be rebuilt completely: MIG devices that this process has not created may have containers, and
         are not destroyed."""
+        if not self._keeping:
+            log.warning("mig_devices_kept", reason="the ledger was lost and is incomplete: containers may have MIG devices")
         self._keeping = True
 
     async def create(self, allocation: Allocation) -> Allocation:
@@ -196,9 +198,9 @@ class MigDevices:
             await self._driver.enable_mig(gpu)
         except NvmlError as error:
             if self._reported.get(gpu) != str(error):
-                log.warning("mig_mode_off", gpu=gpu, reason=str(error))
+                log.warning("mig_mode_not_enabled", gpu=gpu, reason=str(error))
             return {gpu: str(error)}
-        log.info("mig_mode_on", gpu=gpu)
+        log.info("mig_mode_enabled", gpu=gpu)
         return {}
 
     async def _report_gone(self, allocation: Allocation) -> Mapping[str, str]:

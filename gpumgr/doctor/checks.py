@@ -25,7 +25,7 @@ from gpumgr.doctor.examine import LIMIT_SECONDS, Check
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
-from gpumgr.settings.profile import mig_offered
+from gpumgr.settings.profile import mig_offered, mig_on_demand
 
 #: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
@@ -63,6 +63,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
     driver = partial(gpus.look_at_driver, host.proc_root, simulated=host.simulated)
+    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
     nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
     # The second agent of a rolling update waits for the first.
@@ -89,6 +90,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     return (
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
+        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
         Check("device-nodes", nodes, gpus.IF_HUNG),
         Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from gpumgr.allocator.answer import CONTROL_NODES
+from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.driverfiles.manager import parse_proc_version
 from gpumgr.errors import GpumgrError
@@ -80,13 +81,30 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
     failed, in_mig_mode = [f"GPU{each.index}: {each.reason}" for each in snapshot.failures], list(_in_mig_mode(snapshot))
     if trouble := failed + ([] if mig_offered else in_mig_mode):
         remedy = (
-            "these are not offered: reset or replace what failed (`nvidia-smi -q`); for MIG set node.mig_strategy, or turn it off with "
-            "`nvidia-smi -mig 0`"
+            "these are not offered: reset or replace what failed (`nvidia-smi -q`); for MIG set node.mig_strategy or hami.operating_mode "
+            "(docs/mig.md), or turn it off with `nvidia-smi -mig 0`"
         )
         return warning(f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
     if not snapshot.gpus:
         return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
     return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode]))
+
+
+async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:
+    """With dynamic MIG: the MIG devices that the agent will destroy, since no container of the ledger has them."""
+    try:
+        instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
+        loaded = await aside(lambda: read_checkpoint(checkpoint_dir))
+    except GpumgrError:  # the checks of the driver and of the checkpoint report this
+        return skipped("the MIG devices or the agent's checkpoint can't be read")
+    held = {device.uuid for a in loaded.ledger.allocations.values() for device in a.mig_devices}
+    if left := [f"{each.profile} on GPU{index} ({each.uuid})" for index, each in instances if each.uuid not in held]:
+        return warning(
+            f"no container of the agent's checkpoint has these MIG devices: {', '.join(left)}",
+            "end the pods that use them before the agent starts: with hami.operating_mode mig it destroys MIG devices that have no "
+            "processes and no container",
+        )
+    return ok(f"{len(instances)} MIG devices, each with a container")
 
 
 def _in_mig_mode(snapshot: NodeSnapshot) -> Iterator[str]:

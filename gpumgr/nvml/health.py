@@ -199,7 +199,7 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )
     if reading.mig_enabled:
-        return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
+        return _Verdict("mig", "MIG is enabled: the GPU is not shared (settings node.mig_strategy, hami.operating_mode)")
     return _Verdict()
 
 

@@ -72,7 +72,7 @@ async def run(node: SimulatedNode, name: str, container: SimContainer) -> SimPod
 
 async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledger(folder: Path) -> None:
     async with on_demand(folder) as node:
-        assert node.agent_log.find("mig_mode_on")
+        assert node.agent_log.find("mig_mode_enabled")
         large = await run(node, "large", share(9000))
         small = [await run(node, f"small-{number}", share(4000)) for number in range(6)]
         before = node.ledger()
@@ -124,8 +124,8 @@ async def test_a_mode_that_needs_a_reset_is_reported_and_used_after_it(folder: P
         node.control.require_reset_for_mig(0)
         await node.agent.kill()
         await node.start_agent(ON_DEMAND)
-        await node.agent.while_running(node.agent_log.until("mig_mode_off"))
-        assert "gpumgr gpu reset" in str(node.agent_log.find("mig_mode_off")[0]["reason"])
+        await node.agent.while_running(node.agent_log.until("mig_mode_not_enabled"))
+        assert "gpumgr gpu reset" in str(node.agent_log.find("mig_mode_not_enabled")[0]["reason"])
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
         node.control.restore_gpu(0)
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))

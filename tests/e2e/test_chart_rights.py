@@ -33,6 +33,8 @@ def test_without_it_only_the_capabilities_that_the_settings_need_are_kept() -> N
     assert dropped("hami-core", hami_core=library)["capabilities"]["add"] == ["SYS_PTRACE"]
     assert dropped("auto")["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
     assert dropped("none", enforcement={"overrides": ["a=nvml-memory"]})["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
+    dynamic_mig = dropped("none", node={"profile": "hami"}, hami={"operating_mode": "mig"})
+    assert dynamic_mig["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
 
 
 def test_apparmor_is_unconfined_in_every_version_of_kubernetes() -> None:

@@ -58,7 +58,8 @@ GIVEN: Final = {
     "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "It is the path of the container's region file."),
     "GPU_CORE_UTILIZATION_POLICY": (
         "`hami-core`",
-        "It is `force`: cores are limited independently of the content of the region.",
+        "It is `force`: cores are limited independently of the content of the region. With `enforcement.injection: mounts` the pod's own "
+        "value takes precedence: `disable` removes the limit of cores.",
     ),
     "CUDA_DEVICE_ORDER": ("`hami-core`", "It is `PCI_BUS_ID`, which fixes the order of the GPUs."),
     "LIBCUDA_LOG_LEVEL": ("`hami-core`", "It is `1`: the library logs errors only."),

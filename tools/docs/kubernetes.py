@@ -14,12 +14,18 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
+from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS
+from gpumgr.kubeapi.hami_node import REGISTER, SCORES
 from gpumgr.kubeapi.publisher import condition, event_texts
 from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
 from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
+from gpumgr.kubeapi.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.topology.labels import MODEL
 from gpumgr.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from tools.docs.markdown import code, table
+
+_CONSTRAINTS: Final = "See [constraints](scheduler.md#constraints)."
 
 ANNOTATIONS: Final = (
     (
@@ -36,8 +42,27 @@ ANNOTATIONS: Final = (
         "pod",
         PLACEMENT_ANNOTATION,
         "read",
-        "It has the GPUs of each container as JSON, if gpumgr's scheduler chose them. The agent gives exactly these, or refuses the pod.",
+        "It is JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives "
+        "exactly these, or refuses the pod.",
     ),
+    (
+        "pod",
+        HAMI_ALLOCATED,
+        "read",
+        "It names the GPUs that HAMi's scheduler chose. The agent gives exactly these, or refuses the pod.",
+    ),
+    (
+        "pod",
+        MIG_ALLOCATIONS,
+        "read",
+        "It names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent follows it, or refuses the pod.",
+    ),
+    ("pod", annotations.HAMI_PHASE, "written", "It has the result of an admission, for which HAMi's scheduler waits."),
+    ("pod", USE_MODELS[0], "read", f"The GPUs' model contains one of these texts (HAMi's: `{USE_MODELS[1]}`). {_CONSTRAINTS}"),
+    ("pod", AVOID_MODELS[0], "read", f"The GPUs' model contains none of these texts (HAMi's: `{AVOID_MODELS[1]}`)."),
+    ("pod", USE_UUIDS[0], "read", f"The GPUs are among these UUIDs (HAMi's: `{USE_UUIDS[1]}`)."),
+    ("pod", AVOID_UUIDS[0], "read", f"The GPUs are none of these UUIDs (HAMi's: `{AVOID_UUIDS[1]}`)."),
+    ("pod", SAME_NUMA_NODE[0], "read", f"All GPUs of a container are on one NUMA node (HAMi's: `{SAME_NUMA_NODE[1]}`)."),
     (
         "pod",
         CORE_LIMIT_ANNOTATION,
@@ -72,17 +97,13 @@ ANNOTATIONS: Final = (
         "UUID,GPU instance,compute instance`, joined by `;`.",
     ),
     (
-        "pod",
-        PLACEMENT_ANNOTATION,
-        "read",
-        "It is JSON that names the GPUs and amounts of each container. `gpumgr scheduler` writes it when it binds the pod.",
-    ),
-    (
         "node",
         INVENTORY_ANNOTATION,
         "written",
         "It is JSON with the node's GPUs and with the allocations that no `gpumgr.io/placement` explains, for `gpumgr scheduler`.",
     ),
+    ("node", REGISTER, "written", "It lists the GPUs for HAMi's scheduler (`hami.scheduler`)."),
+    ("node", SCORES, "written", "It has the scores of the links between GPUs for HAMi's scheduler."),
     ("node", NODE_ANNOTATION, "written", "It has the strength of the limits of new shares on each GPU, and the mechanisms."),
     (
         "node",

@@ -86,8 +86,13 @@ MEANINGS: Final = {
     "mig_device_destroyed": "A MIG device without a container was destroyed (`hami.operating_mode: mig`).",
     "mig_device_not_destroyed": "A MIG device without a container can't be destroyed, for the given reason, such as its processes. Its "
     "place is not used, and the agent retries.",
-    "mig_mode_on": "The agent turned the MIG mode of a GPU on (`hami.operating_mode: mig`).",
-    "mig_mode_off": "The MIG mode of a GPU can't be turned on, for the given reason. The GPU takes no containers; the agent retries.",
+    "mig_devices_kept": (
+        "The ledger was lost and could not be rebuilt completely. MIG devices that the agent has not created since are not destroyed."
+    ),
+    "mig_mode_enabled": "The agent turned the MIG mode of a GPU on (`hami.operating_mode: mig`).",
+    "mig_mode_not_enabled": (
+        "The MIG mode of a GPU can't be turned on, for the given reason. The GPU takes no containers; the agent retries."
+    ),
     "mig_devices_not_offered": "`node.mig_strategy` is `single`, and the MIG devices are not equal; the reason says what to do.",
     "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
     "device_node_back": "The missing device node exists again.",

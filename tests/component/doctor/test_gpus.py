@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.doctor.examine import State
-from gpumgr.doctor.gpus import SharedNvml, look_at_device_nodes, look_at_driver, look_at_nvml
+from gpumgr.doctor.gpus import SharedNvml, look_at_device_nodes, look_at_driver, look_at_mig_devices, look_at_nvml
 from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import SimNode
 from tests.component.nvml.conftest import Prepare
@@ -68,6 +68,14 @@ async def test_the_mig_devices_of_a_gpu_in_mig_mode_are_counted(sim_node: Prepar
     offered = await look_at_nvml(gpus(sim_node("mig-4")), mig_offered=True)
     assert (found.state, offered.state) == ("warning", "ok")
     assert "GPU2 is in MIG mode" in offered.message
+
+
+async def test_mig_devices_that_no_container_of_the_checkpoint_has_are_named(sim_node: Prepare, tmp_path: Path) -> None:
+    found = await look_at_mig_devices(gpus(sim_node("mig-4")), tmp_path)
+    assert found.state == "warning"
+    assert "3g.20gb on GPU2 (MIG-" in found.message
+    assert "end the pods" in (found.remedy or "")
+    assert (await look_at_mig_devices(gpus(sim_node("hgx-h100-8")), tmp_path)).state == "ok"
 
 
 async def test_no_driver_is_an_error_with_a_sentence(tmp_path: Path) -> None:

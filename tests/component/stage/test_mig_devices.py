@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.allocator.pods import NamedGpu
@@ -218,7 +219,10 @@ async def test_a_lost_ledger_is_rebuilt_with_the_devices(folder: Path) -> None:
 async def test_devices_are_kept_where_the_ledger_could_not_be_rebuilt(folder: Path) -> None:
     """Also those that the driver lists later only. Their places are not used, and what this process has created is destroyed as usual."""
     async with mig_stage(folder) as (node, mig):
-        node.agent.mig_devices.keep()
+        with capture_logs() as lines:
+            node.agent.mig_devices.keep()
+            node.agent.mig_devices.keep()
+        assert [line["event"] for line in lines] == ["mig_devices_kept"]
         await mig.create_mig_instance(uuid_of(node), H100[5], 6)
         await sample(node, mig)
         pod = node.pod("a", hami(gpumem=5000))

@@ -123,7 +123,8 @@ def test_a_fault_of_a_gpu_in_mig_mode_ends_after_as_many_good_readings_as_any_ot
     reasons = [after(Xid(number=79), *[mig] * times).reason for times in range(5)]
     assert reasons == ["xid", "xid", "xid", "mig", "mig"]
     assert not after(Xid(number=79), mig, mig, mig).healthy
-    assert after(Xid(number=79), mig, mig, mig).message == "MIG is enabled: the GPU is not offered as vcuda"
+    shown = "MIG is enabled: the GPU is not shared (settings node.mig_strategy, hami.operating_mode)"
+    assert after(Xid(number=79), mig, mig, mig).message == shown
     assert after(mig, Xid(number=79), mig).reason == "xid"
     assert after(HealthReading(mig_enabled=True, recovery_action=1)).reason == "reset"
 

@@ -23,6 +23,9 @@ capabilities:
     {{- if or (has "auto" $words) (has "nvml-memory" $words) }}
     # The driver takes limits on memory from an administrator alone (nvmlDeviceSetMemoryLimits).
     - SYS_ADMIN
+    {{- else if eq "mig" (include "gpumgr.setting" (list . "hami" "operating_mode")) }}
+    # The driver lets an administrator alone turn MIG mode on, and create and destroy MIG devices (nvmlDeviceSetMigMode).
+    - SYS_ADMIN
     {{- end }}
 # The default profiles of both keep a container from the host's processes and sockets. Where a node has neither, this is nothing.
 {{- if include "gpumgr.knowsAppArmor" . }}
