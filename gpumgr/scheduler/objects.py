@@ -146,9 +146,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
         rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
-        if listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or ""):
-            uuids = {uuid.strip() for uuid in listed.split(",")}
-            state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
+    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
+        uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
+        state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
