@@ -166,13 +166,11 @@ def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
     """What each pod holds of which GPU, and what is used in all."""
-    taken: dict[str, Mapping[int, Amounts]] = {}
     empty = used_on(node, ())
-    for uid in pods.keys() & node.other.keys():
-        more = _difference(used_on(node, [pods[uid]]), empty)  # its replicas, which the node does not report
-        taken[uid] = {gpu: amounts + more.get(gpu, NOTHING) for gpu, amounts in node.other[uid]}
-    known = [pod for uid, pod in sorted(pods.items()) if uid not in taken and pod.shares is not None]
-    taken |= {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
+    known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
+    taken = {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
+    for uid in taken.keys() & node.other.keys():  # what the node reports is in both; an older agent reports no replicas
+        taken[uid] = {gpu: amounts + taken[uid].get(gpu, NOTHING) for gpu, amounts in node.other[uid]}
     used = used_on(node, known)
     for uid, pod in sorted(pods.items()):
         if uid not in taken:
