@@ -1,8 +1,7 @@
 """Registers the node's GPUs with HAMi's scheduler: annotations of the node, written when they change.
 
-What others hold is subtracted: HAMi's scheduler knows its own pods only. A GPU that others share has less than 100 cores, so that no pod gets
-it exclusively. A GPU that another pod has whole, or that accepts no new pods, is
-registered as unhealthy.
+What others hold is subtracted: HAMi's scheduler knows its own pods only. One that others share has less than 100 cores, so that no pod gets
+it exclusively. A GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
 """
 
 import asyncio
