@@ -147,7 +147,7 @@ async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(ha
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
 
 
-def test_a_node_of_whose_gpus_none_is_shared_has_no_replicas() -> None:
+def test_a_node_without_shared_gpus_has_no_replicas() -> None:
     """Its capacity is that of NVIDIA's plugin. An agent that does not say so is an older one."""
     assert [gpu.replicas for gpu in parse_node(hami_node("a", 2, replicas=0), hami=HAMI).state.gpus] == [0, 0]
     assert [gpu.replicas for gpu in parse_node(hami_node("a", 2), hami=HAMI).state.gpus] == [REPLICAS, REPLICAS]
