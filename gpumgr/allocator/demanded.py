@@ -28,8 +28,15 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
     last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver shows that of no GPU")
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
+        undemanded = {**far, **closed}
+        # A GPU that is closed by its MIG mode alone is open for MIG devices.
+        demanded = replace(
+            node,
+            unschedulable={**node.unschedulable, **undemanded},
+            in_mig_mode=[gpu for gpu in node.in_mig_mode if gpu not in undemanded],
+        )
         try:
-            return select(replace(node, unschedulable={**far, **closed, **node.unschedulable}), ledger, caller, request)
+            return select(demanded, ledger, caller, request)
         except Refusal as refusal:
             last = refusal
     raise last

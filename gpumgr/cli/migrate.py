@@ -218,7 +218,7 @@ def migrate_hami(
     apply: bool,
     output: str,
 ) -> None:
-    """Its running pods keep their GPUs while gpumgr takes the place of HAMi's device plugin.
+    """HAMi's running pods keep their GPUs while gpumgr takes the place of HAMi's device plugin.
 
     Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. With --new-requests the pods end, and are
     created anew with vcuda requests. Run it on the node, as root.

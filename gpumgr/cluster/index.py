@@ -362,10 +362,13 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = added(used, taken)
     for pod in unknown:
-        # The agent, which has chosen, reads no constraints.
-        choice = choose(node, used, PodRequest(pod.request.containers), "binpack")
-        if isinstance(choice, NodeChoice):
-            used = added(used, _use(pod.request, choice.shares))
+        # The agent, which has chosen, follows the constraints; an older one does not read them.
+        anywhere = PodRequest(pod.request.containers)
+        for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
+            choice = choose(node, used, wanted, "binpack")
+            if isinstance(choice, NodeChoice):
+                used = added(used, _use(pod.request, choice.shares))
+                break
     return used
 
 

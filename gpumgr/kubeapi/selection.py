@@ -1,6 +1,9 @@
 """Which GPUs a pod demands by its annotations, in gpumgr's and in HAMi's spelling. Pure.
 
 Of two annotations with one meaning gpumgr's counts, and the other is not read. An empty text is as good as none.
+
+HAMi's scheduler refuses no text (HAMi 2.4 to 2.10: CheckType, CheckUUID, assertNuma), so pods that it has bound may have any in HAMi's
+annotations: they are read as it does. Those of gpumgr are checked.
 """
 
 import re
@@ -29,7 +32,7 @@ _FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 
 
 def constraints_of(annotations: Mapping[str, object]) -> Constraints:
-    """Raises Refusal for a text that can't be read."""
+    """Raises Refusal for a text of gpumgr's annotations that can't be read, for a mode that no GPU has, and for too many names."""
     return Constraints(
         use_models=_names(annotations, USE_MODELS),
         avoid_models=_names(annotations, AVOID_MODELS),
@@ -66,22 +69,21 @@ def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[st
     if len(names) > _MAX_NAMES or not all(len(name) <= MAX_CHARACTERS and name.isprintable() for name in names):
         limits = f"at most {_MAX_NAMES} texts of at most {MAX_CHARACTERS} printable characters each"
         raise refusal(key, f"{limits}, separated by commas, are supported")
-    if text and not names:
+    if text and not names and key == keys[0]:
         raise refusal(key, f"{text[:MAX_CHARACTERS]!r} contains no text")
     return names
 
 
 def _uuids(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
-    names = _names(annotations, keys)
-    if bad := next((name for name in names if not _UUID.fullmatch(name)), None):
-        key, _ = _given(annotations, keys)
+    key, names = _given(annotations, keys)[0], _names(annotations, keys)
+    if key == keys[0] and (bad := next((name for name in names if not _UUID.fullmatch(name)), None)):
         raise refusal(key, f"{bad!r} is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-...")
     return names
 
 
 def _truth(annotations: Mapping[str, object], keys: tuple[str, str]) -> bool:
     key, text = _given(annotations, keys)
-    if text not in _TRUE + _FALSE:
+    if text not in _TRUE + _FALSE and key == keys[0]:
         raise refusal(key, f'{text[:MAX_CHARACTERS]!r} is neither "true" nor "false"')
     return text in _TRUE
 

@@ -47,7 +47,7 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     return Plan(
         settings=differing(config.settings),
         pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *_NEW_REQUESTS, *notes(found, annotations)),
+        notes=(*config.notes, *config.vcuda_notes, *_NEW_REQUESTS, *notes(found, annotations)),
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
         start=tuple(start(found.node, annotations, to)),

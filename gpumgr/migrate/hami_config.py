@@ -5,6 +5,7 @@ its DaemonSet, the flags of its scheduler.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,6 @@ _REPLICA_SETTINGS: Final = {
 }
 #: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
-    "operatingmode": ("hami-core", "operatingmode", "has no counterpart for vcuda requests: they never get MIG devices"),
     "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
     "overwriteenv": (
         False,
@@ -71,6 +71,13 @@ _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     ),
     "migstrategy": (None, "migstrategy", "has no effect, as in HAMi: static MIG devices are offered by node.mig_strategy"),
 }
+_NO_DEFAULT: Final = "has no counterpart: where gpumgr's admission is on, an amount without a number of GPUs is of 1 GPU"
+#: As the setting hami.mig_profiles.
+_PROFILE: Final = re.compile(r"[1-9]g\.[1-9][0-9]*gb")
+_DEFAULTS: Final = (
+    "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; give its objects: "
+    "`kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`"
+)
 #: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
@@ -96,11 +103,13 @@ _Shape = TypeVar("_Shape", _DeviceConfig, _NodeConfigs)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """`settings` by dotted keys; `replica_settings`: those for pods that keep HAMi's resources. `selector`: labels that a node needs for
-    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host."""
+    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host. `vcuda_notes`: for pods with new
+    requests."""
 
     settings: Mapping[str, object]
     replica_settings: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    vcuda_notes: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     memory_scaling: float = 1.0
     selector: Mapping[str, str] = field(default_factory=dict)
@@ -115,8 +124,12 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     settings: dict[str, object] = {"metrics.hami_names": True}
     of_plugin, flag_notes = plugin_settings(container.words, plugin)
     settings |= of_plugin
-    notes = list(flag_notes)
-    notes += _scaling_notes({**nvidia, **override})
+    both = {**nvidia, **override}
+    profiles, odd = _mig_profiles(both)
+    notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
+    notes += [*flag_notes, *_notes(both)]
+    if odd:
+        notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is passed over")
     policy = _policy(objects)
     if policy is None:
         notes.append(
@@ -127,22 +140,24 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         if policy != "spread":
             notes.append(f"{_POLICY}={policy} has no counterpart: whole GPUs are always placed by topology, shares are spread")
     notes += _health(plugin, settings)
-    both = {**nvidia, **override}
+    replica_settings = {
+        key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
+    }
+    if _number(both, "memoryfactor") < 1:
+        replica_settings["hami.memory_factor"] = 1  # as HAMi takes it
     return Config(
         settings=settings,
-        replica_settings={
-            **{key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)},
-            **_mig_profiles(both),
-        },
+        replica_settings={**replica_settings, **({"hami.mig_profiles": profiles} if profiles else {})},
         notes=tuple(notes),
+        vcuda_notes=tuple(_vcuda_notes(both)),
         names=_names(nvidia),
-        memory_scaling=_number({**nvidia, **override}, "devicememoryscaling"),
+        memory_scaling=_number(both, "devicememoryscaling"),
         selector=selector,
         library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
     )
 
 
-def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
+def _vcuda_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """`config` has lower-case keys, because HAMi reads both files without regard to case."""
     count = _shown(config.get("devicesplitcount", 10))
     yield f"deviceSplitCount ({count}) has no counterpart for vcuda requests: a GPU takes shares until its cores or its memory are used up"
@@ -152,17 +167,24 @@ def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"deviceCoreScaling {factor:g} has no counterpart for vcuda requests: a GPU has 100 cores"
     if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
         yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
+    if (mode := config.get("operatingmode")) not in (None, "", "hami-core"):
+        yield f"operatingmode {_shown(mode)} has no counterpart for vcuda requests: they never get MIG devices"
+
+
+def _notes(config: Mapping[str, Any]) -> Iterator[str]:
     for key, (usual, name, what) in _NAMED.items():
-        if (value := config.get(key)) not in (None, usual, [], {}):
-            yield f"{name} {_shown(value)} {what}"
+        if (value := config.get(key)) not in (None, usual, "", [], {}):
+            none = key == "defaultgpunum" and value == 0
+            yield f"{name} {_shown(value)} {_NO_DEFAULT if none else what}"
 
 
-def _mig_profiles(config: Mapping[str, Any]) -> Mapping[str, object]:
-    """HAMi has a list for each model; of those of other models a GPU can have none."""
+def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[object]]:
+    """The names of profiles, and what is none. HAMi has a list for each model; of those of other models a GPU can have none."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
-    listed = [each.get("profiles") or () for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
-    names = sorted({str(name) for profiles in listed for name in profiles})
-    return {"hami.mig_profiles": names} if names else {}
+    listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
+    names = {name for name in found if isinstance(name, str) and _PROFILE.fullmatch(name)}
+    return sorted(names), [name for name in found if not (isinstance(name, str) and name in names)]
 
 
 def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:

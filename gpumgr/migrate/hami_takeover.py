@@ -50,7 +50,7 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
         pods=tuple(f"{each}: keeps {_text(each.gpus)}" for each in running) or ("no pod of this node has a GPU from HAMi",),
         notes=(*config.notes, *notes(found, annotations)),
         warnings=(*problems, *_warnings(running, found, node)),
-        stop=tuple(leave(config, found.node)),
+        stop=(f"kubectl cordon {name}", *leave(config, found.node)),
         start=(
             *start(found.node, annotations, to),
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",

@@ -50,13 +50,13 @@ NODE_LABEL: Final = "gpumgr.io/node"
 HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
 
 _TITLES: Final[Mapping[str, str]] = {
-    "warnings": "Mind first",
+    "warnings": "Resolve first",
     "pods": "Pods",
-    "notes": "What is done otherwise, or not at all",
+    "notes": "Differences",
     "stop": "1. Stop",
     "start": "3. Start",
     "rollback": "Way back",
-    "clean_up": "When there is no way back to be kept",
+    "clean_up": "Clean up (after this there is no way back)",
 }
 
 

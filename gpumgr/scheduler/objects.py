@@ -126,9 +126,10 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     capacity: Mapping[str, object] = status.get("capacity") or {}
     inventory: Inventory = "none"
     state = problem = None
+    with_replicas = False
     if text is not None:
         try:
-            state = _from_inventory(name, str(text), hami)
+            state, with_replicas = _from_inventory(name, str(text), hami)
             offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
             offered |= hami is not None and _quantity(capacity, hami.count) >= len(state.gpus)
             inventory = "used" if offered or not ready else "outdated"
@@ -141,14 +142,14 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    if hami is not None and not any(gpu.replicas for gpu in state.gpus if not gpu.mig):
-        # An older agent reports none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
+    if hami is not None and not with_replicas:
+        # An older agent, or none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
         rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
-        if listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or ""):
-            uuids = {uuid.strip() for uuid in listed.split(",")}
-            state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
+    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
+        uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
+        state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
@@ -160,11 +161,12 @@ def _cpu_milli(status: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> NodeState:
+def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tuple[NodeState, bool]:
+    """Also whether it has the replicas of GPUs that are shared. Raises ValueError."""
     inventory = decode_inventory(text)
     usual = (hami.memory_scaling, hami.core_scaling) if hami is not None else UNSET
     scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
-    return NodeState(
+    state = NodeState(
         name=name,
         gpus=tuple(
             GpuState(
@@ -185,6 +187,7 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> Node
         naming="uuid" if inventory.topology_manager == "none" else "none",
         other=inventory.held,
     )
+    return state, any(gpu.replicas is not UNSET for gpu in inventory.gpus)
 
 
 def _quantity(capacity: Mapping[str, object], resource: str) -> int:

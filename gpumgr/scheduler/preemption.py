@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import structlog
@@ -23,8 +24,10 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: Nodes that are examined in one call: 1 ms each, 10 ms with 32 pods.
+#: Nodes that are examined in one call, and GPUs x pods of all but the last one. A node with 8 GPUs and 80 pods takes 20 ms, one with 16
+#: and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
+_MAX_WORK: Final = 20_480
 
 
 @dataclass
@@ -144,7 +147,10 @@ class Preemption:
         }
         helpful = [name for name, priority in lowest.items() if priority < pod.priority]
         none: tuple[Set[str], int] = (frozenset(), 0)
-        return sorted(helpful, key=lambda name: (proposed.get(name, none)[1], lowest[name], name))[:_MAX_NODES]
+        ordered = sorted(helpful, key=lambda name: (proposed.get(name, none)[1], lowest[name], name))[:_MAX_NODES]
+        gpus = (len(node.gpus) if (node := self._index.node(name)) else 0 for name in ordered)
+        work = accumulate((each * len(self._index.pods_on(name)) for name, each in zip(ordered, gpus, strict=True)), initial=0)
+        return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
     def _eviction(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Eviction | None:
         node = self._index.node(name)

@@ -44,7 +44,7 @@ class RegionMonitor:
         self._region, self._clock = region, clock
         self._pids = _PidMap(nspid_of)
         self._lock = threading.Lock()
-        self._closed = self._reported_broken = self._reported_host = self._waits = False
+        self._closed = self._reported_broken = self._reported_host = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
         self._pending: list[Finding] = []
@@ -60,8 +60,9 @@ class RegionMonitor:
         with self._lock:
             self._closed = True
             if isinstance(self._region, RegionFile):
-                if self._waits:  # no agent would end it
-                    self._write_recent_kernel(self._region, 0)
+                with suppress(OSError):
+                    if self._region.read().recent_kernel < 0:  # launches wait, and no agent would end it
+                        self._write_recent_kernel(self._region, 0)
                 self._region.close()
 
     def set_recent_kernel(self, word: int) -> None:
@@ -71,7 +72,6 @@ class RegionMonitor:
                 self._write_recent_kernel(self._region, word)
 
     def _write_recent_kernel(self, region: RegionFile, word: int) -> None:
-        self._waits = word < 0
         with suppress(OSError):  # `check` reports it
             region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 

@@ -1,7 +1,7 @@
 """Registers the node's GPUs with HAMi's scheduler: annotations of the node, written when they change.
 
-What others hold is subtracted: HAMi's scheduler knows its own pods only. A GPU that another pod has whole, or that accepts no new pods, is
-registered as unhealthy.
+What others hold is subtracted: HAMi's scheduler knows its own pods only. One that others share has less than 100 cores, so that no pod gets
+it exclusively. A GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
 """
 
 import asyncio
@@ -111,13 +111,17 @@ class RegisterReporter:
             count = min(wanted.count, most_devices(profiles)) if profiles else wanted.count
             # Scaling has no meaning for MIG devices.
             scaling = (1.0, 1.0) if profiles else (wanted.memory_scaling, wanted.core_scaling)
+            # HAMi's scheduler gives an exclusive GPU, 100 cores, where so many are left; beside another pod the agent refuses it.
+            scaled = int(cores * scaling[1])
+            if name is not None and any(not each.admin for each in foreign.on(name)):
+                scaled = min(scaled, CORES_PER_GPU - 1)
             made.append(
                 RegisteredGpu(
                     uuid=gpu.uuid,
                     index=gpu.index,
                     count=count if profiles else max(0, count - taken),
                     memory_mebibytes=int(memory * scaling[0]),
-                    cores=int(cores * scaling[1]),
+                    cores=scaled,
                     model=device_type(gpu.model),
                     numa=max(0, gpu.numa_node or 0),
                     mode="mig" if profiles else "hami-core",

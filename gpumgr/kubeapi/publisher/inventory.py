@@ -99,7 +99,7 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
                     index=UNSET if gpu.index == position else gpu.index,
-                    replicas=view.inventory.replicas if view.inventory.replicas and name not in on_demand else UNSET,
+                    replicas=UNSET if name in on_demand else view.inventory.replicas,
                     mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
@@ -107,7 +107,7 @@ class InventoryReporter:
             levels=levels_of(snapshot.topology),
             other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
             slices=slices_of(other),
-            other_replicas={uid: each for uid, each in replicas.items() if any(each) and {*each} != {1}} or UNSET,
+            other_replicas={uid: each for uid, each in replicas.items() if any(each)} or UNSET,
             scaling=self._scaling if view.inventory.replicas else UNSET,
         )
 

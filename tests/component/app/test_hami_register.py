@@ -28,13 +28,16 @@ MEBIBYTES = 256 * BLOCKS
 class Node:
     scheduler: Literal["current", "legacy"] = "current"
     memory_scaling: float = 1.0
+    core_scaling: float = 1.0
     pods: MemoryPods = field(default_factory=MemoryPods)
     clock: Clock = field(default_factory=Clock)
     written: list[tuple[str, str | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.report = NodeReport(view=view_of())
-        registration = Registration(scheduler=self.scheduler, count=10, memory_scaling=self.memory_scaling, core_scaling=1.0)
+        registration = Registration(
+            scheduler=self.scheduler, count=10, memory_scaling=self.memory_scaling, core_scaling=self.core_scaling
+        )
         self.reporter = RegisterReporter(
             lambda *written: self.written.append(written),
             registration,
@@ -92,6 +95,16 @@ def test_pods_of_hamis_scheduler_are_counted_by_it() -> None:
     node.pods.views = {("team", "h"): replace(pod("h"), bound_by_hami=True)}
     node.look(replace(held, uid="uid-h"))
     assert (node.gpus[0]["count"], node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (10, MEBIBYTES, 100)
+
+
+def test_a_gpu_that_others_share_is_offered_to_no_exclusive_pod() -> None:
+    """HAMi's scheduler gives one a GPU with 100 cores on which none of its own pods is; the agent refuses it beside another pod."""
+    node = Node(core_scaling=2.0)
+    held = replace(allocation("h", ("team", "h")), device_ids={"replica": {name_of(0): 1}}, gpus={name_of(0): Amounts(0, 1000)})
+    node.look(held)
+    assert [gpu["devcore"] for gpu in node.gpus] == [99, 200]
+    node.look(allocation("a", ("team", "a"), cores={0: LOW}, blocks={0: 0b1111}))
+    assert [gpu["devcore"] for gpu in node.gpus] == [99, 200]
 
 
 @pytest.mark.hami_bug("B3: one sick GPU removes the node")

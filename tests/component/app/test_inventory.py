@@ -91,8 +91,9 @@ def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
     assert node.look(nvlinks=4, failed={uuid_of(1): "XID 79"}, quarantine=busy) == 1
     found = node.inventory
     assert (found.driver, found.enforcement, found.topology_manager, found.other) == ("550.54.15", "mps", "none", {})
-    gpu = InventoryGpu(uuid=uuid_of(0), model="NVIDIA A10", memory=BLOCKS * 256, numa=0, cordoned=True)
-    assert found.gpus == (gpu, InventoryGpu(uuid=uuid_of(1), model="NVIDIA A10", memory=BLOCKS * 256, numa=1, healthy=False))
+    gpu = InventoryGpu(uuid=uuid_of(0), model="NVIDIA A10", memory=BLOCKS * 256, numa=0, cordoned=True, replicas=0)
+    sick = InventoryGpu(uuid=uuid_of(1), model="NVIDIA A10", memory=BLOCKS * 256, numa=1, healthy=False, replicas=0)
+    assert found.gpus == (gpu, sick)
     assert found.topology() == snapshot_of(2, nvlinks=4).topology
     node.look(cordoned={uuid_of(1): "by the operator"})
     assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (True, True)]
@@ -221,10 +222,11 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
     assert [gpu.mig for gpu in node.inventory.gpus] == [UNSET, UNSET]
 
 
-def test_replicas_and_factors_are_written_where_replicas_are_offered() -> None:
+def test_replicas_are_written_always_and_factors_where_replicas_are_offered() -> None:
+    """0, too: without them the agent is taken for an older one, and the node's capacity counts."""
     node = Node()
     node.look()
-    assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [UNSET, UNSET])
+    assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [0, 0])
     view = node.report.view
     node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=5)))
     node.reporter.report()
@@ -245,17 +247,22 @@ def test_a_pod_of_hamis_scheduler_is_reported_until_it_has_a_placement() -> None
     held = replica("h", {0: 1}, {0: Amounts(20, 1000)})
     put(node, theirs)
     node.look(held)
-    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 20, 1000),)}, UNSET)
+    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 20, 1000),)}, {"uid-h": (1,)})
     put(node, replace(theirs, bound_by_hami=False))
     node.look(held)
     assert node.other == {}
 
 
-def test_replicas_are_reported_where_they_are_not_one_on_each_gpu() -> None:
-    """Two containers on one GPU, and one that HAMi's plugin has put on another GPU than that of the kubelet's id."""
+def test_the_replicas_of_each_share_are_reported() -> None:
+    """Two containers on one GPU, one that HAMi's plugin has put on another GPU than that of the kubelet's id, and one of a pod that is not
+    known, of which the scheduler has no request."""
     node, first = Node(), replica("h", {0: 0b01}, {0: Amounts(20, 1000)})
     second = replace(replica("h", {0: 0b10}, {0: Amounts(20, 1000)}), id="2", container="side")
     node.look(first, second)
     assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 40, 2000),)}, {"uid-h": (2,)})
     node.look(replica("h", {0: 0b01}, {1: Amounts(20, 1000)}))
     assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 0, 0), (1, 20, 1000))}, {"uid-h": (1, 0)})
+    node.look(replace(replica("gone", {0: 0b01}, {0: Amounts(20, 1000)}), uid=None))
+    assert list((node.inventory.other_replicas or {}).values()) == [(1,)]
+    node.look(share("vcuda", 0))
+    assert node.inventory.other_replicas is UNSET

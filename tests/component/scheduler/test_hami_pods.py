@@ -12,6 +12,7 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu, mig_rows
 from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.scheduler.objects import parse_node
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
@@ -121,7 +122,8 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
 
 
 @pytest.mark.hami_bug("B23: a cordon is not seen")
-async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
+@pytest.mark.parametrize("replicas", [None, 10])
+async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage, replicas: int | None) -> None:
     """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
 
     def cordons() -> list[bool]:
@@ -130,7 +132,7 @@ async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(ha
 
     one = {"gpu": 1, "gpumem": 500}
     assert await hami.schedule(hami_pod("before", one), ["a"]) == "a"
-    cordoned = hami_node("a", 2)
+    cordoned = hami_node("a", 2, replicas=replicas)
     cordoned["metadata"]["annotations"]["hami.io/device-cordon"] = " GPU-a-0 ,, what"
     hami.sim.put_node(cordoned)
     await until(lambda: cordons() == [True, False])
@@ -140,9 +142,22 @@ async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(ha
             "GPU-a-1"
         ]
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) is None
-    hami.sim.put_node(hami_node("a", 2))
+    hami.sim.put_node(hami_node("a", 2, replicas=replicas))
     await until(lambda: cordons() == [False, False])
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
+
+
+def test_a_node_without_shared_gpus_has_no_replicas() -> None:
+    """Its capacity is that of NVIDIA's plugin. An agent that does not say so is an older one."""
+    assert [gpu.replicas for gpu in parse_node(hami_node("a", 2, replicas=0), hami=HAMI).state.gpus] == [0, 0]
+    assert [gpu.replicas for gpu in parse_node(hami_node("a", 2), hami=HAMI).state.gpus] == [REPLICAS, REPLICAS]
+
+
+def test_an_empty_entry_of_hamis_cordon_is_no_gpu_of_a_node_without_inventory() -> None:
+    """Such GPUs have no known UUID."""
+    item = hami_node("a", 2)
+    item["metadata"]["annotations"] = {"hami.io/device-cordon": "GPU-x, "}
+    assert [(gpu.uuid, gpu.cordoned) for gpu in parse_node(item, hami=HAMI).state.gpus] == [("", False)] * 2
 
 
 async def test_the_policies_for_nodes_and_for_their_gpus_are_two(hami: Stage) -> None:

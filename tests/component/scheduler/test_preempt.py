@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.scheduler import preemption
 
 from .conftest import Json, Stage, pod, until
 
@@ -188,3 +189,15 @@ async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: St
     assert (name, len(victims)) == ("a", 1)
     await stage.filter(item := important("too-much", ("app", 300, 0)), ["b"])
     assert await preempt(stage, item, {"b": ["other"]}) == {}
+
+
+async def test_nodes_are_examined_until_the_work_is_enough(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node a has pods with a lower priority than node b, and is the first."""
+    await full(stage)
+    for number in range(4):
+        assert await stage.schedule(important(f"b{number}", priority=5), ["b"]) == "b"
+    item = await stage.create(important("vip", ("app", 400, 0)))
+    monkeypatch.setattr(preemption, "_MAX_WORK", 4)
+    assert await preempt(stage, item, {"a": [], "b": []}) == {}, "2 pods on 2 GPUs are so much; the pod would fit on node b alone"
+    monkeypatch.setattr(preemption, "_MAX_WORK", 5)
+    assert [*await preempt(stage, item, {"a": [], "b": []})] == ["b"]

@@ -105,7 +105,7 @@ async def test_gpu_managers_indices_are_those_of_nvml(stage: Stage) -> None:
     [
         ("gpumgr.io/policy", "packed", "'packed' is no policy; use least-fragmentation, binpack, spread, topology"),
         ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
-        ("nvidia.com/use-gpuuuid", "3", "'3' is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-..."),
+        ("gpumgr.io/use-gpu-uuid", "3", "'3' is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-..."),
     ],
 )
 async def test_an_annotation_that_cannot_be_read_is_refused(stage: Stage, key: str, text: str, reason: str) -> None:

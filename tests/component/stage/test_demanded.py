@@ -85,9 +85,11 @@ async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
 
 async def test_an_annotation_that_can_not_be_read_refuses_the_pod(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
-        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/use-gpuuuid": "0,1"}))
-        assert "annotation nvidia.com/use-gpuuuid: '0' is no UUID of a GPU" in (status.message or "")
+        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"gpumgr.io/use-gpu-uuid": "0,1"}))
+        assert "annotation gpumgr.io/use-gpu-uuid: '0' is no UUID of a GPU" in (status.message or "")
         assert node.ledger.allocations == {}
+        odd = {"nvidia.com/numa-bind": "yes", "nvidia.com/nouse-gpuuuid": "MIG-1", "nvidia.com/use-gputype": ","}
+        await node.run_all(node.pod("b", hami(gpumem=100), annotations=odd))
 
 
 async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:

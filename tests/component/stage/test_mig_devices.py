@@ -318,6 +318,21 @@ async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folde
         assert reason.startswith("hami.mig_profiles has none of its profiles, which are 7g.80gb, 4g.40gb")
 
 
+async def test_only_gpus_that_the_pod_demands_get_its_devices(folder: Path) -> None:
+    """Of two GPUs in MIG mode; the first is chosen otherwise."""
+    async with mig_stage(folder, gpus=2) as (node, _):
+        for name, annotations in (
+            ("avoids", {"nvidia.com/nouse-gpuuuid": uuid_of(node)}),
+            ("alone", {"hami.io/gpu-scheduler-policy": "mutex"}),
+        ):
+            pod = node.pod(name, hami(gpumem=4000), annotations=annotations)
+            await node.run_all(pod)
+            (held,) = node.ledger.of(None, pod.uid)
+            assert [*held.gpus] == [SECOND if name == "avoids" else FIRST]
+        refused = await node.run(node.pod("x", hami(gpumem=4000), annotations={"nvidia.com/use-gputype": "T4"}))
+        assert "and the pod demands a GPU of model T4" in (refused.message or "")
+
+
 async def test_a_place_is_free_again_at_once_and_one_that_fails_is_not_used_for_a_while(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         first = node.pod("first", hami(gpumem=5000))

@@ -164,8 +164,11 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:
-    """It was bound by another scheduler: the agent, which chose its GPUs, reads no constraints."""
+    """It was bound by another scheduler, on the node of an older agent, which reads no constraints. Others follow them."""
     index = ClusterIndex()
+    index.set_node(node_state("b", 2))
+    index.bind(PlacedPod(uid="q", node="b", request=constrained(share(60, 16), use_uuids=("GPU-b-1",))))
+    assert [used.cores for used in index.used("b")] == [0, 60]
     index.set_node(node_state("a", 1, models=("T4",)))
     index.bind(PlacedPod(uid="p", node="a", request=constrained(share(60, 16), use_models=("A100",))))
     assert [used.cores for used in index.used("a")] == [60]

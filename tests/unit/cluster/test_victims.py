@@ -1,5 +1,6 @@
 """Which pods are evicted from a node so that another pod fits on its GPUs."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.request import PodRequest
-from gpumgr.cluster.victims import Eviction, Preemptor, find_eviction
+from gpumgr.cluster.request import PodRequest, replica_request
+from gpumgr.cluster.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 
@@ -121,6 +123,33 @@ def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
     found = evict(pods[1:], share(50, 1), node=node_state("a", 1))
     assert found is not None
     assert found.victims == {"unknown"}
+
+
+@pytest.mark.parametrize(("priority", "victims"), [(0, {"h"}), (100, None)])
+@pytest.mark.parametrize("reported", [0, 1])
+def test_replicas_of_pods_that_the_node_reports_count(reported: int, priority: int, victims: set[str] | None) -> None:
+    """An older agent reports the amounts alone."""
+    node = node_state("a", 1, other={"h": ((0, Amounts(10, 1000, replicas=reported)),)})
+    node = replace(node, gpus=(replace(node.gpus[0], replicas=1),))
+    wanted = replica_request([("main", "app", ReplicaRequest(count=1, cores=10, memory_mebibytes=1000))])
+    found = evict([PlacedPod(uid="h", node="a", request=wanted, priority=priority)], wanted, node=node)
+    assert (found.victims if found else None) == victims
+
+
+def test_the_work_on_a_node_with_many_gpus_is_bounded() -> None:
+    """From each of 64 GPUs it would be four times as much."""
+    pods = [Evictable(f"p{gpu}-{number}", 0, frozenset({gpu}), 10) for gpu in range(64) for number in range(10)]
+    calls = 0
+
+    def fits(uids: frozenset[str]) -> bool:
+        nonlocal calls
+        calls += 1
+        return sum(sum(f"p{gpu}-{number}" in uids for number in range(10)) == 10 for gpu in range(64)) >= 4
+
+    found = fewest(pods, fits)
+    assert found is not None
+    assert len(found) == 40
+    assert calls < 16 * (4 + 40) + 10
 
 
 PODS = st.lists(

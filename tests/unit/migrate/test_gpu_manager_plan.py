@@ -151,12 +151,12 @@ def test_as_text_the_steps_are_in_order() -> None:
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
         "Pods",
-        "What is done otherwise, or not at all",
+        "Differences",
         "1. Stop",
         f"2. {TO} (--apply writes it)",
         "3. Start",
         "Way back",
-        "When there is no way back to be kept",
+        "Clean up (after this there is no way back)",
     ]
     assert "  http:\n    port: 5679\n" in text
     assert "  # nothing: the defaults are right\n" in text_of(plan(), str(TO))

@@ -140,7 +140,11 @@ def test_what_its_webhook_did_is_named() -> None:
     for key, value in (("HideGpus", "true"), ("DefaultGpus", "2"), ("CorePolicy", '"force"'), ("RuntimeClass", '"nvidia"')):
         assert any(value in note and note.endswith(f"scheduler.admissionPolicies.hami{key}") for note in notes)
     usual = "nvidia: {overwriteEnv: false, defaultGPUNum: 1, gpuCorePolicy: default, runtimeClassName: ''}"
-    assert plan(NODE, config_map("device-config.yaml", usual)).notes == plan(NODE).notes
+    default = plan(NODE, config_map("device-config.yaml", "nvidia: {}")).notes
+    for same in (usual, "nvidia: {gpuCorePolicy: ''}"):
+        assert plan(NODE, config_map("device-config.yaml", same)).notes == default
+    (note,) = {*plan(NODE, config_map("device-config.yaml", "nvidia: {defaultGPUNum: 0}")).notes} - {*default}
+    assert note.startswith("defaultGPUNum 0 has no counterpart")
 
 
 #: The keys of HAMi 2.10: of the block `nvidia` of device-config.yaml, and of a node in config.json. Each with another value than its
@@ -203,6 +207,31 @@ def test_profiles_of_dynamic_mig_are_those_of_all_models() -> None:
     assert settings(wrong) == {"hami.operating_mode": "mig"}
     mig = {**NODE, "metadata": {"name": "gpu-7", "annotations": {REGISTER: '[{"id":"GPU-a","mode":"mig"}]'}}}
     assert any("hami.operating_mode: mig continues it" in note for note in plan(mig).notes)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "names", "odd"),
+    [
+        (5, [], "[5]"),
+        ("1g.10gb", ["1g.10gb"], None),
+        (["1g.10gb+me", "1g.10gb"], ["1g.10gb"], '["1g.10gb+me"]'),
+        ([{"a": "b"}, None], [], '[{"a": "b"}, null]'),
+    ],
+)
+def test_what_is_no_profile_is_named_and_prevents_nothing(profiles: object, names: list[str], odd: str | None) -> None:
+    block = {"operatingMode": "mig", "migProfileAllowlist": [{"models": ["H100"], "profiles": profiles}], "memoryFactor": 0}
+    config = read_config([parse_object(config_map("device-config.yaml", json.dumps({"nvidia": block})), "a test")], "gpu-7")
+    made = differing({**config.replica_settings, "node.profile": "both"})
+    assert (made.get("hami.mig_profiles", []), made.get("hami.memory_factor", 1)) == (names, 1)
+    assert [note.split(" is no name")[0] for note in config.notes if "migProfileAllowlist" in note] == (
+        [f"migProfileAllowlist: {odd}"] if odd else []
+    )
+
+
+def test_without_hamis_config_map_it_is_said_that_its_defaults_are_assumed_and_how_to_give_it() -> None:
+    assert "HAMi's defaults are assumed" in plan(NODE).notes[0]
+    assert "-l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`" in plan(NODE).notes[0]
+    assert not any("are assumed" in note for note in plan(NODE, config_map("device-config.yaml", "nvidia: {}")).notes)
 
 
 def test_what_has_no_counterpart_is_named() -> None:

@@ -60,7 +60,7 @@ def test_running_pods_keep_what_hamis_scheduler_chose() -> None:
         "team/one (main): keeps GPU-a (3000 MiB, 30 cores)",
         "team/pair (main): keeps GPU-a (1000 MiB, no limit of cores), GPU-b (1000 MiB, no limit of cores)",
     )
-    assert commands(made.stop) == ["kubectl label node gpu-7 gpu-"], "no pod ends"
+    assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl label node gpu-7 gpu-"], "no pod ends"
     assert any("--verify" in line for line in made.start)
     assert made.settings["node.profile"] == "both"
     assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
@@ -75,6 +75,7 @@ def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None
         "hami.device_split_count": 6,
         "node.mig_strategy": "mixed",
     }
+    assert not any("vcuda requests" in note for note in made.notes), "these values are settings"
     assert "kubectl label node gpu-7 vgpu=yes" in commands(made.rollback)
     with pytest.raises(SettingsError, match="device_split_count"):
         plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))

@@ -39,6 +39,12 @@ from gpumgr.scheduler.selection import node_policy_of, policy_of
         ({"gpumgr.io/use-gpu-model": "A100", "nvidia.com/use-gputype": "T4"}, {"use_models": ("A100",)}),
         ({"gpumgr.io/use-gpu-model": "", "nvidia.com/use-gputype": "T4"}, {}),
         ({"gpumgr.io/same-numa-node": "false", "nvidia.com/numa-bind": "what"}, {}),
+        # HAMi's scheduler refuses none of these
+        ({"nvidia.com/numa-bind": "yes"}, {}),
+        ({"nvidia.com/numa-bind": "tRuE"}, {}),
+        ({"nvidia.com/use-gpuuuid": "gpu-abc, GPU-1"}, {"use_uuids": ("GPU-1", "gpu-abc")}),
+        ({"nvidia.com/nouse-gpuuuid": "GPU-1,MIG-2"}, {"avoid_uuids": ("GPU-1", "MIG-2")}),
+        ({"nvidia.com/use-gputype": ",", "nvidia.com/nouse-gputype": " , ", "nvidia.com/nouse-gpuuuid": ","}, {}),
     ],
 )
 def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> None:
@@ -49,9 +55,9 @@ def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> N
     ("key", "text", "reason"),
     [
         ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
-        ("nvidia.com/numa-bind", "tRuE", "neither"),
+        ("gpumgr.io/same-numa-node", "tRuE", "neither"),
         ("gpumgr.io/use-gpu-uuid", "0,1", "'0' is no UUID of a GPU"),
-        ("nvidia.com/nouse-gpuuuid", "GPU-1,MIG-2", "'MIG-2' is no UUID"),
+        ("gpumgr.io/avoid-gpu-uuid", "GPU-1,MIG-2", "'MIG-2' is no UUID"),
         ("gpumgr.io/use-gpu-model", ",", "contains no text"),
         ("gpumgr.io/avoid-gpu-model", "x" * 97, "at most 96|at most 64 texts of at most 96"),
         ("nvidia.com/use-gputype", ",".join(map(str, range(65))), "at most 64 texts"),

@@ -580,5 +580,14 @@ async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path
     word(high, 2)
     await backend.adjust(here)
     assert word(low) == -1
+    other = make_backend(tmp_path, library)
+    word(high, 2)
+    await other.adjust(here)
+    assert word(low) == -1, "as it was"
+    await other.close()
+    assert word(low) == 0, "no agent would end the wait, also one of an earlier process"
+    word(high, 2)
+    await backend.adjust(here)
+    assert word(low) == -1
     await backend.close()
-    assert word(low) == 0, "no agent would end the wait"
+    assert word(low) == 0
