@@ -123,7 +123,7 @@ class MigDevices:
             idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
             if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.cordoned, *inventory.failed}:
                 found |= await self._enable(gpu.uuid)
-        blocked = {gpu: 0 for gpu, _ in self._failed}
+        blocked: dict[str, int] = {}
         for gpu in gpus.values():
             for instance in gpu.mig_instances:
                 if (reason := await self._destroy_unless_held(gpu.uuid, instance.uuid)) is not None:
@@ -132,7 +132,7 @@ class MigDevices:
         self._failed = {key: at for key, at in self._failed.items() if self._clock() - at < RETRY_SECONDS}
         for uuid, slices in self._failed:
             blocked[uuid] = blocked.get(uuid, 0) | slices
-        await self._agent_state.set_mig_blocked({uuid: slices for uuid, slices in blocked.items() if slices})
+        await self._agent_state.set_mig_blocked(blocked)
         present = {each.uuid for gpu in gpus.values() for each in gpu.mig_instances}
         for allocation in [*ledger.allocations.values()]:
             if any(device.uuid not in present for device in allocation.mig_devices):
@@ -140,13 +140,13 @@ class MigDevices:
         self._reported = found
 
     async def _create(self, device: MigDevice) -> MigDevice:
-        ledger = self._agent_state.ledger
-        profiles = self._agent_state.inventory.mig_profiles(ledger.gpu_registry).get(device.gpu)
-        if not profiles:
+        shown = _gpus(self._agent_state.ledger, self._agent_state.inventory).get(device.gpu)
+        if shown is None:
             raise Refusal(
-                "gpu_unhealthy", f"GPU {device.gpu} has no MIG devices on demand: the MIG device {device} can't be created"
+                "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        gpu, place = ledger.gpu_registry.by_name[device.gpu].uuid, place_of(device, profiles)
+        # Of all places: that of a container may have failed a moment ago, because MIG mode was off after a reboot.
+        gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):
                 if each.memory_slices & device.memory_slices and self._may_destroy(each.uuid):

@@ -39,7 +39,8 @@ class MemoryMig:
         if self.broken:
             raise NvmlError(self.broken)
         gpu, slices = self.gpu(uuid), MigPlace(profile=profile, start=start).memory_slices
-        assert gpu.mig_enabled
+        if not gpu.mig_enabled:
+            raise NvmlError("MIG mode is off")
         assert start in next(each.starts for each in gpu.mig_profiles if each.name == profile.name)
         if any(each.memory_slices & slices for each in gpu.mig_instances):
             raise NvmlError("nvmlDeviceCreateGpuInstanceWithPlacement: Insufficient Resources (NVML error 19)")

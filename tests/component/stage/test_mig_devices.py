@@ -391,6 +391,8 @@ async def test_after_a_reboot_devices_are_created_again_at_the_start_of_their_co
         for instance in await mig.mig_instances(uuid_of(node)):
             mig.lose(uuid_of(node), instance.uuid)
         await mig.set_mode(uuid_of(node), enabled=False)
+        with pytest.raises(Exception, match="can't be created: MIG mode is off"):
+            await node.kubelet.start_container(pod, "fetch")
         await sample(node, mig)
         await sample(node, mig)
         assert mig.gpu(uuid_of(node)).mig_enabled, "though a pod holds the GPU"
