@@ -108,8 +108,13 @@ class SimControl:
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
-        """Sets the MIG mode; callers can change it afterwards."""
-        self._set(("mig", str(gpu)), str(int(enabled)))
+        """Sets the MIG mode in place of what callers have set; they can change it afterwards."""
+
+        def change(facts: Facts) -> None:
+            _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
+            facts["mig", str(gpu)] = str(int(enabled))
+
+        self._change(change)
 
     def require_reset_for_mig(self, gpu: int) -> None:
         """A caller's change of the MIG mode is pending from now on until `restore_gpu`."""
