@@ -150,10 +150,12 @@ class DraSide:
             group.create_task(self.link.run(), name="dra_link")
 
     async def run_out(self) -> None:
-        """Deletes the slice. Keeps the prepared claims (after a lost ledger those of the node's pods), and serves their Unprepare until
-        there are none left: drained pods end only after that."""
+        """Deletes the slice, if the node can have one: most nodes never had, and their agents have no right to. Keeps the prepared claims
+        (after a lost ledger those of the node's pods), and serves their Unprepare until there are none left: drained pods end only after
+        that."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._withdraw(), name="slice_withdrawal")
+            if self._had_claims or holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:
+                group.create_task(self._withdraw(), name="slice_withdrawal")
             if self._lost:
                 await self._adopt()
             await self.claims.restore()

@@ -286,6 +286,19 @@ async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_re
     assert [each["log_level"] for each in logs if each["event"] == "slice_not_withdrawn"] == ["warning", "info"]
 
 
+@pytest.mark.parametrize("was_in_mode_dra", [False, True])
+async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(
+    tmp_path: Path, folder: Path, was_in_mode_dra: bool
+) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+    if was_in_mode_dra:
+        (folder / "plugins" / DRIVER).mkdir(parents=True)
+    async with ending_side(world, server, folder, lost=False) as (side, _):
+        await soon(lambda: side.held_back is None)
+        await asyncio.sleep(0.1)
+    assert [text.partition(" ")[0] for text in server.sent] == ["DELETE"] * was_in_mode_dra
+
+
 async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dra_side, "RECLAIM_SECONDS", 0.01)
     world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
