@@ -169,8 +169,8 @@ class MigDevices:
             if not self._may_destroy(device):
                 return "the ledger was lost and is incomplete: a container may have it"
             # The last snapshot may be older than its end.
-            with_errors = await self._asked(self._driver.mig_instances(gpu))
-            if with_errors is not None and device not in {each.uuid for each in with_errors}:
+            present = await self._asked(self._driver.mig_instances(gpu))
+            if present is not None and device not in {each.uuid for each in present}:
                 return None
             return await self._destroy(gpu, device)
 

@@ -1,7 +1,7 @@
 """The kubelet's calls, one at a time under one lock: collect the input, decide (pure), save, apply, respond.
 
-A call never waits for the API server, and for PodResources and the disk only within bounds. It is completed even if the kubelet
-cancels it (the servers shield it), so that disk and memory stay equal.
+A call never waits for the API server, and for PodResources, the disk and the driver (which creates MIG devices) only within bounds. It is
+completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
 import time
