@@ -115,6 +115,7 @@ async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) 
         await node.start_agent(ON_DEMAND)
         node.show(victim, node.kubelet.statuses[victim.uid])
         await node.agent.while_running(until_left(node))
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
         await run(node, "next", share(38000))
         assert profiles(node) == ["7g.40gb"]
 
