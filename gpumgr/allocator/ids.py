@@ -77,7 +77,7 @@ class RegisteredInstance:
 @dataclass(frozen=True)
 class RegisteredGpu:
     """A GPU that was offered once. Its name and UUID never change, and its memory and the number of its replicas never decrease (ids
-    turn Unhealthy, never vanish). The place of a MIG device in `instances` never changes."""
+    turn Unhealthy, never vanish). The position of a MIG device in `instances` never changes."""
 
     name: GpuName
     uuid: str
@@ -182,19 +182,19 @@ class GpuRegistry:
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":
         """The registry with this GPU: a new one gets a name and is last; memory and replicas of a known one never decrease, and MIG
-        devices that it had stay."""
+        devices that it had stay. The driver makes the UUID of a MIG device from its place, so one that was created again can have
+        another profile."""
         known = self.by_uuid.get(uuid)
         if known is None:
             new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))
             return GpuRegistry((*self.gpus, new))
-        there = {each.uuid for each in known.instances}
-        added = tuple(each for each in instances if each.uuid not in there)
-        if memory_mebibytes <= known.memory_mebibytes and replicas <= known.replicas and not added:
-            return self
+        all_instances = {each.uuid: each for each in (*known.instances, *instances)}
         grown = replace(
             known,
             memory_mebibytes=max(memory_mebibytes, known.memory_mebibytes),
             replicas=max(replicas, known.replicas),
-            instances=(*known.instances, *added),
+            instances=tuple(all_instances.values()),
         )
+        if grown == known:
+            return self
         return GpuRegistry(tuple(grown if gpu is known else gpu for gpu in self.gpus))

@@ -318,14 +318,18 @@ class Components:
         self._publish_instances(self.link, node_devices)
 
     def _publish_instances(self, link: KubeletLink, node_devices: NodeDevices) -> None:
-        """A resource is registered when it has its first MIG device."""
+        """A resource is registered when it has its first MIG device. It stays when its MIG devices were created again with another
+        profile, and then has none."""
         resource = profile.mig_resource(self.settings)
-        for name, entries in instance_entries(node_devices, resource).items() if resource else ():
+        if resource is None:
+            return
+        found = instance_entries(node_devices, resource)
+        for name in {**self._instance_lists, **found}:
             if name not in self._instance_lists:
                 self._instance_lists[name] = LatestValue(b"")
                 self.metrics.add_resource(name, name)
                 link.add("mig", name, self._instance_lists[name])
-            self._instance_lists[name].set(encode_devices(entries))
+            self._instance_lists[name].set(encode_devices(found.get(name, ())))
             self.metrics.listed(name)
 
     def _freed(self, allocation: AllocationId) -> None:

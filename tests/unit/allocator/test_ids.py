@@ -52,6 +52,14 @@ def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
     assert grown.ids["memory"][first.name][:4] == gpu_registry.ids["memory"][first.name]
 
 
+def test_a_mig_device_keeps_its_position_and_gets_a_new_profile_with_the_same_uuid() -> None:
+    one, other = RegisteredInstance("MIG-1", "1g.10gb", 9000), RegisteredInstance("MIG-2", "1g.10gb", 9000)
+    gpu_registry = GpuRegistry().register("GPU-3", 40960, instances=[one, other])
+    assert gpu_registry.register("GPU-3", 40960, instances=[other]) is gpu_registry
+    larger = RegisteredInstance("MIG-1", "2g.20gb", 18000)
+    assert gpu_registry.register("GPU-3", 40960, instances=[larger]).gpus[0].instances == (larger, other)
+
+
 @given(st.data())
 def test_ids_and_masks_are_equivalent(data: st.DataObject) -> None:
     instances = [RegisteredInstance(f"MIG-{number}", "1g.10gb", 9000) for number in range(5)]
