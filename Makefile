@@ -25,7 +25,7 @@ test: venv ## unit, property, component and agent tests on all cores: no root, n
 e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds Kubernetes and containerd with Go
 	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
 	@$(PYTHON) -m tests.e2e.build
-	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 -rs $(ARGS)
+	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 -rfEs $(ARGS)
 
 lab: venv ## real enforcement libraries and MPS programs in containers over a fake GPU; needs root, runc and GPUMGR_LAB (ARGS='SCENARIO...')
 	@$(PYTHON) -m tests.lab $(ARGS)
