@@ -12,7 +12,6 @@
 import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,12 +55,11 @@ MAX_UNPREPARED: Final = 1000
 
 
 class ClaimReader(Protocol):
-    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
-        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds; None: for some
-        time). Raises Refusal."""
+    async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
+        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
         ...
 
-    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
         """Whether the API server has this incarnation of the pod, and it neither has ended nor is being deleted. Otherwise as `read`."""
         ...
 
@@ -88,8 +86,8 @@ class NodeClaims:
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
         self._share_mode, self._closed, self._wall_clock = share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
-        #: Claim -> the calls of Prepare in progress that no Unprepare has overtaken.
-        self._preparing: defaultdict[str, set[object]] = defaultdict(set)
+        #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
+        self._preparing: dict[object, str] = {}
         #: Unprepared claims, the oldest first -> their pods that need them no more.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
@@ -99,7 +97,7 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None, adopted: bool = False) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float = math.inf, adopted: bool = False) -> Sequence[PreparedDevice]:
         """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
@@ -117,7 +115,7 @@ class NodeClaims:
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
-        self._preparing.pop(claim.uid, None)
+        self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
         self._answered.discard(claim.uid)
         self._bury(claim)
 
@@ -141,7 +139,7 @@ class NodeClaims:
                 continue
             if (found := await find(ref)) is None:
                 continue
-            if ref.uid in self._preparing or self._agent_state.ledger.of_claim(ref.uid) != held:
+            if ref.uid in self._preparing.values() or self._agent_state.ledger.of_claim(ref.uid) != held:
                 continue  # it was allocated in the meantime
             uid, shares = found
             # The kubelet lists names: another claim of this name may be meant.
@@ -193,7 +191,7 @@ class NodeClaims:
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
 
-    async def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]], deadline: float | None) -> bool:
+    async def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]], deadline: float) -> bool:
         """Whether the claim was unprepared, and is reserved for no pod that still needs it. Raises Refusal."""
         if (over := self._unprepared.get(claim.uid)) is None:
             return False
@@ -213,11 +211,11 @@ class NodeClaims:
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
-    async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float | None) -> AllocatedClaim | None:
+    async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
         """None: the API server does not answer, and what is `held` stays in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
-            deadline = min(deadline or math.inf, time.monotonic() + AGAIN_SECONDS)
+            deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
         try:
             return await self._reader.read(claim, deadline=deadline)
         except Refusal as refusal:
@@ -225,14 +223,12 @@ class NodeClaims:
                 return None
             raise
 
-    async def _grant(
-        self, claim: ClaimRef, before: Sequence[Allocation], deadline: float | None, adopted: bool
-    ) -> Sequence[Allocation]:
+    async def _grant(self, claim: ClaimRef, before: Sequence[Allocation], deadline: float, adopted: bool) -> Sequence[Allocation]:
         """`before`: what it holds. Raises Refusal."""
         if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()
-        self._preparing[claim.uid].add(call)
+        self._preparing[call] = claim.uid
         try:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
@@ -241,17 +237,14 @@ class NodeClaims:
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
-            seconds = POD_SECONDS if deadline is None else min(POD_SECONDS, deadline - time.monotonic())
+            seconds = min(POD_SECONDS, deadline - time.monotonic())
             views = await asyncio.gather(*(self._view(pod, uid, seconds) for pod, uid in found.pods))
             pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
             if await self._is_late(claim, pods, deadline):
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
         finally:
-            if calls := self._preparing.get(claim.uid):
-                calls.discard(call)
-                if not calls:
-                    del self._preparing[claim.uid]
+            self._preparing.pop(call, None)
         if is_new:
             for allocation in held:
                 log.info(
@@ -274,7 +267,7 @@ class NodeClaims:
         ledger: Ledger,
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
-        if call not in self._preparing.get(claim.ref.uid, ()):
+        if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
             if shares_of(held) == _shares(claim):

@@ -20,7 +20,7 @@ from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
-from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
 from gpumgr.dra.health import DeviceHealth
 from gpumgr.dra.registration import LinkState
 from gpumgr.dra.service import Observer
@@ -101,7 +101,7 @@ class DraSide:
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
         if not plugin:
-            driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
+            driver.observe, driver.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
 
@@ -240,7 +240,8 @@ class DraSide:
                     uid = str(found["metadata"]["uid"])
                     if not self._agent_state.inventory.snapshot.gpus:
                         return "the driver has not listed the GPUs"
-                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), adopted=True)
+                    until = time.monotonic() + WAIT_SECONDS
+                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), deadline=until, adopted=True)
             except (Refusal, *UNREADABLE) as error:
                 if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
                     return str(error)
@@ -275,14 +276,14 @@ class DraSide:
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
-        self._registrations.set(state.registrations if state.registered else 0)
+        registrations = state.registrations if state.registered else 0
+        if registrations > self._registrations.value:
+            self._waiting_pods.retry_now()
+        self._registrations.set(registrations)
         self._on_state(state)
 
     def _held(self) -> Collection[tuple[str, str]]:
         return {(a.claim.namespace, a.claim.name) for a in self._agent_state.ledger.allocations.values() if a.claim is not None}
-
-    def _registered(self) -> None:
-        self._waiting_pods.retry_now()
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

@@ -5,8 +5,9 @@ tries a failed claim again only after more than a minute, so transient faults ar
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -40,27 +41,22 @@ class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fi
 
 
 class ClaimReader:
-    """`pool`: the name of the node's pool of devices. `budget_seconds`: how long transient faults are retried, unless `read` is given
-    a deadline. `clock` is monotonic, in seconds."""
+    """`pool`: the name of the node's pool of devices. Transient faults are retried until the deadline, in monotonic seconds."""
 
-    def __init__(
-        self, server: ApiServer, pool: str, *, budget_seconds: float = 40.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._server, self._pool, self._budget_seconds, self._clock = server, pool, budget_seconds, clock
+    def __init__(self, server: ApiServer, pool: str) -> None:
+        self._server, self._pool = server, pool
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
-    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
+    async def read(self, claim: ClaimRef, *, deadline: float = math.inf) -> AllocatedClaim:
         """The claim as the API server has it now. Raises Refusal."""
-        until = self._clock() + self._budget_seconds if deadline is None else deadline
-        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", until)
+        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
         return allocated_claim(claim, self._pool, found)
 
-    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float = math.inf) -> bool:
         """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
         agent has the right."""
-        until = self._clock() + self._budget_seconds if deadline is None else deadline
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
-        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", until) or {}
+        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline) or {}
         return any(
             (meta := each["metadata"])["uid"] == uid
             and not meta.get("deletionTimestamp")
@@ -70,7 +66,7 @@ class ClaimReader:
 
     async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
         pause, why = _PAUSE_SECONDS[0], "no answer in time"
-        while (left := deadline - self._clock()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             wanted = 0.0
             try:
                 async with asyncio.timeout(min(left, _TRY_SECONDS)), self._free:
@@ -83,7 +79,7 @@ class ClaimReader:
                     why = await self._renew() or why
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
-            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
+            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
 

@@ -23,7 +23,7 @@ START_SECONDS: Final = 3.0
 class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal."""
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
         """See dra.service.Claims. `deadline`: when it must answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None: ...
@@ -43,7 +43,6 @@ class DraDriver:
         self.waits_for = "the agent starts"
         self.health = LatestValue[tuple[DeviceHealth, ...]](())
         self.observe: Callable[[str, str, float], None] = lambda *_: None
-        self.on_registered: Callable[[], None] = lambda: None
         self.on_state: Callable[[LinkState], None] = lambda _state: None
         self.link = DraLink(
             plugins_dir,
@@ -51,7 +50,6 @@ class DraDriver:
             DRIVER,
             [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(self.health)],
             instance=instance,
-            on_registered=lambda: self.on_registered(),
             on_state=lambda state: self.on_state(state),
         )
 

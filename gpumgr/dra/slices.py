@@ -43,7 +43,7 @@ _MAX_NAME: Final = 253 - len("probe-")
 _MIN_BLOCKS: Final = 2
 #: What the API server adds, and how it leaves out values.
 _NOT_COMPARED: Final = ("generation", "timeAdded")
-_EMPTY: Final = (None, "", [], {})
+_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 
 Json = dict[str, Any]
 
