@@ -12,7 +12,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
@@ -166,11 +166,11 @@ class NodeClaims:
                     log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=reason)
         self._not_restored = failed
 
-    def prepared(self) -> Collection[tuple[str, str]]:
-        """Namespace and name of the claims that hold GPUs and were prepared since this process runs: the kubelet may have had no answer
-        from a former one."""
+    def held(self) -> Mapping[tuple[str, str], bool]:
+        """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
+        had no answer from a former one."""
         claims = [a.claim for a in self._prepared() if a.claim is not None]
-        return {(claim.namespace, claim.name) for claim in claims if claim.uid in self._answered}
+        return {(claim.namespace, claim.name): claim.uid in self._answered for claim in claims}
 
     async def _start(self, allocation: Allocation) -> bool:
         """False: it was freed in the meantime. Raises Refusal."""

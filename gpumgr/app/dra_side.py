@@ -19,7 +19,7 @@ from gpumgr.aio import LatestValue, persistently
 from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
+from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
 from gpumgr.dra.health import DeviceHealth
 from gpumgr.dra.registration import LinkState
@@ -103,7 +103,7 @@ class DraSide:
         if not plugin:
             driver.observe, driver.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
-        self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
+        self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
 
     @property
     def registered(self) -> bool:
@@ -141,13 +141,10 @@ class DraSide:
         self.update()
         asyncio.get_running_loop().call_later(max(0.0, self._empty_at - time.monotonic()), self.update)
         self._link_changed(self.link.state)
-        self._driver.decide_with(self.claims)
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
-            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
-            group.create_task(persistently("reclaim", self._reclaim), name="reclaim")
             group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
-            group.create_task(self.link.run(), name="dra_link")
+            self._serve(group)
 
     async def run_out(self) -> None:
         """Deletes the slice, if the node can have one: most nodes never had, and their agents have no right to. Keeps the prepared claims
@@ -162,17 +159,21 @@ class DraSide:
             self._hold(None)
             if holders_of_other_mode(self._agent_state.ledger, "plugin") is None:
                 return
-            self._driver.decide_with(self.claims)
-            daemons = [
-                group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
-                group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
-                group.create_task(self.link.run(), name="dra_link"),
-            ]
+            daemons = self._serve(group)
             while holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:  # noqa: ASYNC110 (a ledger has no event)
                 await asyncio.sleep(1.0)
             for daemon in daemons:
                 daemon.cancel()
             await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+
+    def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """The daemons that serve the kubelet, and keep the claims."""
+        self._driver.decide_with(self.claims)
+        return [
+            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
+            group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
+            group.create_task(self.link.run(), name="dra_link"),
+        ]
 
     async def _withdraw(self) -> None:
         pause, longest = WITHDRAWAL_PAUSES
@@ -228,31 +229,28 @@ class DraSide:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
         for namespace, name in sorted(used):
+            uid, until = "", time.monotonic() + WAIT_SECONDS
             try:
-                found = await self._server.find(claim_path(namespace, name))
-            except API_FAILURES as error:
-                if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
-                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
-                    return None
-                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
-            try:
-                if found is not None and allocated_here(found, self._settings.node.name):
-                    uid = str(found["metadata"]["uid"])
-                    if not self._agent_state.inventory.snapshot.gpus:
-                        return "the driver has not listed the GPUs"
-                    until = time.monotonic() + WAIT_SECONDS
+                uid, shares = await find_shares(self._server, self._settings.node.name, namespace, name)
+                if shares and not self._agent_state.inventory.snapshot.gpus:
+                    return "the driver has not listed the GPUs"
+                if shares:
                     await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), deadline=until, adopted=True)
             except (Refusal, *UNREADABLE) as error:
                 if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
                     return str(error)
                 log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+            except API_FAILURES as error:
+                if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
+                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
+                    return None
+                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
         return None
 
     async def _reclaim(self) -> None:
         async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
             try:
-                found = await self._server.find(claim_path(claim.namespace, claim.name))
-                return ("", ()) if found is None else (found["metadata"]["uid"], allocated_here(found, self._settings.node.name))
+                return await find_shares(self._server, self._settings.node.name, claim.namespace, claim.name)
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed[str(claim)] = repr(error)
                 return None
@@ -265,9 +263,9 @@ class DraSide:
                 await self.claims.reclaim(find, await self._pod_resources.list())
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed["the kubelet's list"] = repr(error)
-            before, logged = logged, dict(failed)
-            if logged and logged != before:
-                log.warning("leaked_claims_not_examined", errors=logged, consequence="it is tried again")
+            if failed and failed != logged:
+                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="it is tried again")
+            logged = dict(failed)
 
     async def _keep_specs(self) -> None:
         """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
@@ -281,9 +279,6 @@ class DraSide:
             self._waiting_pods.retry_now()
         self._registrations.set(registrations)
         self._on_state(state)
-
-    def _held(self) -> Collection[tuple[str, str]]:
-        return {(a.claim.namespace, a.claim.name) for a in self._agent_state.ledger.allocations.values() if a.claim is not None}
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

@@ -11,7 +11,7 @@ from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.api_server import ask
 from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.doctor.gpus import SharedNvml
-from gpumgr.dra.claim_reader import claim_path
+from gpumgr.dra.claim_reader import find_shares
 from gpumgr.dra.registration import socket_patterns
 from gpumgr.dra.slices import DRIVER, SLICES, dropped, probe_slice, slice_name
 from gpumgr.kubeapi.client import AnswerError, ApiServer
@@ -103,7 +103,10 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     held = await aside(lambda: _claims(settings.checkpoint.dir))
 
     async def look(server: ApiServer) -> CheckResult:
-        gone = [claim for claim in held[:_MAX_CLAIMS] if not await _exists(server, claim)]
+        examined = {
+            claim: await find_shares(server, settings.node.name, claim.namespace, claim.name) for claim in held[:_MAX_CLAIMS]
+        }
+        gone = [claim for claim, (uid, _) in examined.items() if uid != claim.uid]
         if gone:
             return warning(
                 f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
@@ -118,8 +121,3 @@ def _claims(folder: Path) -> Sequence[ClaimRef]:
     """Raises CheckpointError."""
     held = [a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None]
     return sorted({ClaimRef(namespace=each.namespace, name=each.name, uid=each.uid) for each in held}, key=str)
-
-
-async def _exists(server: ApiServer, claim: ClaimRef) -> bool:
-    found = await server.find(claim_path(claim.namespace, claim.name))
-    return found is not None and found["metadata"]["uid"] == claim.uid

@@ -96,11 +96,21 @@ def claim_path(namespace: str, name: str) -> str:
     return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
 
 
+async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
+    """The UID of the present claim of this name ("": there is none), and the shares of the driver's devices in this pool that it has.
+    Raises what requests raise, and what `allocated_here` does."""
+    found = await server.find(claim_path(namespace, name))
+    return ("", set()) if found is None else (str(found["metadata"]["uid"]), allocated_here(found, pool))
+
+
 def allocated_here(claim: Mapping[str, Any], pool: str) -> set[Share]:
-    """The shares of the driver's devices in this pool that the claim (JSON) has."""
-    results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
-    own = [each for each in results if (each["driver"], each["pool"]) == (DRIVER, pool)]
-    return {(str(each.get("device")), each.get("shareID")) for each in own}
+    """The shares of the driver's devices in this pool that the claim (JSON) has. Raises UNREADABLE for another structure."""
+    devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
+    return {(str(each.get("device")), each.get("shareID")) for each in _own_results(devices, pool)}
+
+
+def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str, Any]]:
+    return [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
@@ -133,8 +143,7 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
     if not consumers:
         raise _Unusable("is not reserved for any pod")
     devices = allocation["devices"]
-    own = [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
-    if not own:
+    if not (own := _own_results(devices, pool)):
         raise _Unusable(f"has no device of {DRIVER} on node {pool}")
     return AllocatedClaim(
         ref=ref,
