@@ -28,8 +28,8 @@ from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import (
     AllocatedClaim,
+    ClaimPod,
     ClaimRef,
-    ClaimUser,
     PreparedDevice,
     Share,
     device_name,
@@ -191,7 +191,7 @@ class NodeClaims:
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
 
-    async def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]], deadline: float) -> bool:
+    async def _is_late(self, claim: ClaimRef, pods: Sequence[ClaimPod], deadline: float) -> bool:
         """Whether the claim was unprepared, and is reserved for no pod that still needs it. Raises Refusal."""
         if (over := self._unprepared.get(claim.uid)) is None:
             return False
@@ -261,7 +261,7 @@ class NodeClaims:
     def _granted(
         self,
         claim: AllocatedClaim,
-        pods: Sequence[tuple[PodKey, str, PodView | None]],
+        pods: Sequence[ClaimPod],
         call: object,
         adopted: bool,
         ledger: Ledger,
@@ -279,11 +279,10 @@ class NodeClaims:
         if adopted:
             node = replace(node, unschedulable={})
 
-        def terms(user: ClaimUser, share: bool) -> Terms:
-            return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
+        def terms(pod: PodView | None, share: bool) -> Terms:
+            return self._enforcement.terms(pod, share=share, setting=claim.enforcement)
 
-        users = {request: _user(claim.ref.name, request, pods) for request in {share.request for share in claim.shares}}
-        granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
+        granted = grant_claim(node, ledger, claim, pods=pods, terms=terms, now=self._wall_clock())
         if not (self._share_mode() or adopted) and any(is_share(each) for each in granted):
             raise Refusal(
                 "invalid_request",
@@ -329,13 +328,3 @@ def _overtaken(claim: ClaimRef) -> Refusal:
 
 def _shares(claim: AllocatedClaim) -> set[Share]:
     return {(share.device, share.share_id) for share in claim.shares}
-
-
-def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:
-    for pod, uid, view in views:
-        uses = [use for use in (view.claims if view else ()) if use.uses(claim, request)]
-        if uses:
-            first = min(uses, key=lambda use: use.init)
-            return ClaimUser(pod=pod, uid=uid, container=first.container, init=first.init, view=view)
-    pod, uid, view = views[0]
-    return ClaimUser(pod=pod, uid=uid, view=view)

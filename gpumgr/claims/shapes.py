@@ -15,8 +15,6 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
 
 DRIVER: Final = "gpu.gpumgr.io"
 DEVICE_CLASS: Final = DRIVER
-#: The pod's own name of the claim that the policy adds.
-POD_CLAIM: Final = "gpumgr-vcuda"
 #: Of a claim: the template that it was made from.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
