@@ -51,6 +51,11 @@ class LatestValue(Generic[T]):
         for subscription in self._subscriptions:
             subscription._wake.set()
 
+    def end_readers(self) -> None:
+        """Closes all subscriptions; others may be made afterwards."""
+        for subscription in self._subscriptions:
+            subscription.close()
+
     def subscribe(self) -> "Subscription[T]":
         """A reader, to be used as `with latest.subscribe() as values: async for value in values`."""
         return Subscription(self)

@@ -34,22 +34,23 @@ async def look_at_mode(mode: str) -> CheckResult:
 
 async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
     """The kubelet's folders, and the driver's sockets in them."""
+    return await aside(lambda: _sockets(kubelet))
+
+
+def _sockets(kubelet: KubeletSettings) -> CheckResult:
     for folder in (kubelet.plugins_dir, kubelet.plugins_registry_dir):
-        if not await aside(folder.is_dir):
+        if not folder.is_dir():
             return error(f"{folder} is no folder", _FOLDER)
-        if not await aside(lambda folder=folder: os.access(folder, os.W_OK | os.X_OK)):  # type: ignore[misc]
+        if not os.access(folder, os.W_OK | os.X_OK):
             return error(f"{folder} is not writable", "run gpumgr as root")
     of_driver, of_registration = socket_patterns(DRIVER)
     places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
-    served = [await aside(lambda place=place: _served(*place)) for place in places]  # type: ignore[misc]
-    away = [f"{folder}/{pattern}" for (folder, pattern), found in zip(places, served, strict=True) if not found]
-    if away:
+    served = {
+        place: [each for each in sorted(place[0].glob(place[1])) if each.is_socket() and is_served(each)] for place in places
+    }
+    if away := [f"{folder}/{pattern}" for (folder, pattern), found in served.items() if not found]:
         return warning(f"the driver {DRIVER} does not listen at {' and '.join(away)}", _START)
-    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served for path in found)}")
-
-
-def _served(folder: Path, pattern: str) -> Sequence[Path]:
-    return [path for path in sorted(folder.glob(pattern)) if path.is_socket() and is_served(path)]
+    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served.values() for path in found)}")
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:

@@ -76,20 +76,15 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
                 if error.status == 401:
-                    why = await self._renew() or why
+                    try:
+                        await self._server.renew()
+                    except GpumgrError as failure:  # they may be in the middle of being replaced
+                        why = str(failure)
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
-
-    async def _renew(self) -> str | None:
-        """Why the credentials can't be read again; they may be in the middle of being replaced."""
-        try:
-            await self._server.renew()
-        except GpumgrError as error:
-            return str(error)
-        return None
 
 
 def claim_path(namespace: str, name: str) -> str:

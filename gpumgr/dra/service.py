@@ -63,13 +63,11 @@ class DraPlugin:
         for version, with_share_id in _WITH_SHARE_ID.items():
             service = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
             prepare = partial(self._prepare, with_share_id=with_share_id)
-            for rpc, serve in (
-                ("NodePrepareResources", self._serving("NodePrepareResources", prepare, NodePrepareResourceResponse)),
-                (
-                    "NodeUnprepareResources",
-                    self._serving("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
-                ),
+            for rpc, decide, response in (
+                ("NodePrepareResources", prepare, NodePrepareResourceResponse),
+                ("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
             ):
+                serve = self._serving(rpc, decide, response)
                 methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
         return methods
 

@@ -239,9 +239,7 @@ class SlicePublisher:
         return await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
 
     async def _probe(self) -> None:
-        known = self._probed_at != _NEVER and (
-            self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds
-        )
+        known = self._probed_at != _NEVER and (self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds)
         if not known:
             sent = probe_slice(self._node)
             try:
