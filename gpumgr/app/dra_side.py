@@ -101,7 +101,7 @@ class DraSide:
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
         if not plugin:
-            driver.observe, driver.on_state = observe, self._link_changed
+            driver.observe, driver.link.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from gpumgr.aio import LatestValue, run_shielded
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
 from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import DraLink, LinkState
+from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import Refusal
@@ -30,7 +30,7 @@ class Claims(Protocol):
 
 
 class DraDriver:
-    """`link.run` serves the kubelet. The callbacks are set by the part that decides, before `decide_with`."""
+    """`link.run` serves the kubelet. `observe` and `link.on_state` are set by the part that decides, before `decide_with`."""
 
     def __init__(
         self, plugins_dir: Path, registry_dir: Path, instance: str | None, *, wait_seconds: float = WAIT_SECONDS
@@ -43,14 +43,12 @@ class DraDriver:
         self.waits_for = "the agent starts"
         self.health = LatestValue[tuple[DeviceHealth, ...]](())
         self.observe: Callable[[str, str, float], None] = lambda *_: None
-        self.on_state: Callable[[LinkState], None] = lambda _state: None
         self.link = DraLink(
             plugins_dir,
             registry_dir,
             DRIVER,
             [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(self.health)],
             instance=instance,
-            on_state=lambda state: self.on_state(state),
         )
 
     def decide_with(self, claims: Claims) -> None:

@@ -104,7 +104,7 @@ class DraLink:
         self._driver, self._services = driver, services
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        self._on_state = on_state
+        self.on_state = on_state
         self._dra = UnixServer(dra, services, self._end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
@@ -248,7 +248,7 @@ class DraLink:
     def _become(self, state: LinkState) -> None:
         if state != self.state:
             self.state = state
-            self._on_state(state)
+            self.on_state(state)
 
     def _end_streams(self) -> None:
         for service in self._services:

@@ -130,10 +130,10 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     reported: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
     async with linked(folder) as one:
-        on_state, one.link._on_state = one.link._on_state, lambda _state: 1 / 0  # type: ignore[assignment]
+        on_state, one.link.on_state = one.link.on_state, lambda _state: 1 / 0  # type: ignore[assignment]
         await one.kubelet.register()
         assert one.link.registered
-        one.link._on_state = on_state
+        one.link.on_state = on_state
     assert [type(each) for each in reported] == [ZeroDivisionError]
 
 
