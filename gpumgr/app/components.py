@@ -36,9 +36,8 @@ from gpumgr.checkpoint.tables import Loaded
 from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
-from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.deviceplugin.registration import KubeletLink
 from gpumgr.dra.driver import DraDriver
-from gpumgr.dra.registration import LinkState as DraLinkState
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import ApiServer
@@ -49,6 +48,7 @@ from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
 from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings, profile
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import MIG_PREFIX, RESOURCES, Resource
@@ -348,7 +348,7 @@ class Components:
             self.reconciler.kubelet_restarted()
         self._registrations[kind] = state.registrations
 
-    def _driver_changed(self, state: DraLinkState) -> None:
+    def _driver_changed(self, state: LinkState) -> None:
         self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
 
 

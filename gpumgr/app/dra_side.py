@@ -22,7 +22,6 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
 from gpumgr.dra.health import DeviceHealth
-from gpumgr.dra.registration import LinkState
 from gpumgr.dra.service import Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
@@ -30,6 +29,7 @@ from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)

@@ -55,12 +55,8 @@ class ShapeRequest:
 Shape = tuple[ShapeRequest, ...]
 
 
-def spell(shape: Shape) -> str:
-    return PREFIX + "-".join(f"{each.name}-{each.cores}-{each.blocks}" for each in shape)
-
-
 def parse(name: str) -> Shape:
-    """The inverse of `spell`. Raises ValueError: why the name is no shape that can be served."""
+    """The shape that this name of a template spells. Raises ValueError: why the name is no shape that can be served."""
     text = name.removeprefix(PREFIX.removesuffix("-"))
     found = list(_REQUEST.finditer(text)) if len(name) <= MAX_NAME else []
     if name == text or not found or "".join(each[0] for each in found) != text:

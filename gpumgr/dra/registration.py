@@ -31,6 +31,7 @@ from gpumgr.aio import forever, until_tick
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.rpc.unix_server import UnixServer
 from gpumgr.unix_socket import is_served, path_problem
 
@@ -69,15 +70,6 @@ class LinkTiming:
     patience_seconds: float = 10.0
     #: How long the kubelet may be without a connection to the DRA socket: it may take a new one.
     unconnected_seconds: float = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkState:
-    """The registration. `registrations` counts those that the kubelet confirmed, `error` says what is wrong now, and what to do."""
-
-    registered: bool = False
-    registrations: int = 0
-    error: str | None = None
 
 
 class DraLink:

@@ -11,8 +11,9 @@ import grpc
 
 from gpumgr.aio import LatestValue
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
-from gpumgr.dra.registration import DraLink, LinkState, LinkTiming, Service
+from gpumgr.dra.registration import DraLink, LinkTiming, Service
 from gpumgr.dra.service import DraPlugin
+from gpumgr.rpc.link_state import LinkState
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 

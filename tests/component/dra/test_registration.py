@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth
-from gpumgr.dra.registration import DraLink, LinkState
+from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
+from gpumgr.rpc.link_state import LinkState
 from tests.component.dra.harness import DRIVER, QUICK, Caller, StubKubelet, claim, linked, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"
