@@ -238,8 +238,7 @@ class NodeClaims:
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
             seconds = min(POD_SECONDS, deadline - time.monotonic())
-            views = await asyncio.gather(*(self._view(pod, uid, seconds) for pod, uid in found.pods))
-            pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
+            pods = await asyncio.gather(*(self._look_up(pod, uid, seconds) for pod, uid in found.pods))
             if await self._is_late(claim, pods, deadline):
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
@@ -296,8 +295,8 @@ class NodeClaims:
         refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 
-    async def _view(self, pod: PodKey, uid: str, seconds: float) -> PodView | None:
-        return self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
+    async def _look_up(self, pod: PodKey, uid: str, seconds: float) -> ClaimPod:
+        return pod, uid, self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
 
     def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:
         claim = allocation.claim

@@ -129,7 +129,14 @@ class DraSide:
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
             self._devices.set(with_lost(self._devices.value or (), now))
-        self._driver.health.set(_health(self._settings.node.name, registry, inventory))
+        node, failed = self._settings.node.name, inventory.failures(registry)
+        health = [
+            DeviceHealth(
+                pool=node, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, "")
+            )
+            for gpu in registry.gpus
+        ]
+        self._driver.health.set(tuple(health))
 
     async def run(self) -> None:
         """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
@@ -303,11 +310,3 @@ def gpu_taints(
         **{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned},
         **{gpu: (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),) for gpu in failed},
     }
-
-
-def _health(pool: str, registry: GpuRegistry, inventory: Inventory) -> tuple[DeviceHealth, ...]:
-    failed = inventory.failures(registry)
-    return tuple(
-        DeviceHealth(pool=pool, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, ""))
-        for gpu in registry.gpus
-    )

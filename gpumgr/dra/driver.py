@@ -37,8 +37,7 @@ class DraDriver:
     ) -> None:
         """Must be called inside a running event loop. `instance`: as for DraLink."""
         self._wait_seconds = wait_seconds
-        self._claims: Claims | None = None
-        self._decides = asyncio.Event()
+        self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
         #: Why nothing is decided yet.
         self.waits_for = "the agent starts"
         self.health = LatestValue[tuple[DeviceHealth, ...]](())
@@ -53,8 +52,7 @@ class DraDriver:
 
     def decide_with(self, claims: Claims) -> None:
         """Waiting calls continue."""
-        self._claims = claims
-        self._decides.set()
+        self._claims.set_result(claims)
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         deadline = time.monotonic() + self._wait_seconds
@@ -71,11 +69,8 @@ class DraDriver:
 
     async def _decider(self, deadline: float) -> Claims:
         """Raises Refusal."""
-        if self._claims is None:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._decides.wait()
-            except TimeoutError:
-                raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
-        assert self._claims is not None
-        return self._claims
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await asyncio.shield(self._claims)
+        except TimeoutError:
+            raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
