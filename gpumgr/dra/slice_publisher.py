@@ -12,7 +12,7 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
@@ -72,7 +72,7 @@ class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
 
     `devices`: None until the hardware is known. `registrations` counts how often the kubelet has registered the driver; 0: it is not
-    registered. `clock` is monotonic, in seconds.
+    registered.
     """
 
     def __init__(
@@ -84,10 +84,9 @@ class SlicePublisher:
         *,
         times: PublishTimes | None = None,
         watch_times: WatchTimes | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._node, self._devices, self._registrations = server, node, devices, registrations
-        self._times, self._clock, self._name = times or PublishTimes(), clock, slice_name(node)
+        self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
             SLICES,
@@ -108,13 +107,13 @@ class SlicePublisher:
         self._withdrawn = False
         self.state = PublisherState()
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
+        """Until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
             group.create_task(self._follow(self._devices), name="slice_devices")
             group.create_task(self._follow(self._registrations), name="slice_registrations")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
-        raise AssertionError("all daemons run until they are cancelled")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
         """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""

@@ -56,12 +56,9 @@ class WaitingPods:
         pool: str,
         held: Callable[[], Mapping[tuple[str, str], bool]],
         *,
-        first_seconds: float = _FIRST_SECONDS,
-        poll_seconds: float = _POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._pods, self._pool, self._held, self._clock = server, pods, pool, held, clock
-        self._first_seconds, self._poll_seconds = first_seconds, poll_seconds
         self._waiting: dict[str, _Wait] = {}
         #: Pod (UID) and claim that the ledger holds -> its retries since the last registration.
         self._tried: Counter[tuple[str, str]] = Counter()
@@ -71,11 +68,11 @@ class WaitingPods:
         """The kubelet has registered the driver: every pod that waits is due."""
         self._tried.clear()
         for wait in self._waiting.values():
-            wait.due_at, wait.pause_seconds = self._clock(), self._first_seconds
+            wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
 
     async def run(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(_POLL_SECONDS)
             try:
                 await self.step()
                 self._error = ""
@@ -96,7 +93,7 @@ class WaitingPods:
             lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
             known = {name for name in lacking if (pod.namespace, name) in held}
             if missing := lacking - {name for name in known if self._tried[uid, name] >= _HELD_RETRIES}:
-                wait = self._waiting.get(uid) or _Wait(now + self._first_seconds, self._first_seconds)
+                wait = self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS)
                 if missing != wait.missing:
                     wait.missing, wait.ours = missing, bool(missing & known) or None
                 waiting[uid] = wait
@@ -107,7 +104,7 @@ class WaitingPods:
                     await self._retry(pods[uid], wait)
 
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
-        wait.due_at = self._clock() + self._first_seconds  # if a request fails: the pause grows only between retries
+        wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
         if wait.ours is None:
             wait.ours = await self._has_ours(pod.namespace, wait.missing)
         if not wait.ours:
@@ -118,7 +115,7 @@ class WaitingPods:
             _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
         held = self._held()
         self._tried.update((pod.uid, name) for name in wait.missing if (pod.namespace, name) in held)
-        wait.due_at += wait.pause_seconds - self._first_seconds
+        wait.due_at += wait.pause_seconds - _FIRST_SECONDS
         wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 
     async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:

@@ -49,7 +49,6 @@ class Scene:
             lambda: self.pods,
             "n",
             lambda: {**dict.fromkeys(self.held, False), **dict.fromkeys(self.prepared, True)},
-            first_seconds=2.0,
             clock=lambda: self.now,
         )
 
