@@ -106,6 +106,13 @@ def until_tick(period_seconds: float) -> float:
     return next_tick(period_seconds, now) - now
 
 
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Until the event is set, or the time has passed (None: there is no limit)."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
 class DaemonCalls:
     """Blocking calls that may never return, such as those of a network file system: one at a time, on a daemon thread of their own.
 

@@ -4,7 +4,6 @@ in mode plugin what ends that: the slice is deleted, and claims that still hold 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -15,7 +14,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import LatestValue, persistently
+from gpumgr.aio import LatestValue, persistently, wait_at_most
 from gpumgr.allocator.claims import ClaimRef, Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
@@ -217,9 +216,7 @@ class DraSide:
     async def held_back_by(self) -> str | None:
         """Why the device plugins must not be registered yet. The first look at the pods is waited for, for a moment."""
         if self.held_back is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ADOPT_SECONDS):
-                    await self._examined.wait()
+            await wait_at_most(self._examined, ADOPT_SECONDS)
         return self.held_back
 
     async def _adopt(self) -> None:

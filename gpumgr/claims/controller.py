@@ -8,6 +8,7 @@ from typing import Final, NoReturn, Protocol
 
 import structlog
 
+from gpumgr.aio import wait_at_most
 from gpumgr.claims.gates import decide
 from gpumgr.claims.objects import GATE, Key, UnboundPod
 from gpumgr.claims.shapes import PREFIX, Shape, parse, template
@@ -72,11 +73,7 @@ class ClaimsController:
 
     async def run(self) -> NoReturn:
         while True:
-            try:
-                async with asyncio.timeout(self._period):
-                    await self._watches.changed.wait()
-            except TimeoutError:
-                pass
+            await wait_at_most(self._watches.changed, self._period)
             self._watches.changed.clear()
             if self.leads:
                 await self.step()

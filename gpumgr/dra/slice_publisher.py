@@ -13,13 +13,12 @@ Invariants:
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import structlog
 
-from gpumgr.aio import LatestValue, forever
+from gpumgr.aio import LatestValue, forever, wait_at_most
 from gpumgr.dra.slices import (
     MAX_DEVICES,
     SLICES,
@@ -160,9 +159,7 @@ class SlicePublisher:
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, self._times.retry_seconds[1])
                 continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
+            await wait_at_most(self._wake, pause)
 
     async def _step(self) -> float | None:
         """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
