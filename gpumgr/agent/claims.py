@@ -29,7 +29,6 @@ from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import (
     AllocatedClaim,
     ClaimPod,
-    ClaimRef,
     PreparedDevice,
     Share,
     device_name,
@@ -39,7 +38,7 @@ from gpumgr.allocator.claims import (
 )
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.errors import Refusal
@@ -132,8 +131,7 @@ class NodeClaims:
 
         `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node; None: that is not known."""
         gone = set[str]()
-        for claim in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
-            ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
+        for ref in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
             if not held or (self._has_holder(held) and (listed or any(a.pod in listing.pods for a in held))):
                 continue

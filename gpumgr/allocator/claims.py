@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRequest, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, ClaimRequest, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.errors import Refusal
@@ -23,18 +23,6 @@ ClaimPod = tuple[PodKey, str, PodView | None]
 
 _DEVICE_PREFIX = "gpu-"
 _ANOTHER = "delete the pod, so that kube-scheduler chooses another GPU"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRef:
-    """A ResourceClaim as the kubelet names it."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

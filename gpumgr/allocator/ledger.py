@@ -28,15 +28,24 @@ AllocationId = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRequest:
+class ClaimRef:
+    """A ResourceClaim as the kubelet names it."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest(ClaimRef):
     """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
 
     `admin`: with admin access (KEP-5018), which counts nothing and is never limited.
     """
 
-    uid: str
-    namespace: str
-    name: str
     request: str
     share_ids: Mapping[GpuName, str | None] = field(default_factory=dict)
     admin: bool = False

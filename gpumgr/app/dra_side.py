@@ -15,9 +15,9 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently, wait_at_most
-from gpumgr.allocator.claims import ClaimRef, Share, device_name
+from gpumgr.allocator.claims import Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
 from gpumgr.dra.health import DeviceHealth

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.allocator.claims import ClaimRef
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.api_server import ask
 from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
@@ -104,10 +104,10 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     held = await aside(lambda: _claims(settings.checkpoint.dir))
 
     async def look(server: ApiServer) -> CheckResult:
-        examined = {
-            claim: await find_shares(server, settings.node.name, claim.namespace, claim.name) for claim in held[:_MAX_CLAIMS]
-        }
-        gone = [claim for claim, (uid, _) in examined.items() if uid != claim.uid]
+        node = settings.node.name
+        gone = [
+            each for each in held[:_MAX_CLAIMS] if (await find_shares(server, node, each.namespace, each.name))[0] != each.uid
+        ]
         if gone:
             return warning(
                 f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
@@ -120,5 +120,5 @@ async def look_at_claims(settings: Settings) -> CheckResult:
 
 def _claims(folder: Path) -> Sequence[ClaimRef]:
     """Raises CheckpointError."""
-    held = [a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None]
-    return sorted({ClaimRef(namespace=each.namespace, name=each.name, uid=each.uid) for each in held}, key=str)
+    held = {a.claim.uid: a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None}
+    return sorted(held.values(), key=str)

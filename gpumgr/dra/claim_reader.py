@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, Share
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import GpumgrError, Refusal

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from gpumgr.aio import LatestValue, run_shielded
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.health import DeviceHealth, DraHealth
 from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin

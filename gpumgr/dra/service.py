@@ -22,7 +22,8 @@ from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import (
     NodeUnprepareResourceResponse,
 )
 from gpumgr.aio import run_shielded
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import answering, failed_inside, receive

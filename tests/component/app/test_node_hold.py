@@ -12,8 +12,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import Allocation, ClaimRef, Ledger
 from gpumgr.app.node_hold import make_driver, node_held
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.deviceplugin.node_lock import lock_node

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.registration import DraLink, LinkTiming, Service
 from gpumgr.dra.service import DraPlugin
 from gpumgr.rpc.link_state import LinkState

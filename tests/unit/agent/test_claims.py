@@ -14,10 +14,10 @@ from structlog.testing import capture_logs
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, Share, device_name
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, PreparedDevice, Share, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation, Change
+from gpumgr.allocator.ledger import Allocation, Change, ClaimRef
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.enforcement.backend import Backend, BackendName
