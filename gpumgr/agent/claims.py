@@ -131,7 +131,7 @@ class NodeClaims:
 
         `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node; None: that is not known."""
         gone = set[str]()
-        for ref in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
+        for ref in self._agent_state.ledger.claims.values():
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
             if not held or (self._has_holder(held) and (listed or any(a.pod in listing.pods for a in held))):
                 continue
@@ -153,8 +153,8 @@ class NodeClaims:
         """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
         container makes no Prepare call."""
         failed = dict[AllocationId, str]()
-        for allocation in self._prepared():
-            if allocation.id in unless:
+        for allocation in list(self._agent_state.ledger.allocations.values()):
+            if allocation.claim is None or allocation.id in unless:
                 continue
             try:
                 await self._start(allocation)
@@ -167,7 +167,7 @@ class NodeClaims:
     def held(self) -> Mapping[tuple[str, str], bool]:
         """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
         had no answer from a former one."""
-        claims = [a.claim for a in self._prepared() if a.claim is not None]
+        claims = self._agent_state.ledger.claims.values()
         return {(claim.namespace, claim.name): claim.uid in self._answered for claim in claims}
 
     async def _start(self, allocation: Allocation) -> bool:
@@ -205,9 +205,6 @@ class NodeClaims:
         """Whether a pod that has the claim is there: as long as a claim is reserved for a pod, its allocation does not change."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
-
-    def _prepared(self) -> Iterable[Allocation]:
-        return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
         """None: the API server does not answer, and what is `held` stays in force. Raises Refusal."""

@@ -22,7 +22,7 @@ TWO_LIMITS: Final = "GpuTwoLimits"
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
     """`pod` has appeared on the node. Does nothing if a Prepare call of one of its claims is still to come."""
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
-    for claim in [a.claim for a in ledger.allocations.values() if a.claim is not None]:
+    for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:
             try:
                 refuse_two_limits(ledger, claim, [pod])

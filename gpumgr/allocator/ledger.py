@@ -269,6 +269,11 @@ class Ledger:
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
+    @property
+    def claims(self) -> Mapping[str, ClaimRequest]:
+        """The claims that hold GPUs, by UID; of each one of its requests."""
+        return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
+
     def of_claim(self, uid: str) -> list[Allocation]:
         """Allocations of the requests of one ResourceClaim."""
         return [a for a in self.allocations.values() if a.claim is not None and a.claim.uid == uid]

@@ -3,10 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.api_server import ask
 from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
@@ -101,7 +99,7 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     """Claims that hold GPUs in the checkpoint, and that the API server does not have."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
-    held = await aside(lambda: _claims(settings.checkpoint.dir))
+    held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))
 
     async def look(server: ApiServer) -> CheckResult:
         node = settings.node.name
@@ -116,9 +114,3 @@ async def look_at_claims(settings: Settings) -> CheckResult:
         return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
 
     return await ask(settings, look)
-
-
-def _claims(folder: Path) -> Sequence[ClaimRef]:
-    """Raises CheckpointError."""
-    held = {a.claim.uid: a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None}
-    return sorted(held.values(), key=str)
