@@ -157,16 +157,16 @@ class DraSide:
         (after a lost ledger those of the node's pods), and serves their Unprepare until there are none left: drained pods end only after
         that."""
         async with asyncio.TaskGroup() as group:
-            if self._had_claims or holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:
+            if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
             if self._lost:
                 await self._adopt()
             await self.claims.restore()
             self._hold(None)
-            if holders_of_other_mode(self._agent_state.ledger, "plugin") is None:
+            if not self._agent_state.ledger.claims:
                 return
             daemons = self._serve(group)
-            while holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:  # noqa: ASYNC110 (a ledger has no event)
+            while self._agent_state.ledger.claims:  # noqa: ASYNC110 (a ledger has no event)
                 await asyncio.sleep(1.0)
             for daemon in daemons:
                 daemon.cancel()
