@@ -147,8 +147,15 @@ async def running(
     watches = ClaimWatches(server, SchedulerSettings(), watch_times=FAST, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     controller = ClaimsController(
-        server, watches, settings or ClaimsSettings(), "host", leader=leadership, clock=lambda: clock.now, now=lambda: 1e9, period_seconds=0.01
-    )  # fmt: skip
+        server,
+        watches,
+        settings or ClaimsSettings(),
+        "host",
+        leader=leadership,
+        clock=lambda: clock.now,
+        now=lambda: 1e9,
+        period_seconds=0.01,
+    )
     tasks = [asyncio.create_task(each.run()) for each in (watches, controller, leadership) if each is not None]
     try:
         await until(lambda: watches.synced)
