@@ -51,6 +51,11 @@ class LatestValue(Generic[T]):
         for subscription in self._subscriptions:
             subscription._wake.set()
 
+    def end_readers(self) -> None:
+        """Closes all subscriptions; others may be made afterwards."""
+        for subscription in self._subscriptions:
+            subscription.close()
+
     def subscribe(self) -> "Subscription[T]":
         """A reader, to be used as `with latest.subscribe() as values: async for value in values`."""
         return Subscription(self)
@@ -99,6 +104,13 @@ def until_tick(period_seconds: float) -> float:
     """The seconds until the next tick, counted from now."""
     now = time.monotonic()
     return next_tick(period_seconds, now) - now
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Until the event is set, or the time has passed (None: there is no limit)."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class DaemonCalls:

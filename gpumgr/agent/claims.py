@@ -12,8 +12,7 @@
 import asyncio
 import math
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
@@ -29,8 +28,7 @@ from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import (
     AllocatedClaim,
-    ClaimRef,
-    ClaimUser,
+    ClaimPod,
     PreparedDevice,
     Share,
     device_name,
@@ -40,7 +38,7 @@ from gpumgr.allocator.claims import (
 )
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.errors import Refusal
@@ -56,12 +54,11 @@ MAX_UNPREPARED: Final = 1000
 
 
 class ClaimReader(Protocol):
-    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
-        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds; None: for some
-        time). Raises Refusal."""
+    async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
+        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
         ...
 
-    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
         """Whether the API server has this incarnation of the pod, and it neither has ended nor is being deleted. Otherwise as `read`."""
         ...
 
@@ -88,8 +85,8 @@ class NodeClaims:
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
         self._share_mode, self._closed, self._wall_clock = share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
-        #: Claim -> the calls of Prepare in progress that no Unprepare has overtaken.
-        self._preparing: defaultdict[str, set[object]] = defaultdict(set)
+        #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
+        self._preparing: dict[object, str] = {}
         #: Unprepared claims, the oldest first -> their pods that need them no more.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
@@ -99,7 +96,7 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None, adopted: bool = False) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float = math.inf, adopted: bool = False) -> Sequence[PreparedDevice]:
         """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
@@ -117,7 +114,7 @@ class NodeClaims:
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
-        self._preparing.pop(claim.uid, None)
+        self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
         self._answered.discard(claim.uid)
         self._bury(claim)
 
@@ -134,14 +131,13 @@ class NodeClaims:
 
         `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node; None: that is not known."""
         gone = set[str]()
-        for claim in {a.claim.uid: a.claim for a in self._prepared() if a.claim is not None}.values():
-            ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
+        for ref in self._agent_state.ledger.claims.values():
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
             if not held or (self._has_holder(held) and (listed or any(a.pod in listing.pods for a in held))):
                 continue
             if (found := await find(ref)) is None:
                 continue
-            if ref.uid in self._preparing or self._agent_state.ledger.of_claim(ref.uid) != held:
+            if ref.uid in self._preparing.values() or self._agent_state.ledger.of_claim(ref.uid) != held:
                 continue  # it was allocated in the meantime
             uid, shares = found
             # The kubelet lists names: another claim of this name may be meant.
@@ -157,8 +153,8 @@ class NodeClaims:
         """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
         container makes no Prepare call."""
         failed = dict[AllocationId, str]()
-        for allocation in self._prepared():
-            if allocation.id in unless:
+        for allocation in list(self._agent_state.ledger.allocations.values()):
+            if allocation.claim is None or allocation.id in unless:
                 continue
             try:
                 await self._start(allocation)
@@ -168,11 +164,11 @@ class NodeClaims:
                     log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=reason)
         self._not_restored = failed
 
-    def prepared(self) -> Collection[tuple[str, str]]:
-        """Namespace and name of the claims that hold GPUs and were prepared since this process runs: the kubelet may have had no answer
-        from a former one."""
-        claims = [a.claim for a in self._prepared() if a.claim is not None]
-        return {(claim.namespace, claim.name) for claim in claims if claim.uid in self._answered}
+    def held(self) -> Mapping[tuple[str, str], bool]:
+        """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
+        had no answer from a former one."""
+        claims = self._agent_state.ledger.claims.values()
+        return {(claim.namespace, claim.name): claim.uid in self._answered for claim in claims}
 
     async def _start(self, allocation: Allocation) -> bool:
         """False: it was freed in the meantime. Raises Refusal."""
@@ -193,7 +189,7 @@ class NodeClaims:
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]
 
-    async def _is_late(self, claim: ClaimRef, pods: Sequence[tuple[PodKey, str, PodView | None]], deadline: float | None) -> bool:
+    async def _is_late(self, claim: ClaimRef, pods: Sequence[ClaimPod], deadline: float) -> bool:
         """Whether the claim was unprepared, and is reserved for no pod that still needs it. Raises Refusal."""
         if (over := self._unprepared.get(claim.uid)) is None:
             return False
@@ -210,14 +206,11 @@ class NodeClaims:
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 
-    def _prepared(self) -> Iterable[Allocation]:
-        return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
-
-    async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float | None) -> AllocatedClaim | None:
+    async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
         """None: the API server does not answer, and what is `held` stays in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
-            deadline = min(deadline or math.inf, time.monotonic() + AGAIN_SECONDS)
+            deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
         try:
             return await self._reader.read(claim, deadline=deadline)
         except Refusal as refusal:
@@ -225,14 +218,12 @@ class NodeClaims:
                 return None
             raise
 
-    async def _grant(
-        self, claim: ClaimRef, before: Sequence[Allocation], deadline: float | None, adopted: bool
-    ) -> Sequence[Allocation]:
+    async def _grant(self, claim: ClaimRef, before: Sequence[Allocation], deadline: float, adopted: bool) -> Sequence[Allocation]:
         """`before`: what it holds. Raises Refusal."""
         if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()
-        self._preparing[claim.uid].add(call)
+        self._preparing[call] = claim.uid
         try:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
@@ -241,17 +232,13 @@ class NodeClaims:
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
-            seconds = POD_SECONDS if deadline is None else min(POD_SECONDS, deadline - time.monotonic())
-            views = await asyncio.gather(*(self._view(pod, uid, seconds) for pod, uid in found.pods))
-            pods = [(pod, uid, view) for (pod, uid), view in zip(found.pods, views, strict=True)]
+            seconds = min(POD_SECONDS, deadline - time.monotonic())
+            pods = await asyncio.gather(*(self._look_up(pod, uid, seconds) for pod, uid in found.pods))
             if await self._is_late(claim, pods, deadline):
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
             held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
         finally:
-            if calls := self._preparing.get(claim.uid):
-                calls.discard(call)
-                if not calls:
-                    del self._preparing[claim.uid]
+            self._preparing.pop(call, None)
         if is_new:
             for allocation in held:
                 log.info(
@@ -268,13 +255,13 @@ class NodeClaims:
     def _granted(
         self,
         claim: AllocatedClaim,
-        pods: Sequence[tuple[PodKey, str, PodView | None]],
+        pods: Sequence[ClaimPod],
         call: object,
         adopted: bool,
         ledger: Ledger,
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
-        if call not in self._preparing.get(claim.ref.uid, ()):
+        if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
             if shares_of(held) == _shares(claim):
@@ -286,11 +273,10 @@ class NodeClaims:
         if adopted:
             node = replace(node, unschedulable={})
 
-        def terms(user: ClaimUser, share: bool) -> Terms:
-            return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
+        def terms(pod: PodView | None, share: bool) -> Terms:
+            return self._enforcement.terms(pod, share=share, setting=claim.enforcement)
 
-        users = {request: _user(claim.ref.name, request, pods) for request in {share.request for share in claim.shares}}
-        granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
+        granted = grant_claim(node, ledger, claim, pods=pods, terms=terms, now=self._wall_clock())
         if not (self._share_mode() or adopted) and any(is_share(each) for each in granted):
             raise Refusal(
                 "invalid_request",
@@ -304,8 +290,8 @@ class NodeClaims:
         refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 
-    async def _view(self, pod: PodKey, uid: str, seconds: float) -> PodView | None:
-        return self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
+    async def _look_up(self, pod: PodKey, uid: str, seconds: float) -> ClaimPod:
+        return pod, uid, self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
 
     def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:
         claim = allocation.claim
@@ -336,13 +322,3 @@ def _overtaken(claim: ClaimRef) -> Refusal:
 
 def _shares(claim: AllocatedClaim) -> set[Share]:
     return {(share.device, share.share_id) for share in claim.shares}
-
-
-def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:
-    for pod, uid, view in views:
-        uses = [use for use in (view.claims if view else ()) if use.uses(claim, request)]
-        if uses:
-            first = min(uses, key=lambda use: use.init)
-            return ClaimUser(pod=pod, uid=uid, container=first.container, init=first.init, view=view)
-    pod, uid, view = views[0]
-    return ClaimUser(pod=pod, uid=uid, view=view)

@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.claims import ClaimRef, refuse_two_limits
+from gpumgr.allocator.claims import refuse_two_limits
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodView
 from gpumgr.errors import Refusal
@@ -22,10 +22,10 @@ TWO_LIMITS: Final = "GpuTwoLimits"
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
     """`pod` has appeared on the node. Does nothing if a Prepare call of one of its claims is still to come."""
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
-    for claim in [a.claim for a in ledger.allocations.values() if a.claim is not None]:
+    for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:
             try:
-                refuse_two_limits(ledger, ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid), [pod])
+                refuse_two_limits(ledger, claim, [pod])
             except Refusal as refusal:
                 why = f"the pod can't be refused, since its claims were prepared for other pods: {refusal}"
                 log.warning("two_limits", pod="/".join(pod.key), pod_uid=pod.uid, reason=why)

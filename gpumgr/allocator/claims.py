@@ -4,35 +4,25 @@ One allocation for each request of the claim, since the limits of a container ap
 checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRequest, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, ClaimRequest, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.errors import Refusal
 from gpumgr.units import Amounts, GpuName
 
 #: A device's name, and the UUID of the share of it (None: not a shared device).
 Share = tuple[str, str | None]
+#: A pod that a claim is reserved for: its name, its UID, and its view (None: it is not known).
+ClaimPod = tuple[PodKey, str, PodView | None]
 
 _DEVICE_PREFIX = "gpu-"
 _ANOTHER = "delete the pod, so that kube-scheduler chooses another GPU"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRef:
-    """A ResourceClaim as the kubelet names it."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +63,6 @@ class PreparedDevice:
     share_id: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimUser:
-    """A container that uses a request, with its pod; `view` None: the pod is not known."""
-
-    pod: PodKey
-    uid: str
-    container: str | None = None
-    init: bool = False
-    view: PodView | None = None
-
-
 def device_name(gpu: GpuName) -> str:
     """The device's name in the ResourceSlice. It comes from the UUID, so it is permanent."""
     return _DEVICE_PREFIX + gpu
@@ -110,26 +89,26 @@ def grant_claim(
     ledger: Ledger,
     claim: AllocatedClaim,
     *,
-    users: Mapping[str, ClaimUser],
-    terms: Callable[[ClaimUser, bool], Terms],
+    pods: Sequence[ClaimPod],
+    terms: Callable[[PodView | None, bool], Terms],
     now: float,
 ) -> Sequence[Allocation]:
-    """The allocations of the claim, for `ledger.occupy`. `users`: request -> a container that uses it; `terms`: the terms of its limits,
-    given the user and whether it is a share. Raises Refusal."""
+    """The allocations of the claim, for `ledger.occupy`. `terms`: those of the limits, given a pod that uses the request, and whether it
+    is a share. Raises Refusal."""
     after, granted = ledger, list[Allocation]()
     for request in dict.fromkeys(share.request for share in claim.shares):
         shares = [share for share in claim.shares if share.request == request]
         gpus = {(gpu := _gpu(node, ledger, share)): _amounts(ledger.gpu_registry, gpu, share) for share in shares}
         if len(gpus) < len(shares):
             raise Refusal("conflict", f"request {request} of the claim names one GPU twice: delete the pod and its claim")
-        user, admin = users[request], all(share.admin for share in shares)
-        chosen = terms(user, not admin and not all(amounts.whole for amounts in gpus.values()))
+        ((pod, uid, view), use), admin = _user(claim.ref.name, request, pods), all(share.admin for share in shares)
+        chosen = terms(view, not admin and not all(amounts.whole for amounts in gpus.values()))
         allocation = Allocation(
             id=allocation_id(claim.ref.uid, shares),
-            pod=user.pod,
-            uid=user.uid,
-            container=user.container,
-            init=user.init,
+            pod=pod,
+            uid=uid,
+            container=use.container if use else None,
+            init=use is not None and use.init,
             gpus=gpus,
             granted_at=now,
             why="kube-scheduler chose the GPUs",
@@ -171,6 +150,15 @@ def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) 
                     f"({', '.join(names)}), and the limits of a container come from one request: use one request with "
                     "a count, whole GPUs, or a container for each share",
                 )
+
+
+def _user(claim: str, request: str, pods: Sequence[ClaimPod]) -> tuple[ClaimPod, ClaimUse | None]:
+    """The first pod with a container that uses the request, and this container; an app container, if there is one."""
+    for pod in pods:
+        uses = [use for use in (pod[2].claims if pod[2] else ()) if use.uses(claim, request)]
+        if uses:
+            return pod, min(uses, key=lambda use: use.init)
+    return pods[0], None
 
 
 def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:

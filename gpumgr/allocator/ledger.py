@@ -28,15 +28,24 @@ AllocationId = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRequest:
+class ClaimRef:
+    """A ResourceClaim as the kubelet names it."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest(ClaimRef):
     """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
 
     `admin`: with admin access (KEP-5018), which counts nothing and is never limited.
     """
 
-    uid: str
-    namespace: str
-    name: str
     request: str
     share_ids: Mapping[GpuName, str | None] = field(default_factory=dict)
     admin: bool = False
@@ -259,6 +268,11 @@ class Ledger:
         """Allocations of one pod; with both UIDs known, the UID decides (names recur)."""
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
+
+    @property
+    def claims(self) -> Mapping[str, ClaimRequest]:
+        """The claims that hold GPUs, by UID; of each one of its requests."""
+        return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
 
     def of_claim(self, uid: str) -> list[Allocation]:
         """Allocations of the requests of one ResourceClaim."""

@@ -30,15 +30,15 @@ from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.app.dra_side import DraSide, holders_of_other_mode
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.app.node_enforcement import NodeEnforcement
+from gpumgr.app.node_hold import make_driver
 from gpumgr.app.over_limit import OverLimitReporter
 from gpumgr.app.takeover import TakeOver
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
-from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.deviceplugin.registration import KubeletLink
 from gpumgr.dra.driver import DraDriver
-from gpumgr.dra.registration import LinkState as DraLinkState
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import ApiServer
@@ -49,6 +49,7 @@ from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
 from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings, profile
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import MIG_PREFIX, RESOURCES, Resource
@@ -108,7 +109,9 @@ class Components:
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         #: In mode plugin: for what is left of mode dra.
-        self.leaving = self._make_leaving(server, lost=loaded.lost) if driver is None else None
+        self.leaving = None
+        if driver is None and server is not None:
+            self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
@@ -260,13 +263,6 @@ class Components:
             names=profile.resource_names(self.settings),
         )
 
-    def _make_leaving(self, server: ApiServer | None, *, lost: bool) -> DraSide | None:
-        kubelet = self.settings.kubelet
-        if server is None:
-            return None
-        driver = DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, self.settings.process.instance)
-        return self._make_dra(driver, server, lost=lost)
-
     def _make_dra(self, driver: DraDriver, server: ApiServer | None, *, lost: bool) -> DraSide:
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
@@ -352,7 +348,7 @@ class Components:
             self.reconciler.kubelet_restarted()
         self._registrations[kind] = state.registrations
 
-    def _driver_changed(self, state: DraLinkState) -> None:
+    def _driver_changed(self, state: LinkState) -> None:
         self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
 
 

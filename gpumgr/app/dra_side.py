@@ -4,7 +4,6 @@ in mode plugin what ends that: the slice is deleted, and claims that still hold 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -15,14 +14,13 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import LatestValue, persistently
-from gpumgr.allocator.claims import ClaimRef, Share, device_name
+from gpumgr.aio import LatestValue, persistently, wait_at_most
+from gpumgr.allocator.claims import Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.dra.claim_reader import ClaimReader, allocated_here, claim_path
-from gpumgr.dra.driver import DraDriver
+from gpumgr.allocator.ledger import ClaimRef, Ledger
+from gpumgr.dra.claim_reader import ClaimReader, find_shares
+from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
 from gpumgr.dra.health import DeviceHealth
-from gpumgr.dra.registration import LinkState
 from gpumgr.dra.service import Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
@@ -30,6 +28,7 @@ from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -101,9 +100,9 @@ class DraSide:
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
         if not plugin:
-            driver.observe, driver.on_state, driver.on_registered = observe, self._link_changed, self._registered
+            driver.observe, driver.link.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
-        self._waiting_pods = WaitingPods(server, pods, node, self.claims.prepared, self._held)
+        self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
 
     @property
     def registered(self) -> bool:
@@ -129,7 +128,14 @@ class DraSide:
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
             self._devices.set(with_lost(self._devices.value or (), now))
-        self._driver.health.set(_health(self._settings.node.name, registry, inventory))
+        node, failed = self._settings.node.name, inventory.failures(registry)
+        health = [
+            DeviceHealth(
+                pool=node, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, "")
+            )
+            for gpu in registry.gpus
+        ]
+        self._driver.health.set(tuple(health))
 
     async def run(self) -> None:
         """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
@@ -141,38 +147,39 @@ class DraSide:
         self.update()
         asyncio.get_running_loop().call_later(max(0.0, self._empty_at - time.monotonic()), self.update)
         self._link_changed(self.link.state)
-        self._driver.decide_with(self.claims)
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
-            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
-            group.create_task(persistently("reclaim", self._reclaim), name="reclaim")
             group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
-            group.create_task(self.link.run(), name="dra_link")
+            self._serve(group)
 
     async def run_out(self) -> None:
         """Deletes the slice, if the node can have one: most nodes never had, and their agents have no right to. Keeps the prepared claims
         (after a lost ledger those of the node's pods), and serves their Unprepare until there are none left: drained pods end only after
         that."""
         async with asyncio.TaskGroup() as group:
-            if self._had_claims or holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:
+            if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
             if self._lost:
                 await self._adopt()
             await self.claims.restore()
             self._hold(None)
-            if holders_of_other_mode(self._agent_state.ledger, "plugin") is None:
+            if not self._agent_state.ledger.claims:
                 return
-            self._driver.decide_with(self.claims)
-            daemons = [
-                group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
-                group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
-                group.create_task(self.link.run(), name="dra_link"),
-            ]
-            while holders_of_other_mode(self._agent_state.ledger, "plugin") is not None:  # noqa: ASYNC110 (a ledger has no event)
+            daemons = self._serve(group)
+            while self._agent_state.ledger.claims:  # noqa: ASYNC110 (a ledger has no event)
                 await asyncio.sleep(1.0)
             for daemon in daemons:
                 daemon.cancel()
             await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+
+    def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """The daemons that serve the kubelet, and keep the claims."""
+        self._driver.decide_with(self.claims)
+        return [
+            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
+            group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
+            group.create_task(self.link.run(), name="dra_link"),
+        ]
 
     async def _withdraw(self) -> None:
         pause, longest = WITHDRAWAL_PAUSES
@@ -209,9 +216,7 @@ class DraSide:
     async def held_back_by(self) -> str | None:
         """Why the device plugins must not be registered yet. The first look at the pods is waited for, for a moment."""
         if self.held_back is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ADOPT_SECONDS):
-                    await self._examined.wait()
+            await wait_at_most(self._examined, ADOPT_SECONDS)
         return self.held_back
 
     async def _adopt(self) -> None:
@@ -228,30 +233,28 @@ class DraSide:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
         for namespace, name in sorted(used):
+            uid, until = "", time.monotonic() + WAIT_SECONDS
             try:
-                found = await self._server.find(claim_path(namespace, name))
+                uid, shares = await find_shares(self._server, self._settings.node.name, namespace, name)
+                if shares and not self._agent_state.inventory.snapshot.gpus:
+                    return "the driver has not listed the GPUs"
+                if shares:
+                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), deadline=until, adopted=True)
+            except (Refusal, *UNREADABLE) as error:
+                if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
+                    return str(error)
+                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
             except API_FAILURES as error:
                 if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
                     log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
                     return None
                 return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
-            try:
-                if found is not None and allocated_here(found, self._settings.node.name):
-                    uid = str(found["metadata"]["uid"])
-                    if not self._agent_state.inventory.snapshot.gpus:
-                        return "the driver has not listed the GPUs"
-                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), adopted=True)
-            except (Refusal, *UNREADABLE) as error:
-                if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
-                    return str(error)
-                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
         return None
 
     async def _reclaim(self) -> None:
         async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
             try:
-                found = await self._server.find(claim_path(claim.namespace, claim.name))
-                return ("", ()) if found is None else (found["metadata"]["uid"], allocated_here(found, self._settings.node.name))
+                return await find_shares(self._server, self._settings.node.name, claim.namespace, claim.name)
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed[str(claim)] = repr(error)
                 return None
@@ -264,9 +267,9 @@ class DraSide:
                 await self.claims.reclaim(find, await self._pod_resources.list())
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed["the kubelet's list"] = repr(error)
-            before, logged = logged, dict(failed)
-            if logged and logged != before:
-                log.warning("leaked_claims_not_examined", errors=logged, consequence="it is tried again")
+            if failed and failed != logged:
+                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="it is tried again")
+            logged = dict(failed)
 
     async def _keep_specs(self) -> None:
         """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
@@ -275,14 +278,11 @@ class DraSide:
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
-        self._registrations.set(state.registrations if state.registered else 0)
+        registrations = state.registrations if state.registered else 0
+        if registrations > self._registrations.value:
+            self._waiting_pods.retry_now()
+        self._registrations.set(registrations)
         self._on_state(state)
-
-    def _held(self) -> Collection[tuple[str, str]]:
-        return {(a.claim.namespace, a.claim.name) for a in self._agent_state.ledger.allocations.values() if a.claim is not None}
-
-    def _registered(self) -> None:
-        self._waiting_pods.retry_now()
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
@@ -307,11 +307,3 @@ def gpu_taints(
         **{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned},
         **{gpu: (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),) for gpu in failed},
     }
-
-
-def _health(pool: str, registry: GpuRegistry, inventory: Inventory) -> tuple[DeviceHealth, ...]:
-    failed = inventory.failures(registry)
-    return tuple(
-        DeviceHealth(pool=pool, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, ""))
-        for gpu in registry.gpus
-    )

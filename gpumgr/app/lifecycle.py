@@ -19,7 +19,7 @@ import structlog
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
-from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick
+from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
@@ -59,7 +59,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             core_scaling=settings.hami.device_core_scaling,
             consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
         )
-    driver = make_driver(settings)
+    driver = make_driver(settings) if settings.node.mode == "dra" else None
     async with node_held(settings, driver, stop) as held:
         if held:
             await _run(settings, hardware, driver, notifier, stop, source)
@@ -173,9 +173,7 @@ async def _refresh(components: Components, read_model: ReadModel) -> None:
     sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(components.settings.nvml.sample_period_seconds + REPORT_SECONDS):
-                await sampled.wait()
+        await wait_at_most(sampled, components.settings.nvml.sample_period_seconds + REPORT_SECONDS)
         sampled.clear()
 
 

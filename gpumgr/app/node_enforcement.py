@@ -15,6 +15,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
+from gpumgr.aio import wait_at_most
 from gpumgr.allocator.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
@@ -185,9 +186,7 @@ class NodeEnforcement:
         next_prune = self._next_choice = time.monotonic()
         wait = 0.0
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._freed.wait()
+            await wait_at_most(self._freed, wait)
             self._freed.clear()
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)

@@ -26,11 +26,8 @@ log = structlog.get_logger(__name__)
 RETRY_SECONDS: Final = 0.1
 
 
-def make_driver(settings: Settings) -> DraDriver | None:
-    """None in mode plugin."""
+def make_driver(settings: Settings) -> DraDriver:
     kubelet = settings.kubelet
-    if settings.node.mode != "dra":
-        return None
     return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance)
 
 

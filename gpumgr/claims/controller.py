@@ -4,16 +4,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 import structlog
 
+from gpumgr.aio import wait_at_most
 from gpumgr.claims.gates import decide
 from gpumgr.claims.objects import GATE, Key, UnboundPod
 from gpumgr.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer, Body, Method, PatchKind
 from gpumgr.kubeapi.publisher.events import Event, EventSeries, pod_ref
+from gpumgr.scheduler.leader import Leadership
 from gpumgr.settings.schema import ClaimsSettings
 
 _log = structlog.get_logger(__name__)
@@ -34,10 +36,6 @@ OUTCOMES: Final = ("ok", "error")
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
 
 
-class Leader(Protocol):
-    def outlives(self, seconds: float) -> bool: ...
-
-
 class ClaimsController:
     """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, `now` Unix time, in seconds. `writes`
     counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
@@ -49,7 +47,7 @@ class ClaimsController:
         settings: ClaimsSettings,
         identity: str,
         *,
-        leader: Leader | None = None,
+        leader: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         period_seconds: float = 1.0,
@@ -72,11 +70,7 @@ class ClaimsController:
 
     async def run(self) -> NoReturn:
         while True:
-            try:
-                async with asyncio.timeout(self._period):
-                    await self._watches.changed.wait()
-            except TimeoutError:
-                pass
+            await wait_at_most(self._watches.changed, self._period)
             self._watches.changed.clear()
             if self.leads:
                 await self.step()

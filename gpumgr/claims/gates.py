@@ -43,23 +43,26 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand],
     """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what it
     asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims of pods
     without gates, which are not allocated yet."""
-    decision, granted, kept, first = Decision(), _Sums(), _Sums(), dict[str, UnboundPod]()
+    decision, first = Decision(), dict[str, UnboundPod]()
+    #: What is given, and that with what is kept for pods that wait.
+    granted, reserved, unused = _Sums(), _Sums(), Quotas(quotas.limits)
     for flight in flights:
         granted.add(flight)
-    unused = Quotas(quotas.limits)
+        reserved.add(flight)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
-        if text := _refusal(demand, unused):
+        if text := _refusal(demand, unused, _Sums()):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
             decision.refused.append((pod, f"{text}; the quota alone does not allow it{remedy}"))
         elif text := _refusal(demand, quotas, granted):
             first.setdefault(demand.namespace, pod)
-            kept.add(demand)
+            reserved.add(demand)
             decision.refused.append((pod, f"{text}; it is scheduled as soon as the quota allows it"))
-        elif _refusal(demand, quotas, granted, kept):
-            kept.add(demand)
+        elif _refusal(demand, quotas, reserved):
+            reserved.add(demand)
             decision.refused.append((pod, f"pod {first[demand.namespace].key[1]} waits for the quota, and was created before it"))
         else:
             granted.add(demand)
+            reserved.add(demand)
             decision.allowed.append(pod)
     return decision
 
@@ -73,29 +76,22 @@ class _Sums:
 
     def add(self, demand: Demand) -> None:
         for kind, memory in demand.kinds:
-            held = uniform_holding(kind, memory, _containers(demand, kind, memory, self)).get(kind, NONE_HELD)
-            self._held[demand.namespace, kind, memory] = self.of(demand.namespace, kind, memory).plus(held)
+            more = self.more(demand, kind, memory).get(kind, NONE_HELD)
+            self._held[demand.namespace, kind, memory] = self.held(demand.namespace, kind, memory).plus(more)
             self._counted.update((uid, kind, memory) for uid in demand.claims)
 
-    def of(self, namespace: str, kind: GpuKind, memory: int) -> Held:
+    def held(self, namespace: str, kind: GpuKind, memory: int) -> Held:
         return self._held.get((namespace, kind, memory), NONE_HELD)
 
-    def has(self, uid: str, kind: GpuKind, memory: int) -> bool:
-        return (uid, kind, memory) in self._counted
+    def more(self, demand: Demand, kind: GpuKind, memory: int) -> Mapping[GpuKind, Held]:
+        """What the claims of the demand hold that are not counted yet."""
+        uncounted = [each for uid, each in demand.claims.items() if (uid, kind, memory) not in self._counted]
+        return uniform_holding(kind, memory, tuple(one for each in uncounted for one in each))
 
 
-def _containers(demand: Demand, kind: GpuKind, memory: int, *others: _Sums) -> tuple[ContainerRequest, ...]:
-    """Of the claims that none of the `others` counts."""
-    claims = demand.claims.items()
-    return tuple(one for uid, each in claims if not any(sums.has(uid, kind, memory) for sums in others) for one in each)
-
-
-def _refusal(demand: Demand, quotas: Quotas, *others: _Sums) -> str | None:
+def _refusal(demand: Demand, quotas: Quotas, sums: _Sums) -> str | None:
     for kind, memory in sorted(demand.kinds, key=repr):
-        used_too = NONE_HELD
-        for each in others:
-            used_too = used_too.plus(each.of(demand.namespace, kind, memory), -1)
-        holding = uniform_holding(kind, memory, _containers(demand, kind, memory, *others))
-        if text := quotas.refusal(demand.namespace, holding, {kind: used_too}):
+        used_too = NONE_HELD.plus(sums.held(demand.namespace, kind, memory), -1)
+        if text := quotas.refusal(demand.namespace, sums.more(demand, kind, memory), {kind: used_too}):
             return text
     return None

@@ -14,7 +14,7 @@ from gpumgr.claims.pages import ClaimsPages
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.leader import Leadership
-from gpumgr.scheduler.lifecycle import REMEDY, this_replica
+from gpumgr.scheduler.lifecycle import REMEDY, run_together, this_replica
 from gpumgr.scheduler.pages import page_server
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
@@ -35,20 +35,14 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
-
-    async def work() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(watches.run())
-            group.create_task(persistently("claims", controller.run))
-            if leadership is not None:
-                group.create_task(leadership.run())
-
     try:
         try:
             await web_server.start()
         except ListenError as error:
             _log.error("pages_not_served", error=str(error), consequence=_LOST)
-        working = await run_until(stop.wait(), work())
+        leading = [leadership.run()] if leadership is not None else []
+        daemons = run_together(watches.run(), persistently("claims", controller.run), *leading)
+        working = await run_until(stop.wait(), daemons)
         if not working.cancelled():
             working.result()
     finally:

@@ -120,14 +120,8 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
     metadata, allocation = item["metadata"], (item.get("status") or {}).get("allocation")
     owners = (each["uid"] for each in metadata.get("ownerReferences") or () if each.get("kind") == "Pod")
     key, uid = _key(metadata), metadata["uid"]
-    placed = None
-    if allocation is not None:
-        results = [
-            each
-            for each in (allocation.get("devices") or {}).get("results") or ()
-            if each["driver"] == DRIVER and not each.get("adminAccess")
-        ]
-        placed = _placed(uid, key[0], results) if results else None
+    results = ((allocation or {}).get("devices") or {}).get("results") or ()
+    counted = [each for each in results if each["driver"] == DRIVER and not each.get("adminAccess")]
     return WatchedClaim(
         uid=uid,
         key=key,
@@ -135,19 +129,17 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
         template=(metadata.get("annotations") or {}).get(TEMPLATE_ANNOTATION),
         allocated=allocation is not None,
         containers=tuple(_asked(((item["spec"].get("devices")) or {}).get("requests") or ())),
-        placed=placed,
+        placed=_placed(uid, key[0], counted) if counted else None,
     )
 
 
 def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> PlacedPod:
     """A device without amounts is used whole. Pools have the names of their nodes."""
-    containers, shares = [], []
-    for each in results:
-        container = _container(each.get("consumedCapacity") or {})
-        containers.append(container)
-        shares.append(((str(each["device"]), Amounts(container.cores_per_gpu, container.memory_mebibytes)),))
-    request = PodRequest(tuple(containers))
-    return PlacedPod(uid=uid, node=str(results[0]["pool"]), request=request, shares=tuple(shares), namespace=namespace)
+    containers = [_container(each.get("consumedCapacity") or {}) for each in results]
+    amounts = [Amounts(each.cores_per_gpu, each.memory_mebibytes) for each in containers]
+    shares = tuple(((str(each["device"]), amount),) for each, amount in zip(results, amounts, strict=True))
+    node = str(results[0]["pool"])
+    return PlacedPod(uid=uid, node=node, request=PodRequest(tuple(containers)), shares=shares, namespace=namespace)
 
 
 def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:

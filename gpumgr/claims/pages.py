@@ -1,7 +1,7 @@
 """Metrics and probes of `gpumgr claims`. Every label has a fixed set of values."""
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from aiohttp import web
@@ -10,11 +10,7 @@ import gpumgr
 from gpumgr.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.metrics.text_format import Family, RenderedFamily, counter, gauge, label_text, page, render
-from gpumgr.web.access import AuthPolicy, Scope
-from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
-from gpumgr.web.responses import json_response, on_response_prepare
-
-_SCOPES: Final[Mapping[str, Scope]] = {"/metrics": "metrics", "/healthz": "probe", "/readyz": "probe"}
+from gpumgr.scheduler.pages import Routes
 
 _BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
 _LEADER: Final = gauge("claims_leader", "1 on the replica that writes.")
@@ -35,23 +31,16 @@ class ClaimsPages:
     def __init__(self, watches: ClaimWatches, controller: ClaimsController) -> None:
         self._watches, self._controller = watches, controller
 
-    def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
-        app = web.Application(middlewares=[make_middleware(_SCOPES, policy, names)], client_max_size=MAX_BODY_BYTES)
-        handlers = (self._scrape, self._healthz, self._readyz)
-        app.add_routes([web.get(path, handler) for path, handler in zip(_SCOPES, handlers, strict=True)])
-        app.on_response_prepare.append(on_response_prepare)
-        return app
+    def routes(self) -> Routes:
+        return {"/metrics": ("metrics", self._scrape)}
+
+    @property
+    def synced(self) -> bool:
+        return self._watches.synced
 
     async def _scrape(self, _: web.Request) -> web.Response:
         body = page(self._families(), openmetrics=False)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return json_response({"status": "ok"})
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        synced = self._watches.synced
-        return json_response({"status": "ok" if synced else "failing"}, status=200 if synced else 503)
 
     def _families(self) -> Iterator[RenderedFamily]:
         families: dict[Family, Mapping[tuple[str, ...], float]] = {

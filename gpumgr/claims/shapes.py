@@ -15,8 +15,6 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
 
 DRIVER: Final = "gpu.gpumgr.io"
 DEVICE_CLASS: Final = DRIVER
-#: The pod's own name of the claim that the policy adds.
-POD_CLAIM: Final = "gpumgr-vcuda"
 #: Of a claim: the template that it was made from.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
@@ -57,12 +55,8 @@ class ShapeRequest:
 Shape = tuple[ShapeRequest, ...]
 
 
-def spell(shape: Shape) -> str:
-    return PREFIX + "-".join(f"{each.name}-{each.cores}-{each.blocks}" for each in shape)
-
-
 def parse(name: str) -> Shape:
-    """The inverse of `spell`. Raises ValueError: why the name is no shape that can be served."""
+    """The shape that this name of a template spells. Raises ValueError: why the name is no shape that can be served."""
     text = name.removeprefix(PREFIX.removesuffix("-"))
     found = list(_REQUEST.finditer(text)) if len(name) <= MAX_NAME else []
     if name == text or not found or "".join(each[0] for each in found) != text:

@@ -1,13 +1,12 @@
 """`gpumgr claims`: the controller for vcuda pods on DRA nodes."""
 
-import asyncio
-import signal
 from pathlib import Path
 
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import config_option, effective_settings, set_option
+from gpumgr.cli.options import config_option, effective_settings, kubeconfig_option, set_option
+from gpumgr.cli.until_signalled import run_until_signalled
 
 _EXIT_CODES = {
     0: "it was stopped (SIGTERM, SIGINT)",
@@ -20,11 +19,7 @@ _EXIT_CODES = {
     "claims", cls=ExitingCommand, short_help="Create claim templates, and keep quotas of DRA pods.", exit_codes=_EXIT_CODES
 )
 @config_option
-@click.option(
-    "--kubeconfig",
-    type=click.Path(path_type=Path),
-    help="Credentials for the API server.  [default: kubernetes.kubeconfig of the settings, else the pod's service account]",
-)
+@kubeconfig_option
 @set_option
 def command(file: Path | None, kubeconfig: Path | None, assignments: tuple[str, ...]) -> None:
     """Create the ResourceClaimTemplates of vcuda pods on DRA nodes, and keep the quotas of their namespaces, until SIGTERM (docs/dra.md).
@@ -40,11 +35,4 @@ def command(file: Path | None, kubeconfig: Path | None, assignments: tuple[str, 
 
     settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)
-
-    async def until_signalled() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await run_claims(settings, kubeconfig, stop=stop)
-
-    asyncio.run(until_signalled())
+    run_until_signalled(lambda stop: run_claims(settings, kubeconfig, stop=stop))

@@ -38,6 +38,11 @@ sim_option = click.option("--sim", metavar="NAME|FILE", help="A simulated node: 
 set_option = click.option(
     "--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated."
 )
+kubeconfig_option = click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path),
+    help="Credentials for the API server.  [default: kubernetes.kubeconfig of the settings, else the pod's service account]",
+)
 
 
 def agent_options(command: F) -> F:

@@ -1,13 +1,12 @@
 """`gpumgr scheduler`: the extender of kube-scheduler."""
 
-import asyncio
-import signal
 from pathlib import Path
 
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import config_option, effective_settings, set_option
+from gpumgr.cli.options import config_option, effective_settings, kubeconfig_option, set_option
+from gpumgr.cli.until_signalled import run_until_signalled
 
 _EXIT_CODES = {
     0: "it was stopped (SIGTERM, SIGINT)",
@@ -18,11 +17,7 @@ _EXIT_CODES = {
 
 @click.command("scheduler", cls=ExitingCommand, short_help="Choose node and GPUs for kube-scheduler.", exit_codes=_EXIT_CODES)
 @config_option
-@click.option(
-    "--kubeconfig",
-    type=click.Path(path_type=Path),
-    help="Credentials for the API server.  [default: kubernetes.kubeconfig of the settings, else the pod's service account]",
-)
+@kubeconfig_option
 @click.option("--listen", metavar="ADDRESS:PORT", required=True, help="Where kube-scheduler reaches the extender.")
 @click.option("--insecure-loopback", is_flag=True, help="Serve plain HTTP without certificates, on a loopback address.")
 @set_option
@@ -43,11 +38,4 @@ def command(
     place = parse_listen(listen)
     settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)
-
-    async def until_signalled() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await run_scheduler(settings, kubeconfig, place, insecure_loopback=insecure_loopback, stop=stop)
-
-    asyncio.run(until_signalled())
+    run_until_signalled(lambda stop: run_scheduler(settings, kubeconfig, place, insecure_loopback=insecure_loopback, stop=stop))

@@ -28,6 +28,7 @@ from gpumgr.deviceplugin.server import PluginServer
 from gpumgr.errors import KubeletError
 from gpumgr.files import FileIdentity
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.units import RESOURCE_NAMES, Resource
 
 _log = structlog.get_logger(__name__)
@@ -61,15 +62,6 @@ class LinkTiming:
     handover_seconds: float = 1.0
     #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkState:
-    """The registration of one resource. `registrations` counts successful Register calls, `error` is the last failure since."""
-
-    registered: bool = False
-    registrations: int = 0
-    error: str | None = None
 
 
 class KubeletLink:

@@ -3,15 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.allocator.claims import ClaimRef
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.api_server import ask
 from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.doctor.gpus import SharedNvml
-from gpumgr.dra.claim_reader import claim_path
+from gpumgr.dra.claim_reader import find_shares
 from gpumgr.dra.registration import socket_patterns
 from gpumgr.dra.slices import DRIVER, SLICES, dropped, probe_slice, slice_name
 from gpumgr.kubeapi.client import AnswerError, ApiServer
@@ -34,22 +32,23 @@ async def look_at_mode(mode: str) -> CheckResult:
 
 async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
     """The kubelet's folders, and the driver's sockets in them."""
+    return await aside(lambda: _sockets(kubelet))
+
+
+def _sockets(kubelet: KubeletSettings) -> CheckResult:
     for folder in (kubelet.plugins_dir, kubelet.plugins_registry_dir):
-        if not await aside(folder.is_dir):
+        if not folder.is_dir():
             return error(f"{folder} is no folder", _FOLDER)
-        if not await aside(lambda folder=folder: os.access(folder, os.W_OK | os.X_OK)):  # type: ignore[misc]
+        if not os.access(folder, os.W_OK | os.X_OK):
             return error(f"{folder} is not writable", "run gpumgr as root")
     of_driver, of_registration = socket_patterns(DRIVER)
     places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
-    served = [await aside(lambda place=place: _served(*place)) for place in places]  # type: ignore[misc]
-    away = [f"{folder}/{pattern}" for (folder, pattern), found in zip(places, served, strict=True) if not found]
-    if away:
+    served = {
+        place: [each for each in sorted(place[0].glob(place[1])) if each.is_socket() and is_served(each)] for place in places
+    }
+    if away := [f"{folder}/{pattern}" for (folder, pattern), found in served.items() if not found]:
         return warning(f"the driver {DRIVER} does not listen at {' and '.join(away)}", _START)
-    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served for path in found)}")
-
-
-def _served(folder: Path, pattern: str) -> Sequence[Path]:
-    return [path for path in sorted(folder.glob(pattern)) if path.is_socket() and is_served(path)]
+    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served.values() for path in found)}")
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
@@ -100,10 +99,13 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     """Claims that hold GPUs in the checkpoint, and that the API server does not have."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
-    held = await aside(lambda: _claims(settings.checkpoint.dir))
+    held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))
 
     async def look(server: ApiServer) -> CheckResult:
-        gone = [claim for claim in held[:_MAX_CLAIMS] if not await _exists(server, claim)]
+        node = settings.node.name
+        gone = [
+            each for each in held[:_MAX_CLAIMS] if (await find_shares(server, node, each.namespace, each.name))[0] != each.uid
+        ]
         if gone:
             return warning(
                 f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
@@ -112,14 +114,3 @@ async def look_at_claims(settings: Settings) -> CheckResult:
         return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
 
     return await ask(settings, look)
-
-
-def _claims(folder: Path) -> Sequence[ClaimRef]:
-    """Raises CheckpointError."""
-    held = [a.claim for a in read_checkpoint(folder).ledger.allocations.values() if a.claim is not None]
-    return sorted({ClaimRef(namespace=each.namespace, name=each.name, uid=each.uid) for each in held}, key=str)
-
-
-async def _exists(server: ApiServer, claim: ClaimRef) -> bool:
-    found = await server.find(claim_path(claim.namespace, claim.name))
-    return found is not None and found["metadata"]["uid"] == claim.uid

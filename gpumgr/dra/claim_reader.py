@@ -5,13 +5,15 @@ tries a failed claim again only after more than a minute, so transient faults ar
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, Share
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
@@ -40,27 +42,22 @@ class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fi
 
 
 class ClaimReader:
-    """`pool`: the name of the node's pool of devices. `budget_seconds`: how long transient faults are retried, unless `read` is given
-    a deadline. `clock` is monotonic, in seconds."""
+    """`pool`: the name of the node's pool of devices. Transient faults are retried until the deadline, in monotonic seconds."""
 
-    def __init__(
-        self, server: ApiServer, pool: str, *, budget_seconds: float = 40.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._server, self._pool, self._budget_seconds, self._clock = server, pool, budget_seconds, clock
+    def __init__(self, server: ApiServer, pool: str) -> None:
+        self._server, self._pool = server, pool
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
-    async def read(self, claim: ClaimRef, *, deadline: float | None = None) -> AllocatedClaim:
+    async def read(self, claim: ClaimRef, *, deadline: float = math.inf) -> AllocatedClaim:
         """The claim as the API server has it now. Raises Refusal."""
-        until = self._clock() + self._budget_seconds if deadline is None else deadline
-        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", until)
+        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
         return allocated_claim(claim, self._pool, found)
 
-    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float | None = None) -> bool:
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float = math.inf) -> bool:
         """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
         agent has the right."""
-        until = self._clock() + self._budget_seconds if deadline is None else deadline
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
-        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", until) or {}
+        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline) or {}
         return any(
             (meta := each["metadata"])["uid"] == uid
             and not meta.get("deletionTimestamp")
@@ -70,7 +67,7 @@ class ClaimReader:
 
     async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
         pause, why = _PAUSE_SECONDS[0], "no answer in time"
-        while (left := deadline - self._clock()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             wanted = 0.0
             try:
                 async with asyncio.timeout(min(left, _TRY_SECONDS)), self._free:
@@ -80,31 +77,36 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
                 if error.status == 401:
-                    why = await self._renew() or why
+                    try:
+                        await self._server.renew()
+                    except GpumgrError as failure:  # they may be in the middle of being replaced
+                        why = str(failure)
             except API_FAILURES as error:
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
-            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
+            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
-
-    async def _renew(self) -> str | None:
-        """Why the credentials can't be read again; they may be in the middle of being replaced."""
-        try:
-            await self._server.renew()
-        except GpumgrError as error:
-            return str(error)
-        return None
 
 
 def claim_path(namespace: str, name: str) -> str:
     return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
 
 
+async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
+    """The UID of the present claim of this name ("": there is none), and the shares of the driver's devices in this pool that it has.
+    Raises what requests raise, and what `allocated_here` does."""
+    found = await server.find(claim_path(namespace, name))
+    return ("", set()) if found is None else (str(found["metadata"]["uid"]), allocated_here(found, pool))
+
+
 def allocated_here(claim: Mapping[str, Any], pool: str) -> set[Share]:
-    """The shares of the driver's devices in this pool that the claim (JSON) has."""
-    results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
-    own = [each for each in results if (each["driver"], each["pool"]) == (DRIVER, pool)]
-    return {(str(each.get("device")), each.get("shareID")) for each in own}
+    """The shares of the driver's devices in this pool that the claim (JSON) has. Raises UNREADABLE for another structure."""
+    devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
+    return {(str(each.get("device")), each.get("shareID")) for each in _own_results(devices, pool)}
+
+
+def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str, Any]]:
+    return [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
@@ -137,8 +139,7 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
     if not consumers:
         raise _Unusable("is not reserved for any pod")
     devices = allocation["devices"]
-    own = [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
-    if not own:
+    if not (own := _own_results(devices, pool)):
         raise _Unusable(f"has no device of {DRIVER} on node {pool}")
     return AllocatedClaim(
         ref=ref,

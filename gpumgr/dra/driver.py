@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from gpumgr.aio import LatestValue, run_shielded
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import DraLink, LinkState
+from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import Refusal
@@ -23,42 +24,36 @@ START_SECONDS: Final = 3.0
 class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal."""
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
         """See dra.service.Claims. `deadline`: when it must answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None: ...
 
 
 class DraDriver:
-    """`link.run` serves the kubelet. The callbacks are set by the part that decides, before `decide_with`."""
+    """`link.run` serves the kubelet. `observe` and `link.on_state` are set by the part that decides, before `decide_with`."""
 
     def __init__(
         self, plugins_dir: Path, registry_dir: Path, instance: str | None, *, wait_seconds: float = WAIT_SECONDS
     ) -> None:
         """Must be called inside a running event loop. `instance`: as for DraLink."""
         self._wait_seconds = wait_seconds
-        self._claims: Claims | None = None
-        self._decides = asyncio.Event()
+        self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
         #: Why nothing is decided yet.
         self.waits_for = "the agent starts"
         self.health = LatestValue[tuple[DeviceHealth, ...]](())
         self.observe: Callable[[str, str, float], None] = lambda *_: None
-        self.on_registered: Callable[[], None] = lambda: None
-        self.on_state: Callable[[LinkState], None] = lambda _state: None
         self.link = DraLink(
             plugins_dir,
             registry_dir,
             DRIVER,
             [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(self.health)],
             instance=instance,
-            on_registered=lambda: self.on_registered(),
-            on_state=lambda state: self.on_state(state),
         )
 
     def decide_with(self, claims: Claims) -> None:
         """Waiting calls continue."""
-        self._claims = claims
-        self._decides.set()
+        self._claims.set_result(claims)
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         deadline = time.monotonic() + self._wait_seconds
@@ -75,11 +70,8 @@ class DraDriver:
 
     async def _decider(self, deadline: float) -> Claims:
         """Raises Refusal."""
-        if self._claims is None:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._decides.wait()
-            except TimeoutError:
-                raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
-        assert self._claims is not None
-        return self._claims
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await asyncio.shield(self._claims)
+        except TimeoutError:
+            raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None

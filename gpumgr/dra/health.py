@@ -11,7 +11,7 @@ from grpclib.const import Handler as Method
 
 from gpumgr._pb.drahealth.v1 import DeviceHealth as DeviceHealthMessage
 from gpumgr._pb.drahealth.v1 import DeviceIdentifier, HealthStatus, NodeWatchResourcesResponse
-from gpumgr.aio import LatestValue, Subscription
+from gpumgr.aio import LatestValue
 from gpumgr.rpc.calls import receive
 
 #: The kubelet shows a device as Unknown 30 s after its last update.
@@ -32,7 +32,7 @@ class DeviceHealth:
 
 
 class DraHealth:
-    """The service object. `devices` has every device of the driver."""
+    """The service object. `devices` has every device of the driver, and no other readers."""
 
     #: For the registration.
     versions: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
@@ -47,7 +47,6 @@ class DraHealth:
         """`clock` is Unix time in seconds."""
         self._devices = devices
         self._repeat_seconds, self._clock = repeat_seconds, clock
-        self._watches: set[Subscription[tuple[DeviceHealth, ...]]] = set()
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires."""
@@ -56,26 +55,21 @@ class DraHealth:
 
     def end_streams(self) -> None:
         """Ends every stream; the kubelet receives a clean end."""
-        for watch in self._watches:
-            watch.close()
+        self._devices.end_readers()
 
     async def _watch(self, stream: Any) -> None:
         """Sends the whole list at once, on each change, and when nothing has changed for `repeat_seconds`."""
         await receive(stream)
         with self._devices.subscribe() as watch:
-            self._watches.add(watch)
-            try:
-                while True:
-                    try:
-                        async with asyncio.timeout(self._repeat_seconds):
-                            devices = await anext(watch)
-                    except TimeoutError:
-                        devices = self._devices.value
-                    await stream.send_message(health_message(devices, self._clock()))
-            except StopAsyncIteration:  # end_streams
-                pass
-            finally:
-                self._watches.discard(watch)
+            while True:
+                try:
+                    async with asyncio.timeout(self._repeat_seconds):
+                        devices = await anext(watch)
+                except TimeoutError:
+                    devices = self._devices.value
+                except StopAsyncIteration:  # end_streams
+                    return
+                await stream.send_message(health_message(devices, self._clock()))
 
 
 def health_message(devices: Sequence[DeviceHealth], now: float) -> NodeWatchResourcesResponse:

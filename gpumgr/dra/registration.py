@@ -31,6 +31,7 @@ from gpumgr.aio import forever, until_tick
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.rpc.unix_server import UnixServer
 from gpumgr.unix_socket import is_served, path_problem
 
@@ -71,15 +72,6 @@ class LinkTiming:
     unconnected_seconds: float = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkState:
-    """The registration. `registrations` counts those that the kubelet confirmed, `error` says what is wrong now, and what to do."""
-
-    registered: bool = False
-    registrations: int = 0
-    error: str | None = None
-
-
 class DraLink:
     """Registers one driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
 
@@ -92,20 +84,19 @@ class DraLink:
         *,
         instance: str | None = None,
         timing: LinkTiming | None = None,
-        on_registered: Callable[[], None] = lambda: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
         made in the folder `driver` of `plugins_dir`. Must be called inside a running event loop.
 
         `instance` is a name for each process of a rolling update, like the uid of its pod; each then has sockets of its own.
-        `on_registered` is called after each registration that the kubelet confirms, also by a kubelet that was restarted.
+        `on_state` is called after each change, so after each registration that the kubelet confirms.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, driver, instance)
         self._driver, self._services = driver, services
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        self._on_registered, self._on_state = on_registered, on_state
+        self.on_state = on_state
         self._dra = UnixServer(dra, services, self._end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
@@ -169,13 +160,12 @@ class DraLink:
         if status.plugin_registered:
             self._refusal = None
             self._registrations += 1
-            # Later: an error of the callback must not become the answer, which would undo the registration.
-            asyncio.get_running_loop().call_soon(self._on_registered)
         else:
             self._refusal = (
                 f"the kubelet refuses the driver {self._driver}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
             )
-        self._report(self._observed())
+        # Later: an error of the callback must not become the answer, which would undo the registration.
+        asyncio.get_running_loop().call_soon(self._report)
         return b""
 
     async def _keep(self) -> None:
@@ -188,12 +178,17 @@ class DraLink:
                 self._problem = str(error)
             else:
                 self._problem = None
-            self._report(self._observed())
+            self._report()
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     def _remove_leftovers(self) -> None:
+        """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
-            _remove_leftovers(server.path.parent, pattern)
+            for path in server.path.parent.glob(pattern):
+                with suppress(OSError):
+                    if path.is_socket() and not is_served(path):
+                        path.unlink()
+                        _log.info("leftover_socket_removed", socket=str(path))
 
     async def _serve(self) -> None:
         """Makes the sockets that are not in place. Raises KubeletError."""
@@ -232,8 +227,8 @@ class DraLink:
             error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
         return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)
 
-    def _report(self, state: LinkState) -> None:
-        before = self.state
+    def _report(self) -> None:
+        before, state = self.state, self._observed()
         if state.registered and (not before.registered or state.registrations != before.registrations):
             _log.info("registered", driver=self._driver, registrations=state.registrations)
         elif before.registered and not state.registered:
@@ -245,7 +240,7 @@ class DraLink:
     def _become(self, state: LinkState) -> None:
         if state != self.state:
             self.state = state
-            self._on_state(state)
+            self.on_state(state)
 
     def _end_streams(self) -> None:
         for service in self._services:
@@ -275,15 +270,6 @@ def _check_folder(folder: Path) -> None:
     """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
-
-
-def _remove_leftovers(folder: Path, pattern: str) -> None:
-    """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
-    for path in folder.glob(pattern):
-        with suppress(OSError):
-            if path.is_socket() and not is_served(path):
-                path.unlink()
-                _log.info("leftover_socket_removed", socket=str(path))
 
 
 def _serving(rpc: str, answer: Callable[[bytes], bytes]) -> Callable[[Any], Awaitable[None]]:

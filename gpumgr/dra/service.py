@@ -22,7 +22,8 @@ from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import (
     NodeUnprepareResourceResponse,
 )
 from gpumgr.aio import run_shielded
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import answering, failed_inside, receive
@@ -63,13 +64,11 @@ class DraPlugin:
         for version, with_share_id in _WITH_SHARE_ID.items():
             service = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
             prepare = partial(self._prepare, with_share_id=with_share_id)
-            for rpc, serve in (
-                ("NodePrepareResources", self._serving("NodePrepareResources", prepare, NodePrepareResourceResponse)),
-                (
-                    "NodeUnprepareResources",
-                    self._serving("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
-                ),
+            for rpc, decide, response in (
+                ("NodePrepareResources", prepare, NodePrepareResourceResponse),
+                ("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
             ):
+                serve = self._serving(rpc, decide, response)
                 methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
         return methods
 

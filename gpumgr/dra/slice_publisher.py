@@ -12,14 +12,13 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import structlog
 
-from gpumgr.aio import LatestValue, forever
+from gpumgr.aio import LatestValue, forever, wait_at_most
 from gpumgr.dra.slices import (
     MAX_DEVICES,
     SLICES,
@@ -43,7 +42,6 @@ _log = structlog.get_logger(__name__)
 
 _FAILED: Final = (*API_FAILURES, *UNREADABLE)
 _NEVER: Final = float("-inf")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
 
     `devices`: None until the hardware is known. `registrations` counts how often the kubelet has registered the driver; 0: it is not
-    registered. `clock` is monotonic, in seconds.
+    registered.
     """
 
     def __init__(
@@ -85,11 +83,9 @@ class SlicePublisher:
         *,
         times: PublishTimes | None = None,
         watch_times: WatchTimes | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._node, self._devices, self._registrations = server, node, devices, registrations
-        self._times, self._clock = times or PublishTimes(), clock
-        self._name = slice_name(node)
+        self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
             SLICES,
@@ -104,18 +100,19 @@ class SlicePublisher:
         self._last: tuple[Json, Json | None] | None = None
         self._node_uid = ""
         self._loss: Dropped | None = None
+        self._registration = 0
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
-        self._retry_at, self._pause = _NEVER, self._times.retry_seconds[0]
+        self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
         self.state = PublisherState()
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
+        """Until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
-            group.create_task(self._follow(self._devices, lambda: None), name="slice_devices")
-            group.create_task(self._follow(self._registrations, self._registered), name="slice_registrations")
+            group.create_task(self._follow(self._devices), name="slice_devices")
+            group.create_task(self._follow(self._registrations), name="slice_registrations")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
-        raise AssertionError("all daemons run until they are cancelled")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
         """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
@@ -137,15 +134,10 @@ class SlicePublisher:
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 
-    async def _follow(self, latest: LatestValue[_T], then: Callable[[], None]) -> None:
+    async def _follow(self, latest: LatestValue[Any]) -> None:
         with latest.subscribe() as values:
             async for _ in values:
-                then()
                 self._wake.set()
-
-    def _registered(self) -> None:
-        if self._registrations.value:
-            self._registered_at = self._clock()
 
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
         if after is not None:
@@ -164,18 +156,18 @@ class SlicePublisher:
                 pause = await self._step()
             except _FAILED as error:
                 self._failed(_text(error))
-                pause = self._retry_at - self._clock()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
+                await asyncio.sleep(self._pause)
+                self._pause = min(2 * self._pause, self._times.retry_seconds[1])
+                continue
+            await wait_at_most(self._wake, pause)
 
     async def _step(self) -> float | None:
         """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
-        devices = self._devices.value
-        if devices is None or not self._registrations.value or self._withdrawn:
+        devices, registration = self._devices.value, self._registrations.value
+        if registration != self._registration:
+            self._registration, self._registered_at = registration, self._clock()
+        if devices is None or not registration or self._withdrawn:
             return None
-        if (pause := self._retry_at - self._clock()) > 0:
-            return pause
         if len(devices) > MAX_DEVICES:
             raise GpumgrError(
                 f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
@@ -266,8 +258,6 @@ class SlicePublisher:
         if text != self.state.error:
             _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
         self.state = replace(self.state, published=False, error=text)
-        self._retry_at = self._clock() + self._pause
-        self._pause = min(2 * self._pause, self._times.retry_seconds[1])
 
 
 def _text(error: BaseException) -> str:

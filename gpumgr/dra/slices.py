@@ -41,7 +41,9 @@ _MAX_TEXT: Final = 64
 _MAX_NAME: Final = 253 - len("probe-")
 #: A capacity must have room for its minimum and one step.
 _MIN_BLOCKS: Final = 2
-_UNKNOWN_VERSION: Final = "0.0.0"
+#: What the API server adds, and how it leaves out values.
+_NOT_COMPARED: Final = ("generation", "timeAdded")
+_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 
 Json = dict[str, Any]
 
@@ -147,7 +149,6 @@ class StoredSlice:
     """A slice in the API server. `content` is what `same` compares; None: it has values that can't be read, and must be replaced."""
 
     uid: str
-    name: str
     version: str
     generation: int
     content: Json | None
@@ -162,7 +163,6 @@ def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
         content = None
     return StoredSlice(
         uid=str(metadata["uid"]),
-        name=str(metadata["name"]),
         version=str(metadata["resourceVersion"]),
         generation=int(item["spec"]["pool"]["generation"]),
         content=content,
@@ -172,11 +172,8 @@ def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
 def comparable(item: Mapping[str, Any]) -> Json:
     """The owner and the spec without what the API server changes by itself: it spells quantities anew (81920Mi becomes 80Gi), dates
     taints, and leaves out empty values. Generations are not compared. Raises what `stored_slice` does."""
-    spec = item["spec"]
-    pool = {key: value for key, value in spec["pool"].items() if key != "generation"}
-    devices = [_comparable_device(device) for device in spec.get("devices") or ()]
     owners = [str(owner["uid"]) for owner in item["metadata"].get("ownerReferences") or ()]
-    return {"owners": owners, **_filled(spec), "pool": pool, "devices": devices}
+    return {"owners": owners, **_normalized(item["spec"])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,18 +215,19 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
+    # A value that is no multiple of the step would be refused.
+    memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
+    amounts = {"cores": (str(CORES_PER_GPU), "1"), "memory": (memory, f"{BLOCK_MEBIBYTES}Mi")}
     content: Json = {
         "name": device.name,
-        **({"allowMultipleAllocations": True} if device.shared else {}),
         "attributes": dict(_attributes(device)),
-        "capacity": {
-            "cores": _capacity(str(CORES_PER_GPU), "1"),
-            # A value that is no multiple of the step would be refused.
-            "memory": _capacity(f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi", f"{BLOCK_MEBIBYTES}Mi"),
-        },
+        "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if not device.shared:  # without a request policy, which only a shared device may have
-        content["capacity"] = {name: {"value": each["value"]} for name, each in content["capacity"].items()}
+    if device.shared:  # the default is the whole: a claim that does not name the capacity has all of it
+        content["allowMultipleAllocations"] = True
+        for name, (whole, step) in amounts.items():
+            valid = {"min": step, "max": whole, "step": step}
+            content["capacity"][name]["requestPolicy"] = {"default": whole, "validRange": valid}
     if device.taints:
         content["taints"] = [
             {"key": each.key, **({"value": each.value} if each.value else {}), "effect": each.effect} for each in device.taints
@@ -260,16 +258,11 @@ def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
         yield f"{_STANDARD}/numaNode", {"int": gpu.numa_node}
 
 
-def _capacity(whole: str, step: str) -> Json:
-    """The default is the whole: a claim that does not name the capacity has all of it."""
-    return {"value": whole, "requestPolicy": {"default": whole, "validRange": {"min": step, "max": whole, "step": step}}}
-
-
 def semantic_version(text: str | None) -> str:
     """Three numbers without leading zeros (semver.org 2.0.0): 580.95.5 for "580.95.05", 0.0.0 for what is no version."""
     parts = (text or "").split(".")[:3]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in parts):
-        return _UNKNOWN_VERSION
+        return "0.0.0"
     return ".".join([*(str(int(part)) for part in parts), "0", "0"][:3])
 
 
@@ -303,29 +296,15 @@ def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
 # -- comparison ------------------------------------------------------------------------------------------------------------
 
 
-def _comparable_device(device: Mapping[str, Any]) -> Json:
-    taints = [{key: value for key, value in taint.items() if key != "timeAdded"} for taint in device.get("taints") or ()]
-    capacity = {name: _comparable_capacity(each) for name, each in (device.get("capacity") or {}).items()}
-    return {**_filled(device), "taints": [_filled(taint) for taint in taints], "capacity": capacity}
-
-
-def _comparable_capacity(capacity: Mapping[str, Any]) -> Json:
-    policy = capacity.get("requestPolicy") or {}
-    return {
-        **_parsed(capacity, "value"),
-        "requestPolicy": {
-            **_parsed(policy, "default"),
-            "validRange": _parsed(policy.get("validRange") or {}, "min", "max", "step"),
-        },
-    }
-
-
-def _parsed(holder: Mapping[str, Any], *keys: str) -> Json:
-    return {**_filled(holder), **{key: parse_quantity(str(holder[key])) for key in keys if key in holder}}
-
-
-def _filled(holder: Mapping[str, Any]) -> Json:
-    return {key: value for key, value in holder.items() if value not in (None, "", [], {})}
+def _normalized(value: Any, *, quantities: bool = False) -> Any:
+    """`quantities`: its texts are amounts. Raises ValueError for one that is none."""
+    if isinstance(value, Mapping):
+        kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
+        found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}
+        return {key: each for key, each in found.items() if each not in _EMPTY}
+    if isinstance(value, list):
+        return [_normalized(each, quantities=quantities) for each in value]
+    return parse_quantity(value) if quantities and isinstance(value, str) else value
 
 
 def _shares(device: Mapping[str, Any]) -> bool:

@@ -12,14 +12,14 @@ process, or the pod's image is being pulled. It is a reason for a few retries af
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 import structlog
 
 from gpumgr.allocator.pods import PodView
-from gpumgr.dra.claim_reader import allocated_here, claim_path
+from gpumgr.dra.claim_reader import find_shares
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
 
 _log = structlog.get_logger(__name__)
@@ -34,12 +34,6 @@ _HELD_RETRIES: Final = 3
 _TRY_SECONDS: Final = 10.0
 
 
-class Pods(Protocol):
-    """The pods that are bound to this node (gpumgr.kubeapi.cache.PodCache)."""
-
-    def all(self) -> Iterable[PodView]: ...
-
-
 @dataclass(slots=True)
 class _Wait:
     """A pod that waits for the claims `missing`. `ours` None: it is not known yet whether one of them is of this driver."""
@@ -52,24 +46,19 @@ class _Wait:
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pool`: the node's pool of devices. Of claims (namespace and name), `prepared` returns those that this process
-    has prepared, and `held` all that the ledger has. `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pods`: those that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims that
+    the ledger has (namespace and name), and whether this process has prepared them. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
         server: ApiServer,
-        pods: Pods,
+        pods: Callable[[], Iterable[PodView]],
         pool: str,
-        prepared: Callable[[], Collection[tuple[str, str]]],
-        held: Callable[[], Collection[tuple[str, str]]],
+        held: Callable[[], Mapping[tuple[str, str], bool]],
         *,
-        first_seconds: float = _FIRST_SECONDS,
-        poll_seconds: float = _POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._pods, self._pool = server, pods, pool
-        self._prepared, self._held, self._clock = prepared, held, clock
-        self._first_seconds, self._poll_seconds = first_seconds, poll_seconds
+        self._server, self._pods, self._pool, self._held, self._clock = server, pods, pool, held, clock
         self._waiting: dict[str, _Wait] = {}
         #: Pod (UID) and claim that the ledger holds -> its retries since the last registration.
         self._tried: Counter[tuple[str, str]] = Counter()
@@ -79,11 +68,11 @@ class WaitingPods:
         """The kubelet has registered the driver: every pod that waits is due."""
         self._tried.clear()
         for wait in self._waiting.values():
-            wait.due_at, wait.pause_seconds = self._clock(), self._first_seconds
+            wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
 
     async def run(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(_POLL_SECONDS)
             try:
                 await self.step()
                 self._error = ""
@@ -96,15 +85,15 @@ class WaitingPods:
 
     async def step(self) -> None:
         """Retries the pods that are due. Raises what requests raise."""
-        prepared, held, now = set(self._prepared()), set(self._held()), self._clock()
-        pods = {pod.uid: pod for pod in self._pods.all() if pod.claims and pod.phase == "Pending" and not pod.started}
+        held, now = self._held(), self._clock()
+        pods = {pod.uid: pod for pod in self._pods() if pod.claims and pod.phase == "Pending" and not pod.started}
         self._tried = Counter({key: number for key, number in self._tried.items() if key[0] in pods})
         waiting: dict[str, _Wait] = {}
         for uid, pod in pods.items():
-            lacking = {use.claim for use in pod.claims if (pod.namespace, use.claim) not in prepared}
+            lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
             known = {name for name in lacking if (pod.namespace, name) in held}
             if missing := lacking - {name for name in known if self._tried[uid, name] >= _HELD_RETRIES}:
-                wait = self._waiting.get(uid) or _Wait(now + self._first_seconds, self._first_seconds)
+                wait = self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS)
                 if missing != wait.missing:
                     wait.missing, wait.ours = missing, bool(missing & known) or None
                 waiting[uid] = wait
@@ -115,7 +104,7 @@ class WaitingPods:
                     await self._retry(pods[uid], wait)
 
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
-        wait.due_at = self._clock() + self._first_seconds  # if a request fails: the pause grows only between retries
+        wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
         if wait.ours is None:
             wait.ours = await self._has_ours(pod.namespace, wait.missing)
         if not wait.ours:
@@ -126,12 +115,12 @@ class WaitingPods:
             _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
         held = self._held()
         self._tried.update((pod.uid, name) for name in wait.missing if (pod.namespace, name) in held)
-        wait.due_at += wait.pause_seconds - self._first_seconds
+        wait.due_at += wait.pause_seconds - _FIRST_SECONDS
         wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 
     async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
         for name in claims:
-            claim = await self._server.find(claim_path(namespace, name))
-            if claim is not None and allocated_here(claim, self._pool):
+            _, shares = await find_shares(self._server, self._pool, namespace, name)
+            if shares:
                 return True
         return False

@@ -22,6 +22,7 @@ from h2.config import H2Configuration
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
 
+from gpumgr.aio import wait_at_most
 from gpumgr.rpc.channel import WireCodec
 
 #: How long clients may take at the end to read what was sent to them.
@@ -115,9 +116,7 @@ class DrainingServer(Server):
             connection.say_goodbye()
         self.close()
         await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._flush_seconds):
-                await self._none_connected.wait()
+        await wait_at_most(self._none_connected, self._flush_seconds)
         for connection in self.connections:
             connection.transport.abort()
         await self._none_connected.wait()

@@ -137,7 +137,7 @@ async def run_scheduler(
         running.append(leadership.run())
     if (own_pod := own_pod_path()) is not None:
         running.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
-    daemons = asyncio.create_task(_run(*running))
+    daemons = asyncio.create_task(run_together(*running))
     try:
         await listener.start(*listen)
         if hami_webhook is not None:
@@ -162,7 +162,7 @@ async def run_scheduler(
         await server.close()
 
 
-async def _run(*daemons: Coroutine[Any, Any, object]) -> None:
+async def run_together(*daemons: Coroutine[Any, Any, object]) -> None:
     async with asyncio.TaskGroup() as group:
         for daemon in daemons:
             group.create_task(daemon)

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 import gpumgr
 from gpumgr.accept import accepts_gzip
@@ -43,14 +44,8 @@ _KEPT_SECONDS: Final = 1.0
 _MAX_QUESTIONS: Final = 4
 #: Shorter answers are not compressed.
 _LONG_BYTES: Final = 4096
-_SCOPES: Final[Mapping[str, Scope]] = {
-    "/": "page",
-    "/metrics": "metrics",
-    "/healthz": "probe",
-    "/readyz": "probe",
-    "/api/cluster": "page",
-    "/api/why": "metrics",
-}
+#: Path -> who may read it, and what answers.
+Routes = Mapping[str, tuple[Scope, Handler]]
 
 
 class ClusterPages:
@@ -73,12 +68,17 @@ class ClusterPages:
         self._computing = asyncio.Lock()
         self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
 
-    def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
-        app = web.Application(middlewares=[make_middleware(_SCOPES, policy, names)], client_max_size=MAX_BODY_BYTES)
-        handlers = (self._index, self._scrape, self._healthz, self._readyz, self._cluster, self._why)
-        app.add_routes([web.get(path, handler) for path, handler in zip(_SCOPES, handlers, strict=True)])
-        app.on_response_prepare.append(on_response_prepare)
-        return app
+    def routes(self) -> Routes:
+        return {
+            "/": ("page", self._index),
+            "/metrics": ("metrics", self._scrape),
+            "/api/cluster": ("page", self._cluster),
+            "/api/why": ("metrics", self._why),
+        }
+
+    @property
+    def synced(self) -> bool:
+        return self._watches.synced
 
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
         """Reasons.kinds of all waiting pods; the overview is refreshed."""
@@ -98,13 +98,6 @@ class ClusterPages:
         return await _packed(
             request, web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
         )
-
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return json_response({"status": "ok"})
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        synced = self._watches.synced
-        return json_response({"status": "ok" if synced else "failing"}, status=200 if synced else 503)
 
     async def _cluster(self, request: web.Request) -> web.Response:
         """With `?run=RUN&since=VERSION` of an earlier answer only the nodes that have changed."""
@@ -186,14 +179,36 @@ async def _packed(request: web.Request, response: web.Response) -> web.Response:
 
 
 class Pages(Protocol):
-    def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application: ...
+    """`synced`: the process is ready."""
+
+    def routes(self) -> Routes: ...
+
+    @property
+    def synced(self) -> bool: ...
+
+
+def application_of(pages: Pages, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
+    """The pages and the probes."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def readyz(_: web.Request) -> web.Response:
+        return json_response({"status": "ok" if pages.synced else "failing"}, status=200 if pages.synced else 503)
+
+    routes: Routes = {**pages.routes(), "/healthz": ("probe", healthz), "/readyz": ("probe", readyz)}
+    access = make_middleware({path: scope for path, (scope, _) in routes.items()}, policy, names)
+    app = web.Application(middlewares=[access], client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.get(path, handler) for path, (_, handler) in routes.items()])
+    app.on_response_prepare.append(on_response_prepare)
+    return app
 
 
 def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
     """Raises SettingsError if a file of the section http can't be used."""
     http, names = settings.http, (settings.node.name,)
     return AppServer(
-        lambda policy: pages.application(policy, names),
+        lambda policy: application_of(pages, policy, names),
         host=http.address,
         port=port,
         max_connections=http.max_connections,

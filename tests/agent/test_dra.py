@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 import yaml
 
-from gpumgr.allocator.claims import ClaimRef, device_name
+from gpumgr.allocator.claims import device_name
 from gpumgr.allocator.ids import gpu_name
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.demo.node import NODE_NAME, SimulatedNode
 from gpumgr.dra.slices import slice_name
 from gpumgr.sim.kubelet import PodStatus

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.driver import DraDriver
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import LinkState
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
+from gpumgr.rpc.link_state import LinkState
 from tests.component.dra.harness import DEVICE, DRIVER, Linked, linked
 
 from .build import build_program

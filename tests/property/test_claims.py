@@ -12,7 +12,8 @@ from typing import Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice, Share
+from gpumgr.allocator.claims import PreparedDevice, Share
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.errors import Refusal

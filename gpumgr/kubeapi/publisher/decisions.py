@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import BugLog, next_tick
+from gpumgr.aio import BugLog, next_tick, wait_at_most
 from gpumgr.allocator.annotations import ALLOCATIONS, is_ours, pod_annotations
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -100,9 +100,7 @@ class DecisionReporter:
             self._granted.clear()
             now = self._clock()
             self._next_report = min([next_tick(REPORT_SECONDS, now), *(due for due in self._due.values() if due > now)])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._next_report - now):
-                    await self._granted.wait()
+            await wait_at_most(self._granted, self._next_report - now)
 
     # -- listeners ---------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY, Inventory
-from gpumgr.allocator.claims import ClaimRef, device_name
-from gpumgr.allocator.ledger import Allocation, ClaimRequest, Ledger
+from gpumgr.allocator.claims import device_name
+from gpumgr.allocator.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.app import dra_side

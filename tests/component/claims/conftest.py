@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gpumgr.claims.controller import ClaimsController, Leader
+from gpumgr.claims.controller import ClaimsController
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.leader import Leadership, Replica
@@ -146,10 +146,16 @@ async def running(
     server, clock = await ApiServer.connect(dra.sim.kubeconfig(folder / "kubeconfig")), clock or Clock()
     watches = ClaimWatches(server, SchedulerSettings(), watch_times=FAST, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
-    leader: Leader | None = leadership
     controller = ClaimsController(
-        server, watches, settings or ClaimsSettings(), "host", leader=leader, clock=lambda: clock.now, now=lambda: 1e9, period_seconds=0.01
-    )  # fmt: skip
+        server,
+        watches,
+        settings or ClaimsSettings(),
+        "host",
+        leader=leadership,
+        clock=lambda: clock.now,
+        now=lambda: 1e9,
+        period_seconds=0.01,
+    )
     tasks = [asyncio.create_task(each.run()) for each in (watches, controller, leadership) if each is not None]
     try:
         await until(lambda: watches.synced)

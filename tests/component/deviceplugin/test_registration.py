@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 
 from gpumgr.aio import LatestValue
 from gpumgr.deviceplugin.codec import encode_devices
-from gpumgr.deviceplugin.registration import KubeletLink, LinkState, LinkTiming
+from gpumgr.deviceplugin.registration import KubeletLink, LinkTiming
 from gpumgr.files import FileIdentity
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
 from tests.component.deviceplugin.harness import ScriptedAllocator

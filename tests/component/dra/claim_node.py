@@ -11,8 +11,8 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, device_name
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, device_name
+from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.dra.service import DraPlugin

@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.claims import ClaimRef, PreparedDevice
-from gpumgr.dra.registration import DraLink, LinkState, LinkTiming, Service
+from gpumgr.allocator.claims import PreparedDevice
+from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.dra.registration import DraLink, LinkTiming, Service
 from gpumgr.dra.service import DraPlugin
+from gpumgr.rpc.link_state import LinkState
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
@@ -144,7 +146,6 @@ class Linked:
     kubelet: StubKubelet
     claims: ScriptedClaims
     state: LatestValue[LinkState]
-    confirmed: list[bool]
 
     async def until(self, condition: Callable[[LinkState], bool]) -> None:
         await until(self.state, condition)
@@ -158,8 +159,7 @@ async def linked(
     instance: str | None = None,
     services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(claims)],
 ) -> AsyncIterator[Linked]:
-    kubelet, claims, confirmed = StubKubelet(root), ScriptedClaims(), list[bool]()
-    state = LatestValue(LinkState())
+    kubelet, claims, state = StubKubelet(root), ScriptedClaims(), LatestValue(LinkState())
     link = DraLink(
         kubelet.plugins,
         kubelet.registry,
@@ -167,13 +167,12 @@ async def linked(
         services(claims),
         instance=instance,
         timing=timing,
-        on_registered=lambda: confirmed.append(link.registered),
         on_state=state.set,
     )
     running = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(30):
-            yield Linked(link, kubelet, claims, state, confirmed)
+            yield Linked(link, kubelet, claims, state)
     finally:
         await link.stop(0.1)
         await running

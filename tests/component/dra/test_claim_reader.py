@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gpumgr.allocator.claims import ClaimRef
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.claim_reader import ClaimReader
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import ApiServer

@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth
-from gpumgr.dra.registration import DraLink, LinkState
+from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
+from gpumgr.rpc.link_state import LinkState
 from tests.component.dra.harness import DRIVER, QUICK, Caller, StubKubelet, claim, linked, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"
@@ -37,7 +38,7 @@ async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
             "v1alpha1.DRAResourceHealth",
         ]
         assert one.link.state == LinkState(registered=True, registrations=1)
-        assert one.confirmed == [True]
+        assert one.state.value == one.link.state
         assert list((await Caller(connection).prepare(claim("a"))).claims) == ["uid-a"]
         await one.link.stop(1)
         assert one.kubelet.sockets() == []
@@ -54,7 +55,7 @@ async def test_a_restarted_kubelet_registers_again(folder: Path) -> None:
         assert [(line["event"], line["reason"]) for line in logs] == [("registration_lost", one.link.state.error)]
         await one.kubelet.register()
         assert one.link.state == LinkState(registered=True, registrations=2)
-        assert one.confirmed == [True, True]
+        assert one.state.value == one.link.state
 
 
 async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> None:
@@ -130,9 +131,10 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     reported: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
     async with linked(folder) as one:
-        one.link._on_registered = lambda: 1 / 0  # type: ignore[assignment]
+        on_state, one.link.on_state = one.link.on_state, lambda _state: 1 / 0  # type: ignore[assignment]
         await one.kubelet.register()
         assert one.link.registered
+        one.link.on_state = on_state
     assert [type(each) for each in reported] == [ZeroDivisionError]
 
 

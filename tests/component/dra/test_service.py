@@ -9,7 +9,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.allocator.claims import ClaimRef
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
 from gpumgr.rpc.unix_server import UnixServer

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu
 from gpumgr.scheduler.extender import Extender
-from gpumgr.scheduler.pages import make_pages
+from gpumgr.scheduler.pages import application_of, make_pages
 from gpumgr.scheduler.reasons import MAX_REQUESTS
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
@@ -88,7 +89,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
     runner = web.AppRunner(make_application(extender, max_request_mebibytes=1, middlewares=[metrics.middleware]))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    shown = AppServer(pages.application, host="127.0.0.1", port=0, origin_of=lambda *_: origin, **options)
+    shown = AppServer(partial(application_of, pages), host="127.0.0.1", port=0, origin_of=lambda *_: origin, **options)
     await shown.start()
     task = asyncio.create_task(watches.run())
     async with ClientSession() as http:

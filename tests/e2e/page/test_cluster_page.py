@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from gpumgr.cluster.node import GpuState, NodeState
 from gpumgr.cluster.quota import Quotas
 from gpumgr.cluster.request import ContainerRequest, PodRequest
 from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
-from gpumgr.scheduler.pages import PAGE, make_pages
+from gpumgr.scheduler.pages import PAGE, application_of, make_pages
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import Level, Topology
 from gpumgr.units import Amounts
@@ -70,7 +71,7 @@ class ClusterStage:
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
         pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
-        self.web = AppServer(pages.application, host="127.0.0.1", port=0)
+        self.web = AppServer(partial(application_of, pages), host="127.0.0.1", port=0)
 
     def put(self, node: int, used: int = 4) -> None:
         name = name_of(node)

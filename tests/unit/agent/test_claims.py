@@ -14,10 +14,10 @@ from structlog.testing import capture_logs
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, Share, device_name
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, PreparedDevice, Share, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation, Change
+from gpumgr.allocator.ledger import Allocation, Change, ClaimRef
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.enforcement.backend import Backend, BackendName
@@ -159,13 +159,13 @@ async def test_a_claim_of_a_former_process_is_prepared_once_the_kubelet_asks_aga
     """The former one may have been killed before it answered: then the kubelet has to be made to ask."""
     ref = node.claim("a", node.share(0, 30, 5120))
     await node.prepare(ref)
-    assert node.claims.prepared() == {("team", "a")}
+    assert node.claims.held() == {("team", "a"): True}
     node.start()
-    assert not node.claims.prepared()
+    assert node.claims.held() == {("team", "a"): False}
     await node.prepare(ref)
-    assert node.claims.prepared() == {("team", "a")}
+    assert node.claims.held() == {("team", "a"): True}
     await node.claims.unprepare(ref)
-    assert not node.claims.prepared()
+    assert not node.claims.held()
 
 
 async def test_requests_of_a_claim_are_allocations_of_their_own(node: Node) -> None:

@@ -97,6 +97,15 @@ def test_a_claim_of_several_pods_counts_once_and_with_each_of_them() -> None:
     assert list(refused) == ["a", "b"]
 
 
+def test_a_shared_claim_that_is_on_its_way_counts_once_beside_a_pod_that_waits_with_it() -> None:
+    flights = [demand(share(50), claim="shared", kinds=BOTH), demand(share(20))]
+    large = Demand("team", {"shared": (share(50),), "own": (share(60),)}, BOTH)
+    waiting = [(pod("large", "1"), large), (pod("small", "2"), demand(share(30), kinds=frozenset({V100})))]
+    limits = Limit(cores=120, label="A100"), Limit(cores=150)
+    allowed, refused = names(decide(waiting, flights, quotas(*limits)))
+    assert (allowed, list(refused)) == (["small"], ["large"])
+
+
 def test_a_refused_pod_does_not_open_the_way_for_its_shared_claim() -> None:
     """The first pod never fits; the second one is examined with the claim, too."""
     shared = {"shared": (share(50),)}

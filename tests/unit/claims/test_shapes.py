@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.claims.shapes import MAX_DEVICES, MAX_NAME, MAX_REQUESTS, ShapeRequest, parse, spell, template
+from gpumgr.claims.shapes import MAX_DEVICES, MAX_NAME, MAX_REQUESTS, PREFIX, Shape, ShapeRequest, parse, template
 
 AMOUNTS = st.one_of(
     st.tuples(st.integers(1, 99), st.integers(1, 1 << 20)),
@@ -16,6 +16,10 @@ AMOUNTS = st.one_of(
 SHAPES = st.dictionaries(st.tuples(st.booleans(), st.integers(0, 99)), AMOUNTS, min_size=1, max_size=12).map(
     lambda found: tuple(ShapeRequest(*place, *found[place]) for place in sorted(found))
 )
+
+
+def spell(shape: Shape) -> str:
+    return PREFIX + "-".join(f"{each.name}-{each.cores}-{each.blocks}" for each in shape)
 
 
 @given(SHAPES)

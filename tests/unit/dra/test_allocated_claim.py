@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.claim_reader import Mechanism, allocated_claim
 from gpumgr.errors import Refusal
 from gpumgr.settings.schema import BackendName

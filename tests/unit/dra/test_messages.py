@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
-from gpumgr.allocator.claims import ClaimRef
+from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.health import DeviceHealth, health_message
 from gpumgr.dra.service import decode_claims
 from gpumgr.errors import Refusal

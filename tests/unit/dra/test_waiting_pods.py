@@ -9,8 +9,14 @@ from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.dra.waiting_pods import RETRY_ANNOTATION, WaitingPods
 from gpumgr.kubeapi.client import ApiServer
 
-OURS = {"status": {"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n"}]}}}}
-OTHERS = {"status": {"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n"}]}}}}
+OURS = {
+    "metadata": {"uid": "u-1"},
+    "status": {"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n"}]}}},
+}
+OTHERS = {
+    "metadata": {"uid": "u-2"},
+    "status": {"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n"}]}}},
+}
 
 
 class Server:
@@ -40,16 +46,11 @@ class Scene:
         self.pods, self.server = list(pods), Server(claims)
         self.waiting = WaitingPods(
             cast("ApiServer", self.server),
-            self,
+            lambda: self.pods,
             "n",
-            lambda: self.prepared,
-            lambda: self.held,
-            first_seconds=2.0,
+            lambda: {**dict.fromkeys(self.held, False), **dict.fromkeys(self.prepared, True)},
             clock=lambda: self.now,
         )
-
-    def all(self) -> list[PodView]:
-        return self.pods
 
     async def at(self, now: float) -> list[tuple[str, str]]:
         """The patches of a step at this time."""
