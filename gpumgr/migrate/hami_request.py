@@ -80,7 +80,7 @@ def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[
     """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation cannot be parsed."""
     try:
         listed = decode_register(str(annotations.get(REGISTER) or "[]"))
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return {
         gpu.uuid: int(gpu.memory_mebibytes / (memory_scaling if memory_scaling > 0 else 1))

@@ -121,7 +121,7 @@ def _warnings(running: Sequence[Running], found: HamiState, node: KubernetesNode
         yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
     try:
         registered = {gpu.uuid: gpu for gpu in decode_register(node.metadata.annotations.get(REGISTER) or "[]")}
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         yield f"the annotation {REGISTER} can't be read, so no GPU is compared: {str(error)[:_MOST_SHOWN]}"
     else:
         yield from _misplaced(running, registered)
