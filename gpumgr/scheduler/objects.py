@@ -131,7 +131,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
         try:
             state, with_replicas = _from_inventory(name, str(text), hami)
             offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
-            offered |= hami is not None and _quantity(capacity, hami.count) >= len(state.gpus)
+            offered |= hami is not None and _quantity(capacity, hami.count_resource) >= len(state.gpus)
             inventory = "used" if offered or not ready else "outdated"
         except ValueError as error:
             inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
@@ -144,7 +144,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
     if hami is not None and not with_replicas:
         # An older agent, or none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
-        rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
+        rest = max(0, _quantity(capacity, hami.count_resource) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
     if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
@@ -164,7 +164,7 @@ def _cpu_milli(status: Mapping[str, Any]) -> int | None:
 def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tuple[NodeState, bool]:
     """Also whether it has the replicas of GPUs that are shared. Raises ValueError."""
     inventory = decode_inventory(text)
-    usual = (hami.memory_scaling, hami.core_scaling) if hami is not None else UNSET
+    usual = (hami.device_memory_scaling, hami.device_core_scaling) if hami is not None else UNSET
     scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
     state = NodeState(
         name=name,
@@ -214,7 +214,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
     wanted = [each for each in view.containers if each.wants_gpu]
     if hami is not None and not view.ended and (bare := _without_count(item.get("spec") or {}, hami)):
-        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count}: 1"
+        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
         return replace(base, containers=tuple(bare), refusal=text)
     if not wanted or view.ended:
         return base
@@ -254,14 +254,13 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
 
 def _without_count(spec: Mapping[str, Any], hami: ReplicaResources) -> list[str]:
     """Containers with HAMi's amounts that would get no GPU."""
-    amounts = (hami.memory, hami.memory_percentage, hami.cores)
     containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
     decoded = msgspec.convert(spec, PodSpec)
     parts = [*(decoded.init_containers or ()), *(decoded.containers or ())]
     return [
         str(each["name"])
         for each, part in zip(containers, parts, strict=True)
-        if part.wants_any(amounts) and not part.wants_any((hami.count,))
+        if part.wants_any(hami.amounts) and not part.wants_any((hami.count_resource,))
     ]
 
 
