@@ -101,25 +101,21 @@ def plugin_settings(words: Sequence[str], environment: Mapping[str, str]) -> tup
     settings: dict[str, object] = {}
     notes: list[str] = []
     given = dict(_flags(words))
-    for flag, (variable, meaning) in _FLAGS.items():
-        if flag in given:
-            _take(f"--{flag}={given[flag]}", meaning(given[flag]), settings, notes)
-        elif variable in environment:
-            _take(f"{variable}={environment[variable]}", meaning(environment[variable]), settings, notes)
-    for variable, meaning in _VARIABLES.items():
-        if variable in environment:
-            _take(f"{variable}={environment[variable]}", meaning(environment[variable]), settings, notes)
+    found = [
+        (f"--{flag}", given[flag], meaning) if flag in given else (variable, environment.get(variable), meaning)
+        for flag, (variable, meaning) in _FLAGS.items()
+    ]
+    found += [(variable, environment.get(variable), meaning) for variable, meaning in _VARIABLES.items()]
+    for name, value, meaning in found:
+        match meaning(value) if value is not None else None:
+            case str(why):
+                notes.append(f"{name}={value}: {why}")
+            case (key, _) if key in _PATHS and not str(value).startswith("/"):
+                notes.append(f"{name}={value}: {key} needs an absolute path")
+            case (key, setting):
+                settings[key] = setting
     notes += [f"--{flag} is no flag of HAMi 2.10's device plugin, and has no effect" for flag in given if flag not in _FLAGS]
     return settings, tuple(notes)
-
-
-def _take(name: str, found: _Equal, settings: dict[str, object], notes: list[str]) -> None:
-    if isinstance(found, str):
-        notes.append(f"{name}: {found}")
-    elif found is not None and found[0] in _PATHS and not name.partition("=")[2].startswith("/"):
-        notes.append(f"{name}: {found[0]} needs an absolute path")
-    elif found is not None:
-        settings[found[0]] = found[1]
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -11,14 +11,12 @@ from shlex import quote
 from typing import Final
 
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import ContainerSpec, NamedGpu
-from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.allocator.pods import NamedGpu
 from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
-from gpumgr.migrate.hami import HamiState, leave, notes, pods_on, remove_folders, start
+from gpumgr.migrate.hami import HamiState, leave, no_node, notes, pods_on, remove_folders, start
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import wishes
-from gpumgr.migrate.objects import KubernetesNode, Pod, of_type
+from gpumgr.migrate.hami_request import specs
 from gpumgr.migrate.plan import Plan, differing
 from gpumgr.units import Amounts
 
@@ -41,18 +39,16 @@ class Running:
 
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     """Raises SettingsError for values of HAMi's that gpumgr can't have."""
-    node = next((node for node in of_type(found.objects, KubernetesNode) if node.metadata.name == found.node), None)
-    annotations = node.metadata.annotations if node is not None else {}
     running, problems = running_pods(config, found)
     name = quote(found.node)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
         pods=tuple(f"{each}: keeps {_text(each.gpus)}" for each in running) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *notes(found, annotations)),
-        warnings=(*problems, *_warnings(running, found, node)),
+        notes=(*config.notes, *notes(found)),
+        warnings=(*problems, *_warnings(running, found)),
         stop=(f"kubectl cordon {name}", *leave(config, found.node)),
         start=(
-            *start(found.node, annotations, to),
+            *start(found, to),
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
         rollback=(
@@ -70,21 +66,21 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Running], S
     running: list[Running] = []
     problems: list[str] = []
     for pod in pods_on(found):
-        specs = _specs(pod, config)
+        containers = specs(pod.spec, config.resources)
         text = pod.metadata.annotations.get(HAMI_ALLOCATED)
-        if not any(spec.replicas for spec in specs) or (text is None and pod.status.phase == "Pending"):
+        if not any(spec.replicas for spec in containers) or (text is None and pod.status.phase == "Pending"):
             continue
         if text is None or pod.metadata.annotations.get(HAMI_NODE) != found.node:
             problems.append(f"{pod.full_name}: HAMi's scheduler has chosen no GPUs of this node for it; end it first")
             continue
         try:
-            placed = placed_by_hami(text, specs)
+            placed = placed_by_hami(text, containers)
         except ValueError as error:
             problems.append(
                 f"{pod.full_name}: the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MOST_SHOWN]}; end it first"
             )
             continue
-        init = {spec.name for spec in specs if spec.kind == "init"}
+        init = {spec.name for spec in containers if spec.kind == "init"}
         running += [
             Running(pod=pod.full_name, uid=pod.metadata.uid, container=name, init=name in init, gpus=gpus)
             for name, gpus in placed
@@ -92,35 +88,22 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Running], S
     return running, problems
 
 
-def _specs(pod: Pod, config: Config) -> list[ContainerSpec]:
-    counts = {name: wish.gpus for name, wish in wishes(pod.spec, {}, config.names)}
-    init = {id(each) for each in pod.spec.init_containers}
-    return [
-        ContainerSpec(
-            name=each.name or "?",
-            kind="init" if id(each) in init else "app",
-            replicas=ReplicaRequest(count=counts[each.name or "?"]) if (each.name or "?") in counts else None,
-        )
-        for each in pod.spec.all_containers
-    ]
-
-
 def _text(gpus: Sequence[NamedGpu]) -> str:
     return ", ".join(f"{uuid} ({amounts.memory_mebibytes} MiB, {amounts.cores or 'no limit of'} cores)" for uuid, amounts in gpus)
 
 
-def _warnings(running: Sequence[Running], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
-    if node is None:
-        yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
+def _warnings(running: Sequence[Running], found: HamiState) -> Iterator[str]:
+    if found.annotations is None:
+        yield no_node(found)
         return
-    if lock := node.metadata.annotations.get(LOCK):
+    if lock := found.annotations.get(LOCK):
         try:
             holder = str(decode_lock(lock))
         except ValueError as error:
             holder = f"which can't be read: {error}"
         yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
     try:
-        registered = {gpu.uuid: gpu for gpu in decode_register(node.metadata.annotations.get(REGISTER) or "[]")}
+        registered = {gpu.uuid: gpu for gpu in decode_register(found.annotations.get(REGISTER) or "[]")}
     except ValueError as error:
         yield f"the annotation {REGISTER} can't be read, so no GPU is compared: {str(error)[:_MOST_SHOWN]}"
     else:

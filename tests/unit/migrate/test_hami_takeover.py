@@ -143,6 +143,13 @@ def test_an_init_container_and_the_app_count_at_their_maximum() -> None:
     assert plan(node(), made).warnings == ()
 
 
+def test_a_sidecar_and_the_app_count_together() -> None:
+    made = placed("steps", f"{A},NVIDIA,5000,0:;{A},NVIDIA,4000,0:;")
+    made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first", "restartPolicy": "Always"}]
+    (warning,) = plan(node(), made).warnings
+    assert warning.startswith("GPU-a: its pods have 9000 MiB")
+
+
 def test_nothing_is_wrong_where_the_kubelet_has_the_same_containers() -> None:
     assert plan(node(), placed("one", ONE), kubelet=frozenset({("uid-one", "main")})).warnings == ()
 
