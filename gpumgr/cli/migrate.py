@@ -276,7 +276,7 @@ def _verify(config: Config, found: hami.HamiState, to: Path, *, as_json: bool) -
     running, problems = hami_takeover.running_pods(config, found)
     wrong = [printable(each) for each in (*problems, *hami_takeover.differences(running, loaded.ledger))]
     if as_json:
-        click.echo(json.dumps({"adopted": [printable(str(each)) for each in running], "differences": wrong}, indent=2))
+        click.echo(json.dumps({"adopted": [printable(each.describe()) for each in running], "differences": wrong}, indent=2))
     else:
         click.echo("\n".join(wrong) or f"all {len(running)} containers with GPUs of HAMi are adopted with their GPUs")
     if wrong:

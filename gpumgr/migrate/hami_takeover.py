@@ -3,15 +3,13 @@
 The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose (`allocator.rebuild`).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import NamedGpu
+from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
 from gpumgr.migrate.hami import HamiState, leave, no_node, notes, pods_on, remove_folders, start
@@ -23,27 +21,14 @@ from gpumgr.units import Amounts
 _MOST_SHOWN: Final = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A container with GPUs of HAMi, and what HAMi's scheduler chose for it. `pod`: namespace/name."""
-
-    pod: str
-    uid: str | None
-    container: str
-    init: bool
-    gpus: tuple[NamedGpu, ...]
-
-    def __str__(self) -> str:
-        return f"{self.pod} ({self.container})"
-
-
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     """Raises SettingsError for values of HAMi's that gpumgr can't have."""
     running, problems = running_pods(config, found)
     name = quote(found.node)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
-        pods=tuple(f"{each}: keeps {_text(each.gpus)}" for each in running) or ("no pod of this node has a GPU from HAMi",),
+        pods=tuple(f"{each.describe()}: keeps {_text(each.gpus)}" for each in running)
+        or ("no pod of this node has a GPU from HAMi",),
         notes=(*config.notes, *notes(found)),
         warnings=(*problems, *_warnings(running, found)),
         stop=(f"kubectl cordon {name}", *leave(config, found.node)),
@@ -61,9 +46,10 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     )
 
 
-def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Running], Sequence[str]]:
-    """The containers that the agent adopts, and why it can't adopt others."""
-    running: list[Running] = []
+def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
+    """The containers that the agent adopts with what HAMi's scheduler chose for them, and why it can't adopt others. Their GPUs have UUIDs
+    as names."""
+    running: list[Allocation] = []
     problems: list[str] = []
     for pod in pods_on(found):
         containers = specs(pod.spec, config.resources)
@@ -81,18 +67,28 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Running], S
             )
             continue
         init = {spec.name for spec in containers if spec.kind == "init"}
+        namespace, _, pod_name = pod.full_name.partition("/")
         running += [
-            Running(pod=pod.full_name, uid=pod.metadata.uid, container=name, init=name in init, gpus=gpus)
+            Allocation(
+                id=f"{pod.full_name}/{name}",
+                pod=(namespace, pod_name),
+                uid=pod.metadata.uid,
+                container=name,
+                init=name in init,
+                gpus={uuid: replace(amounts, replicas=1) for uuid, amounts in gpus},
+            )
             for name, gpus in placed
         ]
     return running, problems
 
 
-def _text(gpus: Sequence[NamedGpu]) -> str:
-    return ", ".join(f"{uuid} ({amounts.memory_mebibytes} MiB, {amounts.cores or 'no limit of'} cores)" for uuid, amounts in gpus)
+def _text(gpus: Mapping[str, Amounts]) -> str:
+    return ", ".join(
+        f"{uuid} ({amounts.memory_mebibytes} MiB, {amounts.cores or 'no limit of'} cores)" for uuid, amounts in gpus.items()
+    )
 
 
-def _warnings(running: Sequence[Running], found: HamiState) -> Iterator[str]:
+def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
     if found.annotations is None:
         yield no_node(found)
         return
@@ -112,22 +108,19 @@ def _warnings(running: Sequence[Running], found: HamiState) -> Iterator[str]:
         mine = {(each.uid, each.container) for each in running}
         for each in running:
             if (each.uid, each.container) not in found.kubelet:
-                yield f"{each}: the kubelet has no GPU of it; look at the pod, and end it if it does not run"
+                yield f"{each.describe()}: the kubelet has no GPU of it; look at the pod, and end it if it does not run"
         for uid, container in sorted(found.kubelet - mine, key=str):
             yield f"pod uid {uid} ({container}): the kubelet has GPUs of it, and it is none of the pods above; end it first"
 
 
-def _misplaced(running: Sequence[Running], registered: Mapping[str, RegisteredGpu]) -> Iterator[str]:
-    held: dict[str, Amounts] = defaultdict(Amounts)
+def _misplaced(running: Sequence[Allocation], registered: Mapping[str, RegisteredGpu]) -> Iterator[str]:
     for each in running:
-        for uuid, _ in each.gpus:
+        for uuid in each.gpus:
             if uuid not in registered:
-                yield f"{each}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; end it first"
+                yield f"{each.describe()}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; end it first"
             elif registered[uuid].mode == "mig":
-                yield f"{each}: it has a MIG device of {uuid}, which the agent does not adopt; end it first"
-    for (uuid, _), amounts in _by_pod(running).items():
-        held[uuid] += amounts
-    for uuid, amounts in held.items():
+                yield f"{each.describe()}: it has a MIG device of {uuid}, which the agent does not adopt; end it first"
+    for uuid, amounts in Ledger(allocations={each.id: each for each in running}).by_amount.items():
         gpu = registered.get(uuid)
         if gpu and (amounts.memory_mebibytes > gpu.memory_mebibytes or amounts.cores > gpu.cores or amounts.replicas > gpu.count):
             has = f"{gpu.memory_mebibytes} MiB, {gpu.cores} cores, {gpu.count} containers"
@@ -137,33 +130,19 @@ def _misplaced(running: Sequence[Running], registered: Mapping[str, RegisteredGp
             )
 
 
-def _by_pod(running: Sequence[Running]) -> Mapping[tuple[str, str], Amounts]:
-    """(GPU, pod) -> the most of each init container and of the others together."""
-    first: dict[tuple[str, str], Amounts] = defaultdict(Amounts)
-    rest: dict[tuple[str, str], Amounts] = defaultdict(Amounts)
-    for each in running:
-        for uuid, amounts in each.gpus:
-            key, taken = (uuid, each.pod), Amounts(amounts.cores, amounts.memory_mebibytes, 1)
-            if each.init:
-                first[key] = first[key].most(taken)
-            else:
-                rest[key] += taken
-    return {key: first[key].most(rest[key]) for key in first.keys() | rest.keys()}
-
-
-def differences(running: Sequence[Running], ledger: Ledger) -> Iterator[str]:
+def differences(running: Sequence[Allocation], ledger: Ledger) -> Iterator[str]:
     """Between the pods of HAMi's and what the agent has adopted."""
     registry = ledger.gpu_registry
     adopted = {(a.uid, a.container): a for a in ledger.allocations.values()}
     for each in running:
         allocation = adopted.get((each.uid, each.container))
         if allocation is None:
-            yield f"{each} is not adopted: the log has the reason (allocation_not_adopted)"
+            yield f"{each.describe()} is not adopted: the log has the reason (allocation_not_adopted)"
             continue
-        for uuid, amounts in each.gpus:
+        for uuid, amounts in each.gpus.items():
             name = registry.by_uuid[uuid].name if uuid in registry.by_uuid else None
             if name is None or name not in allocation.gpus:
-                yield f"{each} is adopted on {', '.join(allocation.gpus)} and not on {uuid}, which HAMi's scheduler chose"
+                yield f"{each.describe()} is adopted on {', '.join(allocation.gpus)} and not on {uuid}, which HAMi's scheduler chose"
             elif allocation.gpus[name].memory_mebibytes < amounts.memory_mebibytes:
                 has = allocation.gpus[name].memory_mebibytes
-                yield f"{each} is adopted with {has} MiB of {uuid} instead of {amounts.memory_mebibytes} MiB"
+                yield f"{each.describe()} is adopted with {has} MiB of {uuid} instead of {amounts.memory_mebibytes} MiB"
