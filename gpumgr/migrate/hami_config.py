@@ -42,25 +42,15 @@ _REPLICA_SETTINGS: Final = {
     "libcudaloglevel": "hami_core.log_level",
     "operatingmode": "hami.operating_mode",
 }
+#: The part of the chart's values that is about the admission.
+_CHART: Final = "scheduler.admissionPolicies"
 #: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
-    "overwriteenv": (
-        False,
-        "overwriteEnv",
-        "hides GPUs from other containers: give the chart scheduler.admissionPolicies.hamiHideGpus",
-    ),
-    "defaultgpunum": (1, "defaultGPUNum", "is of the admission: give the chart scheduler.admissionPolicies.hamiDefaultGpus"),
-    "gpucorepolicy": (
-        "default",
-        "gpuCorePolicy",
-        "is of the admission: give the chart scheduler.admissionPolicies.hamiCorePolicy",
-    ),
-    "runtimeclassname": (
-        "",
-        "runtimeClassName",
-        "is of the admission: give the chart scheduler.admissionPolicies.hamiRuntimeClass",
-    ),
+    "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: give the chart {_CHART}.hamiHideGpus"),
+    "defaultgpunum": (1, "defaultGPUNum", f"is of the admission: give the chart {_CHART}.hamiDefaultGpus"),
+    "gpucorepolicy": ("default", "gpuCorePolicy", f"is of the admission: give the chart {_CHART}.hamiCorePolicy"),
+    "runtimeclassname": ("", "runtimeClassName", f"is of the admission: give the chart {_CHART}.hamiRuntimeClass"),
     "preconfigureddevicememory": (
         0,
         "preConfiguredDeviceMemory",
