@@ -99,7 +99,7 @@ class Misfit:
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Room that the pod's containers have one after another. Nothing is changed."""
     constraints = request.constraints
-    allowed = constraints.allowed(node)
+    allowed = node.allowed(constraints)
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
         required, devices = _reused(use, container), dict[int, Amounts]()
@@ -170,7 +170,7 @@ def _together(chain: tuple[ContainerRequest, ...]) -> tuple[ContainerRequest, in
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
     """The sets of GPUs within one of which the container must be. It has MIG devices or other GPUs, not both."""
-    numa_nodes, sets = constraints.numa_nodes(node, gpus), [capacities]
+    numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
     if gpus > 1 and any(gpu.mig for gpu in node.gpus):
@@ -344,7 +344,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     sets = _sets(node, list(capacities), container.gpus, constraints)
     if not capacities or not sets:
         named = replace(node, naming="uuid")
-        fixed = any(constraints.allowed(named)) and constraints.numa_nodes(named, container.gpus) != []
+        fixed = any(named.allowed(constraints)) and named.numa_nodes(constraints, container.gpus) != []
         agent_chooses = node.naming == "none" and fixed
         return Misfit(
             container=container, constraints=constraints, none_allowed=True, agent_chooses=agent_chooses, distance=float("inf")

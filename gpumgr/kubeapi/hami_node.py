@@ -67,11 +67,6 @@ def decode_lock(text: str) -> NodeLock:
     return NodeLock(since=since, pod=(pod[0], pod[1]) if pod else None)
 
 
-def device_type(model: str | None) -> str:
-    """HAMi's type of a GPU of this model."""
-    return model if model and model.startswith("NVIDIA") else f"NVIDIA-{model or 'GPU'}"
-
-
 def encode_register(gpus: Iterable[RegisteredGpu]) -> str:
     return msgspec.json.encode(list(gpus)).decode()
 

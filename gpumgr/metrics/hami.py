@@ -11,6 +11,7 @@ from typing import Final
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
+from gpumgr.evaluators.constraints import device_type
 from gpumgr.metrics.event_loop import yielding_gil
 from gpumgr.metrics.gpus import granted_mebibytes, holdings, ratio
 from gpumgr.metrics.text_format import Family, RenderedFamily, label_text, render
@@ -69,14 +70,8 @@ def _twins(
             )
 
 
-def _type(gpu: Gpu) -> str:
-    """The product name as HAMi registers it."""
-    model = gpu.model or ""
-    return model if model.startswith("NVIDIA") else f"NVIDIA-{model}"
-
-
 def _on_host(samples: Mapping[str, GpuSample], shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    sampled = [((node, str(g.index), g.uuid, _type(g)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
+    sampled = [((node, str(g.index), g.uuid, device_type(g.model)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
     used: Series = {values: sample.memory_used_bytes for values, sample in sampled}
     yield from _twins("hami_host_gpu_memory_used_bytes", "HostGPUMemoryUsage", "Memory in use on the GPU.", _ON_HOST, used)
     busy: Series = {values: _percent(sample.utilization_ratio) for values, sample in sampled}
@@ -93,7 +88,9 @@ def _percent(value: float | None) -> float | None:
 
 
 def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    labels: dict[GpuName, Values] = {name: (node, gpu.uuid, str(gpu.index), _type(gpu)) for name, gpu in shown.items()}
+    labels: dict[GpuName, Values] = {
+        name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()
+    }
     memory = granted_mebibytes(ledger)
     sizes: Series = {labels[name]: gpu.memory_bytes for name, gpu in shown.items()}
     yield from _twins("hami_gpu_memory_limit_bytes", "GPUDeviceMemoryLimit", "Memory of the GPU.", _ON_GPU, sizes)

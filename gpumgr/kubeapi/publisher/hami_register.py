@@ -13,6 +13,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.evaluators.constraints import device_type
 from gpumgr.evaluators.mig import most_devices, without_places
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.kubeapi.hami_mig import registered_profiles
@@ -21,7 +22,6 @@ from gpumgr.kubeapi.hami_node import (
     REGISTER,
     SCORES,
     RegisteredGpu,
-    device_type,
     encode_register,
     encode_register_csv,
     encode_scores,

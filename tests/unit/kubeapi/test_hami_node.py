@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpumgr.evaluators.constraints import device_type
 from gpumgr.kubeapi.hami_mig import registered_profiles
 from gpumgr.kubeapi.hami_node import (
     NodeLock,
     RegisteredGpu,
     decode_lock,
     decode_register,
-    device_type,
     encode_register,
     encode_register_csv,
     encode_scores,
