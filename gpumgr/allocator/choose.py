@@ -30,6 +30,14 @@ class Request:
     must: Masks
     size: int
 
+    def foreign(self, ledger: Ledger) -> Masks:
+        """The ids of other holders."""
+        return minus(ledger.held(self.resource), self.must)
+
+    def free(self, ledger: Ledger) -> Masks:
+        """The ids that it may get."""
+        return minus(union(self.available, self.must), self.foreign(ledger))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -102,14 +110,13 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
     visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
-    foreign = minus(ledger.held(request.resource), request.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
         free={
-            request.resource: minus(union(request.available, request.must), foreign),
+            request.resource: request.free(ledger),
             other: union(minus(visible, ledger.held(other)), spare, granted),
         },
-        blocked=dict.fromkeys((*foreign, *others), 1),
+        blocked=dict.fromkeys((*request.foreign(ledger), *others), 1),
         pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
     )
 

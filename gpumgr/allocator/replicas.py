@@ -16,7 +16,7 @@ from dataclasses import replace
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import Choice, Request
 from gpumgr.allocator.grant import refuse_elsewhere, refuse_held, refuse_unfit
-from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus, union
+from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
@@ -129,8 +129,7 @@ def _choose(
     follow = _follow(caller, wanted)
     probe = _probe(ledger, caller, follow, registered)
     after = ledger.occupy(probe)
-    foreign = minus(ledger.held("replica"), request.must)
-    free = minus(union(request.available, request.must), foreign)
+    free = request.free(ledger)
     capacities, problems = list[GpuCapacity](), list[str]()
     for row, gpu in sorted(node.gpu_of_row.items()):
         left = ledger.available(gpu) if gpu in registered else Amounts()
@@ -220,8 +219,7 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
 
 def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
     """HAMi's scheduler may name a GPU several times, for a MIG device each."""
-    foreign = minus(ledger.held("replica"), request.must)
-    free = minus(union(request.available, request.must), foreign)
+    free = request.free(ledger)
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():
         if mask.bit_count() != named.count(gpu):

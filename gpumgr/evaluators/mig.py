@@ -81,11 +81,6 @@ def most_devices(profiles: Sequence[MigProfile]) -> int:
     return max((len(profile.starts) for profile in profiles), default=0)
 
 
-def smallest(profiles: Sequence[MigProfile], request: ReplicaRequest) -> MigProfile | None:
-    """The profile on an empty GPU; None: each is too small."""
-    return next(_fitting(profiles, request), None)
-
-
 def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:
     """The smallest first. A part of the memory is that of the memory slices, since MIG devices together have less than the GPU."""
     most_slices = max((profile.slices for profile in profiles), default=0)

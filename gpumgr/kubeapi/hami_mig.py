@@ -26,6 +26,11 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     start: MigStart
     size: MigSize
 
+    @property
+    def slices(self) -> int:
+        """Slice n as bit n."""
+        return (1 << self.size) - 1 << self.start
+
 
 class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`container`: its position among all containers of the pod, init containers first. `device`: the position among its GPUs. The last
@@ -77,8 +82,7 @@ def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
     ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
 
     def completed(each: MigAllocation) -> MigAllocation:
-        slices = (1 << each.placement.size) - 1 << each.placement.start
-        made = ids.get((each.gpu, each.profile, slices))
+        made = ids.get((each.gpu, each.profile, each.placement.slices))
         if made is None:
             return each
         return msgspec.structs.replace(
@@ -90,9 +94,7 @@ def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
 
 def slices_in(text: str) -> Mapping[tuple[int, int], int]:
     """(container, device) -> the memory slices of its MIG device, slice n as bit n. Raises ValueError, as `decode_allocations`."""
-    return {
-        (each.container, each.device): (1 << each.placement.size) - 1 << each.placement.start for each in decode_allocations(text)
-    }
+    return {(each.container, each.device): each.placement.slices for each in decode_allocations(text)}
 
 
 def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:
