@@ -4,7 +4,7 @@ The placement covers both resources of the container and the pod's later contain
 resource gets the same GPUs, since the first grant pins them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpumgr.allocator.callers import Caller
@@ -73,10 +73,15 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> 
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     named = named_gpus(caller, ledger.gpu_registry)
+    return followed(caller, named, lambda: _choose(node, ledger, caller, request, named))
+
+
+def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choice]) -> Choice:
+    """What `select` returns; if the scheduler `named` the GPUs, as its choice. Raises Refusal."""
     if not named:
-        return _choose(node, ledger, caller, request)
+        return select()
     try:
-        return replace(_choose(node, ledger, caller, request, named), why="the scheduler chose it")
+        return replace(select(), why="the scheduler chose it")
     except Refusal as refusal:
         raise unfollowed(caller, refusal) from None
 

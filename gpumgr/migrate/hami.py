@@ -4,7 +4,7 @@ vcuda resources are others than HAMi's, so the pods end and are created anew. `h
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -52,9 +52,9 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
         pods=tuple(_told(pods, config, found)) or ("no pod of this node has a GPU from HAMi",),
         notes=(*config.notes, *config.vcuda_notes, *_NEW_REQUESTS, *notes(found)),
         warnings=tuple(_warnings(pods, found)),
-        stop=tuple(_stop(pods, config, found.node)),
+        stop=tuple(stop(config, found.node, _delete(pods))),
         start=tuple(start(found, to)),
-        rollback=tuple(_rollback(config, found.node)),
+        rollback=tuple(rollback(config, found.node, "; their owners ask for nvidia.com/gpu again")),
         clean_up=tuple(_clean_up(found)),
     )
 
@@ -122,32 +122,30 @@ def no_node(found: HamiState) -> str:
     return f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
 
 
-def _stop(pods: Sequence[Pod], config: Config, node: str) -> Iterator[str]:
-    yield f"kubectl cordon {quote(node)}"
+def _delete(pods: Sequence[Pod]) -> Iterator[str]:
     for pod in pods:
         namespace, _, name = pod.full_name.partition("/")
         yield f"kubectl -n {quote(namespace)} delete pod {quote(name)}    # its owner makes it again, with the requests of above"
-    yield from leave(config, node)
 
 
-def leave(config: Config, node: str, *, back: bool = False) -> Iterator[str]:
-    """HAMi's plugin leaves the node; `back`: gpumgr leaves it, and HAMi's plugin comes."""
-    node, labels = quote(node), config.selector or _LABEL
-    if not back:
-        removed = " ".join(quote(f"{key}-") for key in labels)
-        yield f"kubectl label node {node} {removed}    # HAMi's plugin leaves this node, and only this one"
-        return
+def stop(config: Config, node: str, then: Iterable[str] = ()) -> Iterator[str]:
+    """HAMi's plugin leaves the node, after the commands `then`."""
+    yield f"kubectl cordon {quote(node)}"
+    yield from then
+    removed = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
+    yield f"kubectl label node {quote(node)} {removed}    # HAMi's plugin leaves this node, and only this one"
+
+
+def rollback(config: Config, node: str, why: str) -> Iterator[str]:
+    """gpumgr leaves the node, and HAMi's plugin comes back; `why`: the pods are deleted."""
+    node = quote(node)
+    yield f"kubectl cordon {node}"
+    yield f"gpumgr checkpoint show    # delete these pods{why}"
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
-    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
+    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
     yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
     yield f"kubectl uncordon {node}"
-
-
-def _rollback(config: Config, node: str) -> Iterator[str]:
-    yield f"kubectl cordon {quote(node)}"
-    yield "gpumgr checkpoint show    # delete these pods; their owners ask for nvidia.com/gpu again"
-    yield from leave(config, node, back=True)
 
 
 def _cordoned(found: HamiState) -> list[str]:

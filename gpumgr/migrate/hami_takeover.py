@@ -12,7 +12,7 @@ from typing import Final
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
-from gpumgr.migrate.hami import HamiState, leave, no_node, notes, pods_on, remove_folders, start
+from gpumgr.migrate.hami import HamiState, no_node, notes, pods_on, remove_folders, rollback, start, stop
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import specs
 from gpumgr.migrate.plan import Plan, differing
@@ -24,23 +24,18 @@ _MOST_SHOWN: Final = 256
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     """Raises SettingsError for values of HAMi's that gpumgr can't have."""
     running, problems = running_pods(config, found)
-    name = quote(found.node)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
         pods=tuple(f"{each.describe()}: keeps {_text(each.gpus)}" for each in running)
         or ("no pod of this node has a GPU from HAMi",),
         notes=(*config.notes, *notes(found)),
         warnings=(*problems, *_warnings(running, found)),
-        stop=(f"kubectl cordon {name}", *leave(config, found.node)),
+        stop=tuple(stop(config, found.node)),
         start=(
             *start(found, to),
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
-        rollback=(
-            f"kubectl cordon {name}",
-            "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them",
-            *leave(config, found.node, back=True),
-        ),
+        rollback=tuple(rollback(config, found.node, ": HAMi's plugin can't adopt them")),
         # The annotations of the node are the agent's now, and HAMi's scheduler may stay.
         clean_up=tuple(remove_folders(found)),
     )
@@ -66,7 +61,7 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
                 f"{pod.full_name}: the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MOST_SHOWN]}; end it first"
             )
             continue
-        init = {spec.name for spec in containers if spec.kind == "init"}
+        kinds = {spec.name: spec.kind for spec in containers}
         namespace, _, pod_name = pod.full_name.partition("/")
         running += [
             Allocation(
@@ -74,7 +69,7 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
                 pod=(namespace, pod_name),
                 uid=pod.metadata.uid,
                 container=name,
-                init=name in init,
+                init=kinds[name] == "init",
                 gpus={uuid: replace(amounts, replicas=1) for uuid, amounts in gpus},
             )
             for name, gpus in placed
