@@ -4,10 +4,8 @@ Source: HAMi 2.10, pkg/device/devices.go (EncodeNodeDevices, DecodeNodeDevices),
 Up to HAMi 2.4 the list is CSV; its plugins then report every 30 s that they are there.
 """
 
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Final
 
@@ -47,24 +45,14 @@ class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     healthy: bool = field(name="health", default=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLock:
-    """`pod`: namespace and name of the pod that is being bound; None: an old scheduler does not write it."""
-
-    since: datetime
-    pod: tuple[str, str] | None = None
-
-    def __str__(self) -> str:
-        return f"for {'/'.join(self.pod) if self.pod else 'a pod'} since {self.since.isoformat()}"
-
-
-def decode_lock(text: str) -> NodeLock:
-    """The value of the annotation LOCK: a time of RFC 3339 and the pod. Raises ValueError."""
+def describe_lock(text: str) -> str:
+    """For which pod the node is locked, and since when, from the annotation LOCK: a time of RFC 3339, and namespace and name of the pod,
+    which an old scheduler does not write. Raises ValueError."""
     time, *pod = text.split(",")
     since = datetime.fromisoformat(time)
     if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):
         raise ValueError(f"{text[:64]!r} is no time with the namespace and name of a pod")
-    return NodeLock(since=since, pod=(pod[0], pod[1]) if pod else None)
+    return f"for {'/'.join(pod) or 'a pod'} since {since.isoformat()}"
 
 
 def encode_register(gpus: Iterable[RegisteredGpu]) -> str:
@@ -99,7 +87,7 @@ def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)
     ]
-    return json.dumps(rows, separators=(",", ":"))
+    return msgspec.json.encode(rows).decode()
 
 
 def reported(now: datetime) -> str:

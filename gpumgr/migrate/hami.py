@@ -50,7 +50,7 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     return Plan(
         settings=differing(config.settings),
         pods=tuple(_told(pods, config, found)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *config.vcuda_notes, *_NEW_REQUESTS, *notes(found)),
+        notes=(*config.notes, *config.vcuda_notes, _NEW_REQUESTS, *notes(found)),
         warnings=tuple(_warnings(pods, found)),
         stop=tuple(stop(config, found.node, _delete(pods))),
         start=tuple(start(found, to)),
@@ -88,9 +88,7 @@ def _told(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str
 
 
 #: What vcuda requests lack.
-_NEW_REQUESTS: Final = (
-    "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too",
-)
+_NEW_REQUESTS: Final = "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
 
 
 def notes(found: HamiState) -> Iterator[str]:

@@ -202,24 +202,25 @@ def _resources(config: Mapping[str, Any]) -> ReplicaResources:
     return ReplicaResources(**names, memory_factor=factor if isinstance(factor, int) and factor > 1 else 1)
 
 
+def _containers(objects: Sequence[Object]) -> Iterator[tuple[KubernetesWorkload, KubernetesContainer]]:
+    return ((each, container) for each in of_type(objects, KubernetesWorkload) for container in each.pod_spec.all_containers)
+
+
 def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str, str]]:
     """Container and nodeSelector of the device plugin's DaemonSet."""
-    for workload in of_type(objects, KubernetesWorkload):
-        for container in workload.pod_spec.all_containers if workload.kind == "DaemonSet" else ():
-            if "hami" in container.image and container.name == "device-plugin":
-                return container, workload.pod_spec.node_selector
+    for workload, container in _containers(objects):
+        if workload.kind == "DaemonSet" and "hami" in container.image and container.name == "device-plugin":
+            return container, workload.pod_spec.node_selector
     return KubernetesContainer(), {}
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
     """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
-    for workload in of_type(objects, KubernetesWorkload):
-        for container in workload.pod_spec.all_containers:
-            for word in container.words:
-                if word.startswith(f"{_POLICY}="):
-                    return word.partition("=")[2]
-            if "hami" in container.image and container.name == "vgpu-scheduler-extender":
-                return "spread"
+    for _, container in _containers(objects):
+        if given := [word.partition("=")[2] for word in container.words if word.startswith(f"{_POLICY}=")]:
+            return given[0]
+        if "hami" in container.image and container.name == "vgpu-scheduler-extender":
+            return "spread"
     return None
 
 

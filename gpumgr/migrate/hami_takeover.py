@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Final
 
 from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
+from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
 from gpumgr.migrate.hami import HamiState, no_node, notes, pods_on, remove_folders, rollback, start, stop
 from gpumgr.migrate.hami_config import Config
@@ -89,7 +89,7 @@ def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
         return
     if lock := found.annotations.get(LOCK):
         try:
-            holder = str(decode_lock(lock))
+            holder = describe_lock(lock)
         except ValueError as error:
             holder = f"which can't be read: {error}"
         yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
