@@ -88,7 +88,10 @@ def _told(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str
 
 
 #: What vcuda requests lack.
-_NEW_REQUESTS: Final = "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
+_NEW_REQUESTS: Final = (
+    "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, "
+    "and priority, gpumem-percentage and MIG profiles too"
+)
 
 
 def notes(found: HamiState) -> Iterator[str]:

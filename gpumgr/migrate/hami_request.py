@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Final
+from typing import Any
 
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -15,9 +15,7 @@ from gpumgr.kubeapi.hami_node import REGISTER, decode_register
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
-from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
-
-_BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
+from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +98,8 @@ def _blocks(mebibytes: int | None, gpu_mebibytes: int | None) -> int | None:
     """Rounded up, but at most what a GPU has."""
     if mebibytes is None:
         return None
-    blocks = max(1, ceil(mebibytes / _BLOCK_MEBIBYTES))
-    return min(blocks, gpu_mebibytes // _BLOCK_MEBIBYTES) if gpu_mebibytes else blocks
+    blocks = max(1, ceil(mebibytes / BLOCK_MEBIBYTES))
+    return min(blocks, gpu_mebibytes // BLOCK_MEBIBYTES) if gpu_mebibytes else blocks
 
 
 def _asked(container: KubernetesContainer, resources: ReplicaResources) -> ReplicaRequest | None:
