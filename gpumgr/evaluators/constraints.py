@@ -33,7 +33,7 @@ class Constraints:
 
     @property
     def of_single_gpus(self) -> bool:
-        """Some GPUs may satisfy them and others not, whatever is in use."""
+        """Some GPUs may satisfy them and others not, independent of their use."""
         return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None)
 
     @property
