@@ -1,6 +1,6 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -132,15 +132,10 @@ class Inventory:
         return reasons
 
     def closed(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """The same without the GPUs on which MIG devices are created on demand."""
-        open_ = self._open(gpu_registry)
-        reasons = self.unschedulable_reasons(gpu_registry)
-        return {name: reason for name, reason in reasons.items() if name not in open_}
-
-    def _open(self, gpu_registry: GpuRegistry) -> Set[GpuName]:
-        """The GPUs that accept MIG devices in spite of their MIG mode."""
+        """The same without the GPUs that accept MIG devices in spite of their MIG mode."""
         in_mig_mode = {*self._named(gpu_registry, self.in_mig_mode)} - self.quarantine.held.keys()
-        return in_mig_mode & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
+        open_ = in_mig_mode & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
+        return {name: why for name, why in self.unschedulable_reasons(gpu_registry).items() if name not in open_}
 
     def view(self, gpu_registry: GpuRegistry, *, policy: Policy, visible_blocks: Masks) -> NodeView:
         rows = {

@@ -4,7 +4,7 @@ The placement covers both resources of the container and the pod's later contain
 resource gets the same GPUs, since the first grant pins them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpumgr.allocator.callers import Caller
@@ -29,6 +29,14 @@ class Request:
     available: Masks
     must: Masks
     size: int
+
+    def foreign(self, ledger: Ledger) -> Masks:
+        """The ids of other holders."""
+        return minus(ledger.held(self.resource), self.must)
+
+    def free(self, ledger: Ledger) -> Masks:
+        """The ids that it may get."""
+        return minus(union(self.available, self.must), self.foreign(ledger))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +73,15 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> 
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     named = named_gpus(caller, ledger.gpu_registry)
+    return followed(caller, named, lambda: _choose(node, ledger, caller, request, named))
+
+
+def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choice]) -> Choice:
+    """What `select` returns; if the scheduler `named` the GPUs, as its choice. Raises Refusal."""
     if not named:
-        return _choose(node, ledger, caller, request)
+        return select()
     try:
-        return replace(_choose(node, ledger, caller, request, named), why="the scheduler chose it")
+        return replace(select(), why="the scheduler chose it")
     except Refusal as refusal:
         raise unfollowed(caller, refusal) from None
 
@@ -102,14 +115,13 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
     visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
-    foreign = minus(ledger.held(request.resource), request.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
         free={
-            request.resource: minus(union(request.available, request.must), foreign),
+            request.resource: request.free(ledger),
             other: union(minus(visible, ledger.held(other)), spare, granted),
         },
-        blocked=dict.fromkeys((*foreign, *others), 1),
+        blocked=dict.fromkeys((*request.foreign(ledger), *others), 1),
         pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
     )
 

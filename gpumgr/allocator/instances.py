@@ -55,7 +55,7 @@ def _registered(instance: MigInstance) -> RegisteredInstance:
 
 def choose_instances(ledger: Ledger, request: Request) -> Choice:
     """The free MIG devices in the order of the GPUs. Raises Refusal."""
-    free = minus(union(request.available, request.must), minus(ledger.held("mig"), request.must))
+    free = request.free(ledger)
     chosen, missing = dict(request.must), request.size - count(request.must)
     for gpu in ledger.gpu_registry.gpus:
         picked = lowest(free.get(gpu.name, 0) & ~request.must.get(gpu.name, 0), missing)

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.choose import Choice, Request
+from gpumgr.allocator.choose import Choice, Request, followed
 from gpumgr.allocator.grant import refuse_elsewhere, refuse_held, refuse_unfit
-from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus, union
+from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
-from gpumgr.allocator.named_gpus import named_gpus, unfollowed
+from gpumgr.allocator.named_gpus import named_gpus
 from gpumgr.allocator.node import NodeView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
@@ -32,13 +32,9 @@ def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Req
     """GPUs for the whole container, those that the scheduler named if it did, and one replica of each. Raises Refusal."""
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
-    try:
-        if len({*named}) < len(named):
-            return _several_of_one_gpu(node, ledger, request, named)
-        choice = _choose(node, ledger, caller, request, wanted, {*named, *request.must})
-    except Refusal as refusal:
-        raise (unfollowed(caller, refusal) if named else refusal) from None
-    return replace(choice, why="the scheduler chose it") if named else choice
+    if len({*named}) < len(named):
+        return followed(caller, named, lambda: _several_of_one_gpu(node, ledger, request, named))
+    return followed(caller, named, lambda: _choose(node, ledger, caller, request, wanted, {*named, *request.must}))
 
 
 def grant_replicas(
@@ -129,8 +125,7 @@ def _choose(
     follow = _follow(caller, wanted)
     probe = _probe(ledger, caller, follow, registered)
     after = ledger.occupy(probe)
-    foreign = minus(ledger.held("replica"), request.must)
-    free = minus(union(request.available, request.must), foreign)
+    free = request.free(ledger)
     capacities, problems = list[GpuCapacity](), list[str]()
     for row, gpu in sorted(node.gpu_of_row.items()):
         left = ledger.available(gpu) if gpu in registered else Amounts()
@@ -220,10 +215,9 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
 
 def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
     """HAMi's scheduler may name a GPU several times, for a MIG device each."""
-    foreign = minus(ledger.held("replica"), request.must)
-    free = minus(union(request.available, request.must), foreign)
+    free = request.free(ledger)
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():
         if mask.bit_count() != named.count(gpu):
             raise Refusal("no_fit", f"{node.label(gpu)} has no {named.count(gpu)} replicas left for the kubelet")
-    return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="the scheduler chose it")
+    return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="")

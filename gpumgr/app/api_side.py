@@ -17,7 +17,7 @@ from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
 from gpumgr.kubeapi.publisher.decisions import DecisionReporter
-from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter
 from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
 from gpumgr.kubeapi.publisher.publisher import Publisher
@@ -81,7 +81,8 @@ class ApiSide:
                 failed.put_nowait(after)
 
         self.pods.subscribe(changed)
-        node = components.settings.node.name
+        node, hami = components.settings.node.name, components.settings.hami
+        scaling = hami.device_memory_scaling, hami.device_core_scaling
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher.node, report=readers.report)
         inventory = InventoryReporter(
@@ -90,11 +91,18 @@ class ApiSide:
             pods=self.pods,
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
-            scaling=(components.settings.hami.device_memory_scaling, components.settings.hami.device_core_scaling),
+            scaling=scaling,
         )
         reporters = [("inventory_reporter", inventory.run)]
-        if (registration := _registration(components.settings)) is not None:
-            register = RegisterReporter(self.publisher.node.annotate, registration, report=readers.report, pods=self.pods)
+        if "replica" in offered(components.settings) and hami.scheduler != "none":
+            register = RegisterReporter(
+                self.publisher.node.annotate,
+                scheduler=hami.scheduler,
+                count=hami.device_split_count,
+                scaling=scaling,
+                report=readers.report,
+                pods=self.pods,
+            )
             reporters.append(("hami_register_reporter", register.run))
         self.apply(components.settings.kubernetes)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
@@ -134,16 +142,3 @@ async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:
                 log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)
         except API_FAILURES as error:
             log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
-
-
-def _registration(settings: Settings) -> Registration | None:
-    """None: the node's GPUs are not registered with HAMi's scheduler."""
-    hami = settings.hami
-    if "replica" not in offered(settings) or hami.scheduler == "none":
-        return None
-    return Registration(
-        scheduler=hami.scheduler,
-        count=hami.device_split_count,
-        memory_scaling=hami.device_memory_scaling,
-        core_scaling=hami.device_core_scaling,
-    )

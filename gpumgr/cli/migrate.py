@@ -27,7 +27,7 @@ from gpumgr.deviceplugin.kubelet_checkpoint import (
 )
 from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
-from gpumgr.kubeapi.client import ApiServer, answer_error
+from gpumgr.kubeapi.client import UNREADABLE, ApiServer
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami, hami_takeover
 from gpumgr.migrate.gpu_manager_command import GpuManagerCommand
 from gpumgr.migrate.hami_config import Config, read_config
@@ -248,7 +248,7 @@ def migrate_hami(
         answering=[path for path in answering(folder) if path.name.startswith("nvidia")],
         folders=[folder for folder in (config.library_dir, *_HAMI_FOLDERS) if folder.is_dir()],
         library=_library(config.library_dir),
-        kubelet=asyncio.run(_given_by_kubelet(folder, config.names.count)),
+        kubelet=asyncio.run(_given_by_kubelet(folder, config.resources.count_resource)),
     )
     if verify:
         _verify(config, found, to, as_json=output == "json")
@@ -276,7 +276,7 @@ def _verify(config: Config, found: hami.HamiState, to: Path, *, as_json: bool) -
     running, problems = hami_takeover.running_pods(config, found)
     wrong = [printable(each) for each in (*problems, *hami_takeover.differences(running, loaded.ledger))]
     if as_json:
-        click.echo(json.dumps({"adopted": [printable(str(each)) for each in running], "differences": wrong}, indent=2))
+        click.echo(json.dumps({"adopted": [printable(each.describe()) for each in running], "differences": wrong}, indent=2))
     else:
         click.echo("\n".join(wrong) or f"all {len(running)} containers with GPUs of HAMi are adopted with their GPUs")
     if wrong:
@@ -287,23 +287,15 @@ async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     """The node and its pods. Raises GpumgrError."""
     server = await ApiServer.connect(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods")
     try:
-        pods = await _get(server, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"})
+        pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})
         return (
-            parse_object({**await _get(server, f"/api/v1/nodes/{node}", {}), "kind": "Node"}, _API_SERVER),
+            parse_object({**await server.read("GET", f"/api/v1/nodes/{node}"), "kind": "Node"}, _API_SERVER),
             *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
         )
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
         raise GpumgrError(f"the API server can't be reached: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
         await server.close()
-
-
-async def _get(server: ApiServer, path: str, query: Mapping[str, str]) -> dict[str, Any]:
-    async with server.request("GET", path, query) as response:
-        if response.status >= 300:
-            raise await answer_error(response)
-        answer: dict[str, Any] = await response.json()
-    return answer
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:

@@ -13,7 +13,7 @@ part of all their GPUs that is in use.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Final
 
 from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
@@ -99,7 +99,7 @@ class Misfit:
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Room that the pod's containers have one after another. Nothing is changed."""
     constraints = request.constraints
-    allowed = constraints.allowed(node)
+    allowed = node.allowed(constraints)
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
         required, devices = _reused(use, container), dict[int, Amounts]()
@@ -170,7 +170,7 @@ def _together(chain: tuple[ContainerRequest, ...]) -> tuple[ContainerRequest, in
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
     """The sets of GPUs within one of which the container must be. It has MIG devices or other GPUs, not both."""
-    numa_nodes, sets = constraints.numa_nodes(node, gpus), [capacities]
+    numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
     if gpus > 1 and any(gpu.mig for gpu in node.gpus):
@@ -341,57 +341,35 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     """`capacities` are those of the GPUs that the constraints allow."""
     if not node.gpus:
         return Misfit(container=None)
+    misfit = partial(Misfit, container=container, constraints=constraints)
     sets = _sets(node, list(capacities), container.gpus, constraints)
     if not capacities or not sets:
         named = replace(node, naming="uuid")
-        fixed = any(constraints.allowed(named)) and constraints.numa_nodes(named, container.gpus) != []
+        fixed = any(named.allowed(constraints)) and named.numa_nodes(constraints, container.gpus) != []
         agent_chooses = node.naming == "none" and fixed
-        return Misfit(
-            container=container, constraints=constraints, none_allowed=True, agent_chooses=agent_chooses, distance=float("inf")
-        )
+        return misfit(none_allowed=True, agent_chooses=agent_chooses, distance=float("inf"))
     free = max(_free(each) for each in sets)
     if container.replica is not None:
-        mig = all(node.gpus[each.index].mig for each in capacities)
         offered = [each for each in capacities if node.gpus[each.index].offered]
-        most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
-        closest = None if most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
         rooms = [(each, _on(container, node.gpus[each.index])) for each in capacities if each not in offered]
         closed = sum(
             wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
         )
-        return Misfit(
-            container=container,
-            free_gpus=free,
-            closest=None if mig else closest,
-            distance=float(container.gpus - free),
-            not_offered=free + closed >= container.gpus > free,
-            constraints=constraints,
-            mig=mig,
-        )
+        mig = all(node.gpus[each.index].mig for each in capacities)
+        most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
+        closest = None if mig or most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
+        not_offered = free + closed >= container.gpus > free
+        return misfit(free_gpus=free, closest=closest, distance=float(container.gpus - free), not_offered=not_offered, mig=mig)
     if container.whole:
         there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
-        not_offered = there >= container.gpus > free
-        return Misfit(
-            container=container, free_gpus=free, distance=-float(free), not_offered=not_offered, constraints=constraints
-        )
-    lacks = {each.index: _lack(each, container.cores, container.memory_blocks) for each in capacities if each.healthy}
-    not_offered = len(lacks) < len(capacities) and any(
-        _lack(each, container.cores, container.memory_blocks) == 0 for each in capacities if not each.healthy
-    )
-    if not lacks:
-        return Misfit(container=container, not_offered=not_offered, distance=float("inf"), constraints=constraints)
-    gpu = min(lacks, key=lambda index: (lacks[index], index))
-    room = Amounts(
-        *next((each.cores_free, each.memory_blocks_free * BLOCK_MEBIBYTES) for each in capacities if each.index == gpu)
-    )
-    return Misfit(
-        container=container,
-        closest=(node.indices[gpu], room),
-        free_gpus=free,
-        distance=lacks[gpu],
-        not_offered=not_offered,
-        constraints=constraints,
-    )
+        return misfit(free_gpus=free, distance=-float(free), not_offered=there >= container.gpus > free)
+    lacks = [(_lack(each, container.cores, container.memory_blocks), each.index, each) for each in capacities]
+    not_offered = any(lack == 0 for lack, _, each in lacks if not each.healthy)
+    if not (healthy := [each for each in lacks if each[-1].healthy]):
+        return misfit(not_offered=not_offered, distance=float("inf"))
+    lack, index, gpu = min(healthy, key=lambda each: each[:2])
+    room = Amounts(gpu.cores_free, gpu.memory_blocks_free * BLOCK_MEBIBYTES)
+    return misfit(free_gpus=free, closest=(node.indices[index], room), distance=lack, not_offered=not_offered)
 
 
 def _lack(capacity: GpuCapacity, cores: int, memory_blocks: int) -> float:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit
-from gpumgr.cluster.request import ContainerRequest
 
 MAX_CHARACTERS: Final = 300
 
@@ -28,10 +27,9 @@ def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
 
 def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
     """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
-    groups: dict[tuple[ContainerRequest | None, bool, bool, bool, bool], _Group] = {}
+    groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
-        key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses, misfit.mig)
-        group = groups.setdefault(key, _Group(0, node, misfit))
+        group = groups.setdefault(misfit.reason, _Group(0, node, misfit))
         group.count += count
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.constraints import Constraints
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.topology.devices import Level, MigProfile, Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
@@ -78,6 +79,23 @@ class NodeState:
         """The position of each GPU, by its UUID and by NVML's index."""
         by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
+
+    def allowed(self, constraints: Constraints) -> Sequence[bool]:
+        """For each GPU whether a pod may use it. All or none where the node's agent chooses among them."""
+        chosen_here = self.naming == "none"
+        if constraints.unused and chosen_here and len(self.gpus) > 1:
+            return [False] * len(self.gpus)
+        if not constraints.of_single_gpus:
+            return [True] * len(self.gpus)
+        each = [constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in self.gpus]
+        return each if not chosen_here or all(each) else [False] * len(each)
+
+    def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
+        """The NUMA nodes on one of which a container with `gpus` GPUs must be; None: anywhere."""
+        if not constraints.same_numa_node or gpus < 2:
+            return None
+        found = sorted({gpu.numa for gpu in self.gpus})
+        return () if self.naming == "none" and len(found) > 1 else [each for each in found if each >= 0]
 
 
 def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:

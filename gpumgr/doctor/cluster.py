@@ -18,17 +18,10 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
-from gpumgr.settings.schema import HamiSettings
 from gpumgr.units import CORE_RESOURCE
 
-_NAMES: Final = HamiSettings()
 #: Nodes with node.profile hami offer these resources only.
-_HAMI: Final = ReplicaResources(
-    count=_NAMES.count_resource,
-    memory=_NAMES.memory_resource,
-    memory_percentage=_NAMES.memory_percentage_resource,
-    cores=_NAMES.core_resource,
-)
+_HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"

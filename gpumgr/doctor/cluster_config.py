@@ -5,11 +5,10 @@ from typing import Any, Final
 
 import yaml
 
-from gpumgr.settings.schema import HamiSettings
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
-_HAMI: Final = HamiSettings()
-_HAMI_AMOUNTS: Final = (_HAMI.memory_resource, _HAMI.memory_percentage_resource, _HAMI.core_resource)
+_HAMI: Final = ReplicaResources()
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
 
@@ -53,12 +52,12 @@ def manages_hami(config: Mapping[str, Any]) -> bool:
 
 def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
     found = {name: ignored for name, ignored in _managed(extender).items() if name != _HAMI.priority_resource}
-    hami = found.keys() & {_HAMI.count_resource, *_HAMI_AMOUNTS}
-    if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI_AMOUNTS}):
-        given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI_AMOUNTS))
+    hami = found.keys() & {_HAMI.count_resource, *_HAMI.amounts}
+    if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI.amounts}):
+        given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI.amounts))
         rule = f"give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides {of_hami}, and no others"
         yield True, f"managedResources are {given}; {rule}"
-    for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI_AMOUNTS):
+    for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI.amounts):
         yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"
     for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
         yield True, f"ignoredByScheduler of {name} is false; no node has this resource, so its pods stay Pending"

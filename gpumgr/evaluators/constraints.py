@@ -3,33 +3,15 @@
 The scheduler obeys it when it chooses, and the agent before a container gets the GPUs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final
 
 _MAX_CHARACTERS: Final = 64
 
 
-class _Gpu(Protocol):
-    """`uuid` and `model` are empty, and `numa` is -1, if they are not known. `mig`: what it has for MIG devices on demand."""
-
-    @property
-    def uuid(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def numa(self) -> int: ...
-    @property
-    def mig(self) -> Sequence[object]: ...
-
-
-class _Node(Protocol):
-    """`naming` "none": its agent chooses among the GPUs."""
-
-    @property
-    def gpus(self) -> Sequence[_Gpu]: ...
-    @property
-    def naming(self) -> Literal["uuid", "index", "none"]: ...
+def device_type(model: str | None) -> str:
+    """HAMi's type of a GPU of this model."""
+    return model if model and model.startswith("NVIDIA") else f"NVIDIA-{model or 'GPU'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +31,15 @@ class Constraints:
     unused: bool = False
     mig: bool | None = None
 
-    def allowed(self, node: _Node) -> Sequence[bool]:
-        """For each GPU of the node whether the pod may use it. All or none where the node's agent chooses among them."""
-        if self.unused and node.naming == "none" and len(node.gpus) > 1:
-            return [False] * len(node.gpus)
-        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None):
-            return [True] * len(node.gpus)
-        each = [self.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in node.gpus]
-        return each if node.naming != "none" or all(each) else [False] * len(each)
+    @property
+    def of_single_gpus(self) -> bool:
+        """Some GPUs may satisfy them and others not, independent of their use."""
+        return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None)
 
     @property
     def uuids(self) -> tuple[str, ...]:
         """GPUs by which the constraints make a node differ from nodes with equal GPUs."""
         return self.use_uuids + self.avoid_uuids
-
-    def numa_nodes(self, node: _Node, gpus: int) -> Sequence[int] | None:
-        """The NUMA nodes on one of which a container with `gpus` GPUs must be; None: anywhere."""
-        if not self.same_numa_node or gpus < 2:
-            return None
-        found = sorted({gpu.numa for gpu in node.gpus})
-        return () if node.naming == "none" and len(found) > 1 else [each for each in found if each >= 0]
 
     @property
     def text(self) -> str:

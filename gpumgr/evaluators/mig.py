@@ -50,20 +50,16 @@ def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaR
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
     """The place with this memory and these memory slices, of the profile with the nearest compute (schedulers round it differently); None:
     the GPU has no such one."""
-    places = [place for profile in profiles for place in _places(profile, 0)]
-    found = [
-        each
-        for each in places
-        if (each.profile.memory_mebibytes, each.memory_slices) == (amounts.memory_mebibytes, amounts.slices)
-    ]
+    wanted = amounts.memory_mebibytes, amounts.slices
+    places = (place for profile in profiles for place in _places(profile, 0))
+    found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
     return min(found, key=lambda place: abs(amounts_of(place, profiles).cores - amounts.cores), default=None)
 
 
 def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
     """The place of this profile that begins at this memory slice; None: the GPU has no such one."""
-    return next(
-        (place for profile in profiles if profile.name == name for place in _places(profile, 0) if place.start == start), None
-    )
+    named = (place for profile in profiles if profile.name == name for place in _places(profile, 0))
+    return next((place for place in named if place.start == start), None)
 
 
 def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
@@ -79,11 +75,6 @@ def without_places(profile: MigProfile, taken: int) -> MigProfile:
 def most_devices(profiles: Sequence[MigProfile]) -> int:
     """How many MIG devices the GPU can have at most."""
     return max((len(profile.starts) for profile in profiles), default=0)
-
-
-def smallest(profiles: Sequence[MigProfile], request: ReplicaRequest) -> MigProfile | None:
-    """The profile on an empty GPU; None: each is too small."""
-    return next(_fitting(profiles, request), None)
 
 
 def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:

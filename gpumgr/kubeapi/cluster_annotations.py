@@ -211,23 +211,28 @@ def _check_slices(slices: Mapping[str, SharesSlices] | UnsetType, shares: Mappin
         raise ValueError("slices has not one number for each share")
 
 
-_T = TypeVar("_T", Inventory, Placement)
-
-
 class _Versioned(msgspec.Struct):
     version: int
 
 
+_T = TypeVar("_T")
+
+
 def _decode(text: str, kind: type[_T]) -> _T:
+    if (version := decode_json(text, _Versioned).version) != VERSION:
+        raise ValueError(f"version {version} is not supported; this program reads version {VERSION}")
+    return decode_json(text, kind)
+
+
+def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
+    """An annotation's text. Raises ValueError that says what is wrong; it begins with `fault` if the text has another structure."""
     encoded = text.encode("utf-8", "surrogatepass")
     if len(encoded) > MAX_ANNOTATIONS_BYTES:
         raise ValueError(f"{len(encoded)} bytes are too long for an annotation")
     try:
-        if (version := msgspec.json.decode(encoded, type=_Versioned).version) != VERSION:
-            raise ValueError(f"version {version} is not supported; this program reads version {VERSION}")
         return msgspec.json.decode(encoded, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"not valid: {error}") from error
+        raise ValueError(f"{fault}: {error}") from error
 
 
 @lru_cache(maxsize=64)

@@ -4,14 +4,14 @@ Source: HAMi 2.10, pkg/device/nvidia/mig_allocations.go, and MigProfile in pkg/d
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from gpumgr.allocator.ledger import MigDevice
 from gpumgr.evaluators.mig import MigPlace, amounts_of
-from gpumgr.kubeapi.cluster_annotations import MigSize, MigStart, ProfileName, Uuid
+from gpumgr.kubeapi.cluster_annotations import MigSize, MigStart, ProfileName, Uuid, decode_json
 from gpumgr.topology.devices import MigProfile
 
 #: The MIG devices of a pod. The scheduler writes their places, and the node's plugin adds the driver's ids.
@@ -25,6 +25,11 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
     start: MigStart
     size: MigSize
+
+    @property
+    def slices(self) -> int:
+        """Slice n as bit n."""
+        return (1 << self.size) - 1 << self.start
 
 
 class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,10 +68,7 @@ def encode_allocations(allocations: Iterable[MigAllocation]) -> str:
 
 def decode_allocations(text: str) -> Sequence[MigAllocation]:
     """Raises ValueError for what HAMi's plugin refuses: an incomplete allocation, some of the driver's ids only, a device twice."""
-    try:
-        found = msgspec.json.decode(text.encode("utf-8", "surrogatepass") or b"[]", type=tuple[MigAllocation, ...])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"no MIG allocations of HAMi: {error}") from error
+    found = decode_json(text or "[]", tuple[MigAllocation, ...], "no MIG allocations of HAMi")
     for each in found:
         if len({bool(each.mig_uuid), each.gpu_instance is not None, each.compute_instance is not None}) > 1:
             raise ValueError(f"container {each.container}, device {each.device}: only a part of the driver's ids is there")
@@ -80,8 +82,7 @@ def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
     ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
 
     def completed(each: MigAllocation) -> MigAllocation:
-        slices = (1 << each.placement.size) - 1 << each.placement.start
-        made = ids.get((each.gpu, each.profile, slices))
+        made = ids.get((each.gpu, each.profile, each.placement.slices))
         if made is None:
             return each
         return msgspec.structs.replace(
@@ -93,9 +94,7 @@ def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
 
 def slices_in(text: str) -> Mapping[tuple[int, int], int]:
     """(container, device) -> the memory slices of its MIG device, slice n as bit n. Raises ValueError, as `decode_allocations`."""
-    return {
-        (each.container, each.device): (1 << each.placement.size) - 1 << each.placement.start for each in decode_allocations(text)
-    }
+    return {(each.container, each.device): each.placement.slices for each in decode_allocations(text)}
 
 
 def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:
@@ -111,11 +110,3 @@ def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfi
         for each in profiles
         if each.starts
     )
-
-
-def decode_profiles(found: Any) -> tuple[RegisteredProfile, ...]:
-    """From decoded JSON. Raises ValueError."""
-    try:
-        return msgspec.convert(found, tuple[RegisteredProfile, ...])
-    except msgspec.ValidationError as error:
-        raise ValueError(f"migProfiles: {error}") from error

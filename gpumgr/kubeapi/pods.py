@@ -163,7 +163,7 @@ def _container(
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
         replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
-        priority=parse_quantity(str(wanted[hami.priority])) if hami and hami.priority in wanted else USUAL_PRIORITY,
+        priority=parse_quantity(str(wanted.get(hami.priority_resource, USUAL_PRIORITY))) if hami else USUAL_PRIORITY,
         instances=sum(parse_quantity(str(wanted[name])) for name in wanted if mig and _is_mig(name, mig)),
     )
 

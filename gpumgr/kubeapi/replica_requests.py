@@ -22,20 +22,25 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaResources:
-    """HAMi's resource names and defaults, as set. `default_memory` is in MiB, 0: all memory. `memory_factor`: MiB of one unit that a
-    container requests. `limit_cores` False: cores are neither counted nor limited."""
+    """HAMi's resource names and defaults, by the keys of the settings' section hami. `default_memory` is in MiB, 0: all memory.
+    `memory_factor`: MiB of one unit that a container requests. `disable_core_limit`: cores are neither counted nor limited."""
 
-    count: str
-    memory: str
-    memory_percentage: str
-    cores: str
-    priority: str = "nvidia.com/priority"
+    count_resource: str = "nvidia.com/gpu"
+    memory_resource: str = "nvidia.com/gpumem"
+    memory_percentage_resource: str = "nvidia.com/gpumem-percentage"
+    core_resource: str = "nvidia.com/gpucores"
+    priority_resource: str = "nvidia.com/priority"
     default_memory: int = 0
     default_cores: int = 0
     memory_factor: int = 1
-    memory_scaling: float = 1.0
-    core_scaling: float = 1.0
-    limit_cores: bool = True
+    device_memory_scaling: float = 1.0
+    device_core_scaling: float = 1.0
+    disable_core_limit: bool = False
+
+    @property
+    def amounts(self) -> tuple[str, str, str]:
+        """The resources of what a container gets of each GPU."""
+        return self.memory_resource, self.memory_percentage_resource, self.core_resource
 
 
 def replica_request(
@@ -46,20 +51,20 @@ def replica_request(
     def amount(name: str) -> int:
         return parse_quantity(str(wanted.get(name, "0")))
 
-    count, percent = amount(resources.count), min(amount(resources.memory_percentage), 100)
-    memory = amount(resources.memory) * resources.memory_factor or (0 if percent else resources.default_memory)
+    count, percent = amount(resources.count_resource), min(amount(resources.memory_percentage_resource), 100)
+    memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
     # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
-    whole = resources.cores not in wanted and not memory and percent in (0, 100) and not resources.default_cores
-    cores = min(amount(resources.cores) if resources.cores in wanted else resources.default_cores, CORES_PER_GPU)
+    whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
+    cores = min(amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores, CORES_PER_GPU)
     return ReplicaRequest(
         count=count,
-        cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or resources.limit_cores else 0,
+        cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or not resources.disable_core_limit else 0,
         memory_mebibytes=memory or None,
         memory_percent=percent or 100,
-        memory_scaling=resources.memory_scaling,
-        core_scaling=resources.core_scaling,
+        memory_scaling=resources.device_memory_scaling,
+        core_scaling=resources.device_core_scaling,
     )
 
 

@@ -12,7 +12,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.metrics.event_loop import yielding_gil
-from gpumgr.metrics.gpus import ratio
+from gpumgr.metrics.gpus import percent
 from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
@@ -65,10 +65,10 @@ def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) 
         if holder is None or use.uuid not in index_of or holder[0] in ended:
             continue
         labels = texts.of(holder[0][1], holder[0][0], node, holder[1])
-        share = ratio(use.utilization_ratio)
+        busy = percent(use.utilization_ratio)
         for card in (f"gpu{index_of[use.uuid]}", "total"):
-            if share is not None:
-                _add(percents, f'{labels},gpu="{card}"', round(100 * share, 6))
+            if busy is not None:
+                _add(percents, f'{labels},gpu="{card}"', busy)
             if use.memory_bytes is not None:
                 _add(mebibytes, f'{labels},gpu_memory="{card}"', use.memory_bytes >> 20)
     yield render(_UTILIZATION, percents)

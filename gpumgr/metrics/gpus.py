@@ -46,6 +46,12 @@ def ratio(value: float | None) -> float | None:
     return None if value is None else min(1.0, max(0.0, value))
 
 
+def percent(value: float | None) -> float | None:
+    """The ratio in percent, as gpu-manager's and HAMi's metrics have it."""
+    share = ratio(value)
+    return None if share is None else round(100 * share, 6)
+
+
 _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] = (
     (
         gauge(

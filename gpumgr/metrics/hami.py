@@ -11,8 +11,9 @@ from typing import Final
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
+from gpumgr.evaluators.constraints import device_type
 from gpumgr.metrics.event_loop import yielding_gil
-from gpumgr.metrics.gpus import granted_mebibytes, holdings, ratio
+from gpumgr.metrics.gpus import granted_mebibytes, holdings, percent
 from gpumgr.metrics.text_format import Family, RenderedFamily, label_text, render
 from gpumgr.topology.devices import Gpu, GpuSample
 from gpumgr.units import CORES_PER_GPU, GpuName
@@ -69,31 +70,22 @@ def _twins(
             )
 
 
-def _type(gpu: Gpu) -> str:
-    """The product name as HAMi registers it."""
-    model = gpu.model or ""
-    return model if model.startswith("NVIDIA") else f"NVIDIA-{model}"
-
-
 def _on_host(samples: Mapping[str, GpuSample], shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    sampled = [((node, str(g.index), g.uuid, _type(g)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
+    sampled = [((node, str(g.index), g.uuid, device_type(g.model)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
     used: Series = {values: sample.memory_used_bytes for values, sample in sampled}
     yield from _twins("hami_host_gpu_memory_used_bytes", "HostGPUMemoryUsage", "Memory in use on the GPU.", _ON_HOST, used)
-    busy: Series = {values: _percent(sample.utilization_ratio) for values, sample in sampled}
+    busy: Series = {values: percent(sample.utilization_ratio) for values, sample in sampled}
     about = "Percentage of the time in which a kernel ran on the GPU."
     yield from _twins("hami_host_gpu_utilization_ratio", "HostCoreUtilization", about, _ON_HOST, busy)
-    copying: Series = {values[1:]: _percent(sample.memory_copy_ratio) for values, sample in sampled}
+    copying: Series = {values[1:]: percent(sample.memory_copy_ratio) for values, sample in sampled}
     about = "Percentage of the time in which memory was read or written."
     yield from _twins("hami_host_gpu_memory_controller_utilization_ratio", None, about, _ON_HOST[1:], copying)
 
 
-def _percent(value: float | None) -> float | None:
-    share = ratio(value)
-    return None if share is None else round(100 * share, 6)
-
-
 def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    labels: dict[GpuName, Values] = {name: (node, gpu.uuid, str(gpu.index), _type(gpu)) for name, gpu in shown.items()}
+    labels: dict[GpuName, Values] = {
+        name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()
+    }
     memory = granted_mebibytes(ledger)
     sizes: Series = {labels[name]: gpu.memory_bytes for name, gpu in shown.items()}
     yield from _twins("hami_gpu_memory_limit_bytes", "GPUDeviceMemoryLimit", "Memory of the GPU.", _ON_GPU, sizes)
@@ -122,7 +114,7 @@ def _in_containers(
             continue
         values = (*use.pod, use.container or "", str(list(allocation.gpus).index(use.gpu)), use.uuid)
         whole_bytes = shown[use.gpu].memory_bytes if use.gpu in shown else None
-        used[values], busy[values] = use.memory_bytes, _percent(use.utilization_ratio)
+        used[values], busy[values] = use.memory_bytes, percent(use.utilization_ratio)
         limits[values] = whole_bytes if use.memory_limit_bytes is None else use.memory_limit_bytes
     about, old = "Memory that the container uses on the GPU.", "vGPU_device_memory_usage_in_bytes"
     yield from _twins("hami_vgpu_memory_used_bytes", old, about, _IN_CONTAINER, used)

@@ -4,7 +4,7 @@ vcuda resources are others than HAMi's, so the pods end and are created anew. `h
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import advise, gpu_sizes, switched_off, wishes
+from gpumgr.migrate.hami_request import advise, gpu_sizes, requests, specs, switched_off
 from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
@@ -39,31 +39,35 @@ class HamiState:
     library: tuple[Path, str] | None = None
     kubelet: frozenset[tuple[str, str]] | None = None
 
+    @property
+    def annotations(self) -> Mapping[str, str] | None:
+        """Those of the node; None: its object was not given."""
+        return next((n.metadata.annotations for n in of_type(self.objects, KubernetesNode) if n.metadata.name == self.node), None)
+
 
 def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
-    node = next((node for node in of_type(found.objects, KubernetesNode) if node.metadata.name == found.node), None)
-    annotations = node.metadata.annotations if node is not None else {}
-    pods = [pod for pod in pods_on(found) if [*wishes(pod.spec, pod.metadata.annotations, config.names)]]
+    pods = [pod for pod in pods_on(found) if any(each.replicas for each in specs(pod.spec, config.resources))]
     return Plan(
         settings=differing(config.settings),
-        pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *config.vcuda_notes, *_NEW_REQUESTS, *notes(found, annotations)),
-        warnings=tuple(_warnings(pods, found, node)),
-        stop=tuple(_stop(pods, config, found.node)),
-        start=tuple(start(found.node, annotations, to)),
-        rollback=tuple(_rollback(config, found.node)),
-        clean_up=tuple(_clean_up(found, annotations)),
+        pods=tuple(_told(pods, config, found)) or ("no pod of this node has a GPU from HAMi",),
+        notes=(*config.notes, *config.vcuda_notes, _NEW_REQUESTS, *notes(found)),
+        warnings=tuple(_warnings(pods, found)),
+        stop=tuple(stop(config, found.node, _delete(pods))),
+        start=tuple(start(found, to)),
+        rollback=tuple(rollback(config, found.node, "; their owners ask for nvidia.com/gpu again")),
+        clean_up=tuple(_clean_up(found)),
     )
 
 
-def start(node: str, annotations: Mapping[str, str], to: Path) -> Iterator[str]:
+def start(found: HamiState, to: Path) -> Iterator[str]:
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base"
-    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
-    yield from _cordons(annotations)
-    yield f"kubectl uncordon {quote(node)}"
+    yield f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite"
+    for uuid in filter(_UUID.fullmatch, _cordoned(found)):
+        yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
+    yield f"kubectl uncordon {quote(found.node)}"
 
 
 def pods_on(found: HamiState) -> Iterator[Pod]:
@@ -71,11 +75,11 @@ def pods_on(found: HamiState) -> Iterator[Pod]:
     return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
 
-def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -> Iterator[str]:
-    gpu_mebibytes = min(gpu_sizes(annotations, config.memory_scaling).values(), default=None)
+def _told(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str]:
+    gpu_mebibytes = min(gpu_sizes(found.annotations or {}, config.memory_scaling).values(), default=None)
     for pod in pods:
-        for container, wish in wishes(pod.spec, pod.metadata.annotations, config.names):
-            yield f"{pod.full_name} ({container}): {advise(wish, gpu_mebibytes).describe()}"
+        for container, asked in requests(pod.spec, pod.metadata.annotations, config.resources):
+            yield f"{pod.full_name} ({container}): {advise(asked, gpu_mebibytes).describe()}"
         if policies := [key for key in _POLICIES if key in pod.metadata.annotations]:
             yield f"{pod.full_name}: only pods of `gpumgr scheduler` are placed by {', '.join(policies)}"
         if any(switched_off(container) for container in pod.spec.all_containers):
@@ -85,15 +89,16 @@ def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -
 
 #: What vcuda requests lack.
 _NEW_REQUESTS: Final = (
-    "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too",
+    "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, "
+    "and priority, gpumem-percentage and MIG profiles too"
 )
 
 
-def notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
+def notes(found: HamiState) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
-    if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
+    if '"mode":"mig"' in (found.annotations or {}).get(REGISTER, "").replace(" ", ""):
         yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
-    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
+    odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
     if odd:
         yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
     if found.library is not None:
@@ -104,55 +109,53 @@ def notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _warnings(pods: Sequence[Pod], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
+def _warnings(pods: Sequence[Pod], found: HamiState) -> Iterator[str]:
     if found.answering:
         yield f"HAMi's or NVIDIA's plugin answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
     running = [pod.full_name for pod in pods if HAMI_ALLOCATED in pod.metadata.annotations]
     if running:
         yield f"with new requests these pods must end before gpumgr starts (without --new-requests they keep running): {', '.join(running)}"
-    if node is None:
-        yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
+    if found.annotations is None:
+        yield no_node(found)
 
 
-def _stop(pods: Sequence[Pod], config: Config, node: str) -> Iterator[str]:
-    yield f"kubectl cordon {quote(node)}"
+def no_node(found: HamiState) -> str:
+    return f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
+
+
+def _delete(pods: Sequence[Pod]) -> Iterator[str]:
     for pod in pods:
         namespace, _, name = pod.full_name.partition("/")
         yield f"kubectl -n {quote(namespace)} delete pod {quote(name)}    # its owner makes it again, with the requests of above"
-    yield from leave(config, node)
 
 
-def leave(config: Config, node: str, *, back: bool = False) -> Iterator[str]:
-    """HAMi's plugin leaves the node; `back`: gpumgr leaves it, and HAMi's plugin comes."""
-    node, labels = quote(node), config.selector or _LABEL
-    if not back:
-        removed = " ".join(quote(f"{key}-") for key in labels)
-        yield f"kubectl label node {node} {removed}    # HAMi's plugin leaves this node, and only this one"
-        return
+def stop(config: Config, node: str, then: Iterable[str] = ()) -> Iterator[str]:
+    """HAMi's plugin leaves the node, after the commands `then`."""
+    yield f"kubectl cordon {quote(node)}"
+    yield from then
+    removed = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
+    yield f"kubectl label node {quote(node)} {removed}    # HAMi's plugin leaves this node, and only this one"
+
+
+def rollback(config: Config, node: str, why: str) -> Iterator[str]:
+    """gpumgr leaves the node, and HAMi's plugin comes back; `why`: the pods are deleted."""
+    node = quote(node)
+    yield f"kubectl cordon {node}"
+    yield f"gpumgr checkpoint show    # delete these pods{why}"
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
-    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
+    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
     yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
     yield f"kubectl uncordon {node}"
 
 
-def _rollback(config: Config, node: str) -> Iterator[str]:
-    yield f"kubectl cordon {quote(node)}"
-    yield "gpumgr checkpoint show    # delete these pods; their owners ask for nvidia.com/gpu again"
-    yield from leave(config, node, back=True)
+def _cordoned(found: HamiState) -> list[str]:
+    texts = (found.annotations or {}).get(_CORDON, "").split(",")
+    return [text.strip() for text in texts if text.strip()]
 
 
-def _cordoned(annotations: Mapping[str, str]) -> list[str]:
-    return [part.strip() for part in str(annotations.get(_CORDON) or "").split(",") if part.strip()]
-
-
-def _cordons(annotations: Mapping[str, str]) -> Iterator[str]:
-    for uuid in filter(_UUID.fullmatch, _cordoned(annotations)):
-        yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
-
-
-def _clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
-    keys = sorted(key for key in annotations if key.startswith(_PREFIX)) if annotations else [REGISTER]
+def _clean_up(found: HamiState) -> Iterator[str]:
+    keys = sorted(key for key in found.annotations if key.startswith(_PREFIX)) if found.annotations else [REGISTER]
     if keys:
         yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"
     yield from remove_folders(found)

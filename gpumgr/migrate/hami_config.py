@@ -7,15 +7,15 @@ its DaemonSet, the flags of its scheduler.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from gpumgr.errors import InputError
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.migrate.hami_plugin import plugin_settings
-from gpumgr.migrate.hami_request import Names
 from gpumgr.migrate.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.tree import legible
@@ -23,11 +23,15 @@ from gpumgr.settings.tree import legible
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
 #: Keys of both files, in lower case, and the settings of the same meaning for pods that keep HAMi's resources.
+_NAMES: Final = {
+    "resourcecountname": "count_resource",
+    "resourcememoryname": "memory_resource",
+    "resourcememorypercentagename": "memory_percentage_resource",
+    "resourcecorename": "core_resource",
+    "resourcepriorityname": "priority_resource",
+}
 _REPLICA_SETTINGS: Final = {
-    "resourcecountname": "hami.count_resource",
-    "resourcememoryname": "hami.memory_resource",
-    "resourcememorypercentagename": "hami.memory_percentage_resource",
-    "resourcecorename": "hami.core_resource",
+    **{name: f"hami.{key}" for name, key in _NAMES.items()},
     "devicesplitcount": "hami.device_split_count",
     "defaultmemory": "hami.default_memory",
     "defaultcores": "hami.default_cores",
@@ -36,28 +40,17 @@ _REPLICA_SETTINGS: Final = {
     "devicecorescaling": "hami.device_core_scaling",
     "disablecorelimit": "hami.disable_core_limit",
     "libcudaloglevel": "hami_core.log_level",
-    "resourcepriorityname": "hami.priority_resource",
     "operatingmode": "hami.operating_mode",
 }
+#: The part of the chart's values that is about the admission.
+_CHART: Final = "scheduler.admissionPolicies"
 #: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
-    "overwriteenv": (
-        False,
-        "overwriteEnv",
-        "hides GPUs from other containers: give the chart scheduler.admissionPolicies.hamiHideGpus",
-    ),
-    "defaultgpunum": (1, "defaultGPUNum", "is of the admission: give the chart scheduler.admissionPolicies.hamiDefaultGpus"),
-    "gpucorepolicy": (
-        "default",
-        "gpuCorePolicy",
-        "is of the admission: give the chart scheduler.admissionPolicies.hamiCorePolicy",
-    ),
-    "runtimeclassname": (
-        "",
-        "runtimeClassName",
-        "is of the admission: give the chart scheduler.admissionPolicies.hamiRuntimeClass",
-    ),
+    "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: give the chart {_CHART}.hamiHideGpus"),
+    "defaultgpunum": (1, "defaultGPUNum", f"is of the admission: give the chart {_CHART}.hamiDefaultGpus"),
+    "gpucorepolicy": ("default", "gpuCorePolicy", f"is of the admission: give the chart {_CHART}.hamiCorePolicy"),
+    "runtimeclassname": ("", "runtimeClassName", f"is of the admission: give the chart {_CHART}.hamiRuntimeClass"),
     "preconfigureddevicememory": (
         0,
         "preConfiguredDeviceMemory",
@@ -85,19 +78,11 @@ _POLICY: Final = "--gpu-scheduler-policy"
 _HOOK_PATH: Final = Path("/usr/local")
 
 
-class _DeviceConfig(msgspec.Struct):
-    """device-config.yaml."""
+class _File(msgspec.Struct):
+    """device-config.yaml has `nvidia`, config.json has `nodeconfig`."""
 
     nvidia: dict[str, Any] | None = None
-
-
-class _NodeConfigs(msgspec.Struct):
-    """config.json."""
-
     nodeconfig: list[dict[str, Any]] | None = None
-
-
-_Shape = TypeVar("_Shape", _DeviceConfig, _NodeConfigs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +92,23 @@ class Config:
     requests."""
 
     settings: Mapping[str, object]
-    replica_settings: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    vcuda_notes: tuple[str, ...] = ()
-    names: Names = field(default_factory=Names)
-    memory_scaling: float = 1.0
-    selector: Mapping[str, str] = field(default_factory=dict)
-    library_dir: Path = _HOOK_PATH / "vgpu"
+    replica_settings: Mapping[str, object]
+    notes: tuple[str, ...]
+    vcuda_notes: tuple[str, ...]
+    resources: ReplicaResources
+    memory_scaling: float
+    selector: Mapping[str, str]
+    library_dir: Path
 
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
     """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
-    nvidia, override = _device_config(objects), _node_config(objects, node)
+    both = _merged(objects, node)
     container, selector = _plugin(objects)
     plugin = container.environment
     settings: dict[str, object] = {"metrics.hami_names": True}
     of_plugin, flag_notes = plugin_settings(container.words, plugin)
     settings |= of_plugin
-    both = {**nvidia, **override}
     profiles, odd = _mig_profiles(both)
     notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
     notes += [*flag_notes, *_notes(both)]
@@ -145,12 +129,14 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     }
     if _number(both, "memoryfactor") < 1:
         replica_settings["hami.memory_factor"] = 1  # as HAMi takes it
+    if profiles:
+        replica_settings["hami.mig_profiles"] = profiles
     return Config(
         settings=settings,
-        replica_settings={**replica_settings, **({"hami.mig_profiles": profiles} if profiles else {})},
+        replica_settings=replica_settings,
         notes=tuple(notes),
         vcuda_notes=tuple(_vcuda_notes(both)),
-        names=_names(nvidia),
+        resources=_resources(both),
         memory_scaling=_number(both, "devicememoryscaling"),
         selector=selector,
         library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
@@ -158,7 +144,6 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
 
 
 def _vcuda_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """`config` has lower-case keys, because HAMi reads both files without regard to case."""
     count = _shown(config.get("devicesplitcount", 10))
     yield f"deviceSplitCount ({count}) has no counterpart for vcuda requests: a GPU takes shares until its cores or its memory are used up"
     if (factor := _number(config, "devicememoryscaling")) != 1:
@@ -187,72 +172,55 @@ def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[ob
     return sorted(names), [name for name in found if not (isinstance(name, str) and name in names)]
 
 
-def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:
-    """The block `nvidia`, with lower-case keys."""
-    for config_map, text in _files(objects, _DEVICE_CONFIG):
-        block = _parsed(config_map, _DEVICE_CONFIG, text, _DeviceConfig).nvidia
-        if block is not None:
-            return {key.lower(): value for key, value in block.items()}
-    return {}
+def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
+    """The block `nvidia`, changed by the entry of config.json for this node. HAMi reads both without regard to case: keys are lower-case
+    here."""
+    nvidia = (file.nvidia for file in _files(objects, _DEVICE_CONFIG) if file.nvidia is not None)
+    entries = (each for file in _files(objects, _NODE_CONFIG) for each in file.nodeconfig or () if each.get("name") == node)
+    blocks = next(nvidia, {}), next(entries, {})
+    return {key.lower(): value for block in blocks for key, value in block.items() if value is not None}
 
 
-def _node_config(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
-    """The entry of config.json for this node."""
-    for config_map, text in _files(objects, _NODE_CONFIG):
-        for entry in _parsed(config_map, _NODE_CONFIG, text, _NodeConfigs).nodeconfig or ():
-            if entry.get("name") == node:
-                return {key.lower(): value for key, value in entry.items() if value is not None}
-    return {}
+def _files(objects: Sequence[Object], name: str) -> Iterator[_File]:
+    for config_map in of_type(objects, ConfigMap):
+        if name not in config_map.data:
+            continue
+        where = f"ConfigMap {config_map.full_name}, {name},"
+        try:
+            documents = read_documents(config_map.data[name])
+            yield msgspec.convert(documents[0] if documents else {}, type=_File)
+        except InputError as error:
+            raise InputError(f"{where} can't be read: {error}") from error
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise InputError(f"{where} is not what HAMi reads: {error}") from error
 
 
-def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[ConfigMap, str]]:
-    return ((config_map, config_map.data[name]) for config_map in of_type(objects, ConfigMap) if name in config_map.data)
+def _resources(config: Mapping[str, Any]) -> ReplicaResources:
+    """The names of HAMi's resources, and the unit of memory."""
+    names: dict[str, Any] = {key: name for given, key in _NAMES.items() if (name := config.get(given)) and isinstance(name, str)}
+    factor = config.get("memoryfactor")
+    return ReplicaResources(**names, memory_factor=factor if isinstance(factor, int) and factor > 1 else 1)
 
 
-def _parsed(config_map: ConfigMap, key: str, text: str, shape: type[_Shape]) -> _Shape:
-    where = f"ConfigMap {config_map.full_name}, {key},"
-    try:
-        documents = read_documents(text)
-    except InputError as error:
-        raise InputError(f"{where} can't be read: {error}") from error
-    try:
-        return msgspec.convert(documents[0] if documents else {}, type=shape)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InputError(f"{where} is not what HAMi reads: {error}") from error
-
-
-def _names(nvidia: Mapping[str, Any]) -> Names:
-    def name(key: str, usual: str) -> str:
-        found = nvidia.get(key)
-        return found if found and isinstance(found, str) else usual
-
-    usual = Names()
-    return Names(
-        count=name("resourcecountname", usual.count),
-        memory=name("resourcememoryname", usual.memory),
-        percentage=name("resourcememorypercentagename", usual.percentage),
-        cores=name("resourcecorename", usual.cores),
-    )
+def _containers(objects: Sequence[Object]) -> Iterator[tuple[KubernetesWorkload, KubernetesContainer]]:
+    return ((each, container) for each in of_type(objects, KubernetesWorkload) for container in each.pod_spec.all_containers)
 
 
 def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str, str]]:
     """Container and nodeSelector of the device plugin's DaemonSet."""
-    for workload in of_type(objects, KubernetesWorkload):
-        for container in workload.pod_spec.all_containers if workload.kind == "DaemonSet" else ():
-            if "hami" in container.image and container.name == "device-plugin":
-                return container, workload.pod_spec.node_selector
+    for workload, container in _containers(objects):
+        if workload.kind == "DaemonSet" and "hami" in container.image and container.name == "device-plugin":
+            return container, workload.pod_spec.node_selector
     return KubernetesContainer(), {}
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
     """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
-    for workload in of_type(objects, KubernetesWorkload):
-        for container in workload.pod_spec.all_containers:
-            for word in container.words:
-                if word.startswith(f"{_POLICY}="):
-                    return word.partition("=")[2]
-            if "hami" in container.image and container.name == "vgpu-scheduler-extender":
-                return "spread"
+    for _, container in _containers(objects):
+        if given := [word.partition("=")[2] for word in container.words if word.startswith(f"{_POLICY}=")]:
+            return given[0]
+        if "hami" in container.image and container.name == "vgpu-scheduler-extender":
+            return "spread"
     return None
 
 

@@ -9,6 +9,8 @@ from typing import Final
 
 #: Key and value of a setting, why there is none, or None if the value needs none.
 _Equal = tuple[str, object] | str | None
+#: How a value is judged: by a function, or (the value that needs nothing, why another one has no effect), or always so.
+_Meaning = Callable[[str], _Equal] | tuple[str, str] | str | None
 
 _OF_THE_FILE: Final = "HAMi does not read it either; its value is that of device-config.yaml"
 _NO_DEVICE: Final = "has no counterpart; name the device nodes in container.extra_devices"
@@ -39,59 +41,42 @@ def _verbosity(value: str) -> _Equal:
     return ("log.level", "debug") if value.isdecimal() and int(value[:4]) > 4 else None
 
 
-def _only(usual: str, why: str) -> Callable[[str], _Equal]:
-    return lambda value: None if value.lower() == usual else why
-
-
-def _never(why: str) -> Callable[[str], _Equal]:
-    return lambda _: why
-
-
-def _nothing(_: str) -> _Equal:
-    return None
-
-
-#: Flag -> its environment variable, and what its value means here.
-_FLAGS: Final[Mapping[str, tuple[str, Callable[[str], _Equal]]]] = {
-    "mig-strategy": ("MIG_STRATEGY", _strategy),
-    "fail-on-init-error": ("FAIL_ON_INIT_ERROR", _only("true", "the agent always starts without a driver, and tries again")),
-    "nvidia-driver-root": ("NVIDIA_DRIVER_ROOT", _driver),
-    "dev-root": ("NVIDIA_DEV_ROOT", lambda value: ("container.device_root", str(PurePosixPath(value) / "dev"))),
-    "pass-device-specs": ("PASS_DEVICE_SPECS", _nothing),
-    "device-list-strategy": ("DEVICE_LIST_STRATEGY", _injection),
-    "device-id-strategy": ("DEVICE_ID_STRATEGY", _only("uuid", "has no counterpart: GPUs are named by UUID")),
-    "gdrcopy-enabled": ("GDRCOPY_ENABLED", _only("false", _NO_DEVICE)),
-    "gds-enabled": ("GDS_ENABLED", _only("false", _NO_DEVICE)),
-    "mofed-enabled": ("MOFED_ENABLED", _only("false", _NO_DEVICE)),
-    "kubelet-socket": ("KUBELET_SOCKET", _socket),
-    "config-file": ("CONFIG_FILE", _nothing),
-    "cdi-annotation-prefix": (
-        "CDI_ANNOTATION_PREFIX",
-        _only("cdi.k8s.io/", "CDI devices have a field of their own in the answer"),
-    ),
-    "nvidia-cdi-hook-path": ("NVIDIA_CDI_HOOK_PATH", _only("/usr/bin/nvidia-ctk", "CDI specs have no hooks")),
-    "nvidia-ctk-path": ("NVIDIA_CTK_PATH", _only("/usr/bin/nvidia-ctk", "CDI specs have no hooks")),
-    "driver-root-ctr-path": ("DRIVER_ROOT_CTR_PATH", _only("/driver-root", "the chart's driver.root mounts the driver")),
-    "device-discovery-strategy": (
-        "DEVICE_DISCOVERY_STRATEGY",
-        lambda value: "Tegra is not supported" if value == "tegra" else None,
-    ),
-    "imex-channel-ids": ("IMEX_CHANNEL_IDS", _only("", _NO_DEVICE)),
-    "imex-required": ("IMEX_REQUIRED", _only("false", _NO_DEVICE)),
-    "v": ("V", _verbosity),
-    "node-name": ("NodeName", _never("the node's name is that of $NODE_NAME")),
-    "device-split-count": ("DEVICE_SPLIT_COUNT", _never(_OF_THE_FILE)),
-    "device-memory-scaling": ("DEVICE_MEMORY_SCALING", _never(_OF_THE_FILE)),
-    "device-cores-scaling": ("DEVICE_CORES_SCALING", _never(_OF_THE_FILE)),
-    "disable-core-limit": ("DISABLE_CORE_LIMIT", _never(_OF_THE_FILE)),
-    "resource-name": ("RESOURCE_NAME", _never(_OF_THE_FILE)),
+_FLAGS: Final[Mapping[str, _Meaning]] = {
+    "mig-strategy": _strategy,
+    "fail-on-init-error": ("true", "the agent always starts without a driver, and tries again"),
+    "nvidia-driver-root": _driver,
+    "dev-root": lambda value: ("container.device_root", str(PurePosixPath(value) / "dev")),
+    "pass-device-specs": None,
+    "device-list-strategy": _injection,
+    "device-id-strategy": ("uuid", "has no counterpart: GPUs are named by UUID"),
+    "gdrcopy-enabled": ("false", _NO_DEVICE),
+    "gds-enabled": ("false", _NO_DEVICE),
+    "mofed-enabled": ("false", _NO_DEVICE),
+    "kubelet-socket": _socket,
+    "config-file": None,
+    "cdi-annotation-prefix": ("cdi.k8s.io/", "CDI devices have a field of their own in the answer"),
+    "nvidia-cdi-hook-path": ("/usr/bin/nvidia-ctk", "CDI specs have no hooks"),
+    "nvidia-ctk-path": ("/usr/bin/nvidia-ctk", "CDI specs have no hooks"),
+    "driver-root-ctr-path": ("/driver-root", "the chart's driver.root mounts the driver"),
+    "device-discovery-strategy": lambda value: "Tegra is not supported" if value == "tegra" else None,
+    "imex-channel-ids": ("", _NO_DEVICE),
+    "imex-required": ("false", _NO_DEVICE),
+    "v": _verbosity,
+    "node-name": "the node's name is that of $NODE_NAME",
+    "device-split-count": _OF_THE_FILE,
+    "device-memory-scaling": _OF_THE_FILE,
+    "device-cores-scaling": _OF_THE_FILE,
+    "disable-core-limit": _OF_THE_FILE,
+    "resource-name": _OF_THE_FILE,
 }
+#: The variables of flags with other names than the flag's in capitals.
+_NAMES: Final = {"node-name": "NodeName", "dev-root": "NVIDIA_DEV_ROOT"}
 _PATHS: Final = ("vcuda.driver_roots", "container.device_root", "kubelet.device_plugin_dir", "kubernetes.kubeconfig")
 #: Variables without a flag. Those of the health checks and HOOK_PATH are read elsewhere.
-_VARIABLES: Final[Mapping[str, Callable[[str], _Equal]]] = {
-    "DP_ENABLE_HEALTHCHECKS": _never("all XIDs but nvml.ignored_xids count"),
-    "HAMI_NODELOCK_EXPIRE": _never("the agent needs no lock of the node"),
-    "ENABLE_TOPOLOGY_SCORE": _nothing,
+_VARIABLES: Final[Mapping[str, _Meaning]] = {
+    "DP_ENABLE_HEALTHCHECKS": "all XIDs but nvml.ignored_xids count",
+    "HAMI_NODELOCK_EXPIRE": "the agent needs no lock of the node",
+    "ENABLE_TOPOLOGY_SCORE": None,
     "KUBECONFIG": lambda value: ("kubernetes.kubeconfig", value),
 }
 
@@ -101,25 +86,28 @@ def plugin_settings(words: Sequence[str], environment: Mapping[str, str]) -> tup
     settings: dict[str, object] = {}
     notes: list[str] = []
     given = dict(_flags(words))
-    for flag, (variable, meaning) in _FLAGS.items():
-        if flag in given:
-            _take(f"--{flag}={given[flag]}", meaning(given[flag]), settings, notes)
-        elif variable in environment:
-            _take(f"{variable}={environment[variable]}", meaning(environment[variable]), settings, notes)
-    for variable, meaning in _VARIABLES.items():
-        if variable in environment:
-            _take(f"{variable}={environment[variable]}", meaning(environment[variable]), settings, notes)
+    found: list[tuple[str, str | None, _Meaning]] = []
+    for flag, meaning in _FLAGS.items():
+        variable = _NAMES.get(flag, flag.upper().replace("-", "_"))
+        found.append((f"--{flag}", given[flag], meaning) if flag in given else (variable, environment.get(variable), meaning))
+    found += [(variable, environment.get(variable), meaning) for variable, meaning in _VARIABLES.items()]
+    for name, value, meaning in found:
+        match _equal(meaning, value) if value is not None else None:
+            case str(why):
+                notes.append(f"{name}={value}: {why}")
+            case (key, _) if key in _PATHS and not str(value).startswith("/"):
+                notes.append(f"{name}={value}: {key} needs an absolute path")
+            case (key, setting):
+                settings[key] = setting
     notes += [f"--{flag} is no flag of HAMi 2.10's device plugin, and has no effect" for flag in given if flag not in _FLAGS]
     return settings, tuple(notes)
 
 
-def _take(name: str, found: _Equal, settings: dict[str, object], notes: list[str]) -> None:
-    if isinstance(found, str):
-        notes.append(f"{name}: {found}")
-    elif found is not None and found[0] in _PATHS and not name.partition("=")[2].startswith("/"):
-        notes.append(f"{name}: {found[0]} needs an absolute path")
-    elif found is not None:
-        settings[found[0]] = found[1]
+def _equal(meaning: _Meaning, value: str) -> _Equal:
+    if isinstance(meaning, tuple):
+        usual, why = meaning
+        return None if value.lower() == usual else why
+    return meaning(value) if callable(meaning) else meaning
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:

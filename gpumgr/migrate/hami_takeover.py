@@ -3,125 +3,99 @@
 The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose (`allocator.rebuild`).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import ContainerSpec, NamedGpu
-from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_lock, decode_register
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.kubeapi.hami_node import LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
-from gpumgr.migrate.hami import HamiState, leave, notes, pods_on, remove_folders, start
+from gpumgr.migrate.hami import HamiState, no_node, notes, pods_on, remove_folders, rollback, start, stop
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import wishes
-from gpumgr.migrate.objects import KubernetesNode, Pod, of_type
+from gpumgr.migrate.hami_request import specs
 from gpumgr.migrate.plan import Plan, differing
 from gpumgr.units import Amounts
 
 _MOST_SHOWN: Final = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A container with GPUs of HAMi, and what HAMi's scheduler chose for it. `pod`: namespace/name."""
-
-    pod: str
-    uid: str | None
-    container: str
-    init: bool
-    gpus: tuple[NamedGpu, ...]
-
-    def __str__(self) -> str:
-        return f"{self.pod} ({self.container})"
-
-
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
     """Raises SettingsError for values of HAMi's that gpumgr can't have."""
-    node = next((node for node in of_type(found.objects, KubernetesNode) if node.metadata.name == found.node), None)
-    annotations = node.metadata.annotations if node is not None else {}
     running, problems = running_pods(config, found)
-    name = quote(found.node)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
-        pods=tuple(f"{each}: keeps {_text(each.gpus)}" for each in running) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *notes(found, annotations)),
-        warnings=(*problems, *_warnings(running, found, node)),
-        stop=(f"kubectl cordon {name}", *leave(config, found.node)),
+        pods=tuple(f"{each.describe()}: keeps {_text(each.gpus)}" for each in running)
+        or ("no pod of this node has a GPU from HAMi",),
+        notes=(*config.notes, *notes(found)),
+        warnings=(*problems, *_warnings(running, found)),
+        stop=tuple(stop(config, found.node)),
         start=(
-            *start(found.node, annotations, to),
+            *start(found, to),
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
-        rollback=(
-            f"kubectl cordon {name}",
-            "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them",
-            *leave(config, found.node, back=True),
-        ),
+        rollback=tuple(rollback(config, found.node, ": HAMi's plugin can't adopt them")),
         # The annotations of the node are the agent's now, and HAMi's scheduler may stay.
         clean_up=tuple(remove_folders(found)),
     )
 
 
-def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Running], Sequence[str]]:
-    """The containers that the agent adopts, and why it can't adopt others."""
-    running: list[Running] = []
+def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
+    """The containers that the agent adopts with what HAMi's scheduler chose for them, and why it can't adopt others. Their GPUs have UUIDs
+    as names."""
+    running: list[Allocation] = []
     problems: list[str] = []
     for pod in pods_on(found):
-        specs = _specs(pod, config)
+        containers = specs(pod.spec, config.resources)
         text = pod.metadata.annotations.get(HAMI_ALLOCATED)
-        if not any(spec.replicas for spec in specs) or (text is None and pod.status.phase == "Pending"):
+        if not any(spec.replicas for spec in containers) or (text is None and pod.status.phase == "Pending"):
             continue
         if text is None or pod.metadata.annotations.get(HAMI_NODE) != found.node:
             problems.append(f"{pod.full_name}: HAMi's scheduler has chosen no GPUs of this node for it; end it first")
             continue
         try:
-            placed = placed_by_hami(text, specs)
+            placed = placed_by_hami(text, containers)
         except ValueError as error:
             problems.append(
                 f"{pod.full_name}: the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MOST_SHOWN]}; end it first"
             )
             continue
-        init = {spec.name for spec in specs if spec.kind == "init"}
+        kinds = {spec.name: spec.kind for spec in containers}
+        namespace, _, pod_name = pod.full_name.partition("/")
         running += [
-            Running(pod=pod.full_name, uid=pod.metadata.uid, container=name, init=name in init, gpus=gpus)
+            Allocation(
+                id=f"{pod.full_name}/{name}",
+                pod=(namespace, pod_name),
+                uid=pod.metadata.uid,
+                container=name,
+                init=kinds[name] == "init",
+                gpus={uuid: replace(amounts, replicas=1) for uuid, amounts in gpus},
+            )
             for name, gpus in placed
         ]
     return running, problems
 
 
-def _specs(pod: Pod, config: Config) -> list[ContainerSpec]:
-    counts = {name: wish.gpus for name, wish in wishes(pod.spec, {}, config.names)}
-    init = {id(each) for each in pod.spec.init_containers}
-    return [
-        ContainerSpec(
-            name=each.name or "?",
-            kind="init" if id(each) in init else "app",
-            replicas=ReplicaRequest(count=counts[each.name or "?"]) if (each.name or "?") in counts else None,
-        )
-        for each in pod.spec.all_containers
-    ]
+def _text(gpus: Mapping[str, Amounts]) -> str:
+    return ", ".join(
+        f"{uuid} ({amounts.memory_mebibytes} MiB, {amounts.cores or 'no limit of'} cores)" for uuid, amounts in gpus.items()
+    )
 
 
-def _text(gpus: Sequence[NamedGpu]) -> str:
-    return ", ".join(f"{uuid} ({amounts.memory_mebibytes} MiB, {amounts.cores or 'no limit of'} cores)" for uuid, amounts in gpus)
-
-
-def _warnings(running: Sequence[Running], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
-    if node is None:
-        yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
+def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
+    if found.annotations is None:
+        yield no_node(found)
         return
-    if lock := node.metadata.annotations.get(LOCK):
+    if lock := found.annotations.get(LOCK):
         try:
-            holder = str(decode_lock(lock))
+            holder = describe_lock(lock)
         except ValueError as error:
             holder = f"which can't be read: {error}"
         yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
     try:
-        registered = {gpu.uuid: gpu for gpu in decode_register(node.metadata.annotations.get(REGISTER) or "[]")}
-    except (ValueError, RecursionError) as error:
+        registered = {gpu.uuid: gpu for gpu in decode_register(found.annotations.get(REGISTER) or "[]")}
+    except ValueError as error:
         yield f"the annotation {REGISTER} can't be read, so no GPU is compared: {str(error)[:_MOST_SHOWN]}"
     else:
         yield from _misplaced(running, registered)
@@ -129,22 +103,19 @@ def _warnings(running: Sequence[Running], found: HamiState, node: KubernetesNode
         mine = {(each.uid, each.container) for each in running}
         for each in running:
             if (each.uid, each.container) not in found.kubelet:
-                yield f"{each}: the kubelet has no GPU of it; look at the pod, and end it if it does not run"
+                yield f"{each.describe()}: the kubelet has no GPU of it; look at the pod, and end it if it does not run"
         for uid, container in sorted(found.kubelet - mine, key=str):
             yield f"pod uid {uid} ({container}): the kubelet has GPUs of it, and it is none of the pods above; end it first"
 
 
-def _misplaced(running: Sequence[Running], registered: Mapping[str, RegisteredGpu]) -> Iterator[str]:
-    held: dict[str, Amounts] = defaultdict(Amounts)
+def _misplaced(running: Sequence[Allocation], registered: Mapping[str, RegisteredGpu]) -> Iterator[str]:
     for each in running:
-        for uuid, _ in each.gpus:
+        for uuid in each.gpus:
             if uuid not in registered:
-                yield f"{each}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; end it first"
+                yield f"{each.describe()}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; end it first"
             elif registered[uuid].mode == "mig":
-                yield f"{each}: it has a MIG device of {uuid}, which the agent does not adopt; end it first"
-    for (uuid, _), amounts in _by_pod(running).items():
-        held[uuid] += amounts
-    for uuid, amounts in held.items():
+                yield f"{each.describe()}: it has a MIG device of {uuid}, which the agent does not adopt; end it first"
+    for uuid, amounts in Ledger(allocations={each.id: each for each in running}).by_amount.items():
         gpu = registered.get(uuid)
         if gpu and (amounts.memory_mebibytes > gpu.memory_mebibytes or amounts.cores > gpu.cores or amounts.replicas > gpu.count):
             has = f"{gpu.memory_mebibytes} MiB, {gpu.cores} cores, {gpu.count} containers"
@@ -154,33 +125,19 @@ def _misplaced(running: Sequence[Running], registered: Mapping[str, RegisteredGp
             )
 
 
-def _by_pod(running: Sequence[Running]) -> Mapping[tuple[str, str], Amounts]:
-    """(GPU, pod) -> the most of each init container and of the others together."""
-    first: dict[tuple[str, str], Amounts] = defaultdict(Amounts)
-    rest: dict[tuple[str, str], Amounts] = defaultdict(Amounts)
-    for each in running:
-        for uuid, amounts in each.gpus:
-            key, taken = (uuid, each.pod), Amounts(amounts.cores, amounts.memory_mebibytes, 1)
-            if each.init:
-                first[key] = first[key].most(taken)
-            else:
-                rest[key] += taken
-    return {key: first[key].most(rest[key]) for key in first.keys() | rest.keys()}
-
-
-def differences(running: Sequence[Running], ledger: Ledger) -> Iterator[str]:
+def differences(running: Sequence[Allocation], ledger: Ledger) -> Iterator[str]:
     """Between the pods of HAMi's and what the agent has adopted."""
     registry = ledger.gpu_registry
     adopted = {(a.uid, a.container): a for a in ledger.allocations.values()}
     for each in running:
         allocation = adopted.get((each.uid, each.container))
         if allocation is None:
-            yield f"{each} is not adopted: the log has the reason (allocation_not_adopted)"
+            yield f"{each.describe()} is not adopted: the log has the reason (allocation_not_adopted)"
             continue
-        for uuid, amounts in each.gpus:
+        for uuid, amounts in each.gpus.items():
             name = registry.by_uuid[uuid].name if uuid in registry.by_uuid else None
             if name is None or name not in allocation.gpus:
-                yield f"{each} is adopted on {', '.join(allocation.gpus)} and not on {uuid}, which HAMi's scheduler chose"
+                yield f"{each.describe()} is adopted on {', '.join(allocation.gpus)} and not on {uuid}, which HAMi's scheduler chose"
             elif allocation.gpus[name].memory_mebibytes < amounts.memory_mebibytes:
                 has = allocation.gpus[name].memory_mebibytes
-                yield f"{each} is adopted with {has} MiB of {uuid} instead of {amounts.memory_mebibytes} MiB"
+                yield f"{each.describe()} is adopted with {has} MiB of {uuid} instead of {amounts.memory_mebibytes} MiB"

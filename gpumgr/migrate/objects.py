@@ -53,6 +53,7 @@ class KubernetesContainer(msgspec.Struct):
     args: list[_Word] = []
     env: list[Variable] = []
     resources: Resources = msgspec.field(default_factory=Resources)
+    restart_policy: str | None = msgspec.field(name="restartPolicy", default=None)
 
     @property
     def words(self) -> list[str]:

@@ -34,15 +34,13 @@ def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSet
     for path, container in containers.items():
         resources = container.get("resources") or {}
         limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
-        count, memory, percent, cores = (
-            str(limits.get(name, "")) for name in (hami.count, hami.memory, hami.memory_percentage, hami.cores)
-        )
+        count, memory, percent, cores = (str(limits.get(name, "")) for name in (hami.count_resource, *hami.amounts))
         uncounted = not count and any(amount not in _NONE for amount in (memory, percent, cores))
         asking[path] = uncounted or count not in _NONE
         part = percent != "100" and (memory not in _NONE or percent not in _NONE)
-        added = {hami.count: str(settings.default_gpus)} if uncounted else {}
-        if asking[path] and not cores and hami.cores not in requests and not part:
-            added[hami.cores] = "100"
+        added = {hami.count_resource: str(settings.default_gpus)} if uncounted else {}
+        if asking[path] and not cores and hami.core_resource not in requests and not part:
+            added[hami.core_resource] = "100"
         for name, amount in added.items():
             # The API server has copied limits to requests before.
             made += [
@@ -65,8 +63,8 @@ def _env(
     """Variables that the container gets, unless it has them. `asks`: for GPUs; `wanted`: a container of the pod does."""
     resources = container.get("resources") or {}
     limits = resources.get("limits") or {}
-    if wanted and hami.priority in limits:
-        yield "CUDA_TASK_PRIORITY", str(limits[hami.priority])
+    if wanted and hami.priority_resource in limits:
+        yield "CUDA_TASK_PRIORITY", str(limits[hami.priority_resource])
     if wanted and settings.core_policy != "default":
         yield "GPU_CORE_UTILIZATION_POLICY", settings.core_policy
     if settings.hide_gpus and not (asks or resources.get("claims") or any(name.startswith(_OTHER_GPUS) for name in limits)):

@@ -26,7 +26,6 @@ from gpumgr.kubeapi.cluster_annotations import (
 )
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources
-from gpumgr.kubeapi.selection import constraints_of
 from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import node_policy_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
@@ -131,7 +130,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
         try:
             state, with_replicas = _from_inventory(name, str(text), hami)
             offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
-            offered |= hami is not None and _quantity(capacity, hami.count) >= len(state.gpus)
+            offered |= hami is not None and _quantity(capacity, hami.count_resource) >= len(state.gpus)
             inventory = "used" if offered or not ready else "outdated"
         except ValueError as error:
             inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
@@ -144,7 +143,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
     if hami is not None and not with_replicas:
         # An older agent, or none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
-        rest = max(0, _quantity(capacity, hami.count) - sum(gpu.replicas for gpu in state.gpus))
+        rest = max(0, _quantity(capacity, hami.count_resource) - sum(gpu.replicas for gpu in state.gpus))
         if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
             state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
     if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
@@ -164,7 +163,7 @@ def _cpu_milli(status: Mapping[str, Any]) -> int | None:
 def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tuple[NodeState, bool]:
     """Also whether it has the replicas of GPUs that are shared. Raises ValueError."""
     inventory = decode_inventory(text)
-    usual = (hami.memory_scaling, hami.core_scaling) if hami is not None else UNSET
+    usual = (hami.device_memory_scaling, hami.device_core_scaling) if hami is not None else UNSET
     scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
     state = NodeState(
         name=name,
@@ -210,39 +209,43 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     view = parse_pod(item, hami)
     if not item["metadata"]["uid"]:
         raise ValueError("a pod without a UID")
-    node = (item.get("spec") or {}).get("nodeName") or None
+    spec, status = item.get("spec") or {}, item.get("status") or {}
+    node = spec.get("nodeName") or None
     base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
     wanted = [each for each in view.containers if each.wants_gpu]
-    if hami is not None and not view.ended and (bare := _without_count(item.get("spec") or {}, hami)):
-        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count}: 1"
+    if view.ended or not (wanted or hami):
+        return base
+    decoded = msgspec.convert(spec, PodSpec)
+    if hami is not None and (bare := _without_count(decoded, hami)):
+        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
         return replace(base, containers=tuple(bare), refusal=text)
-    if not wanted or view.ended:
+    if not wanted:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
     annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
-    spec, status = item.get("spec") or {}, item.get("status") or {}
-    made: dict[str, Any] = {
-        "priority": int(spec.get("priority") or 0),
-        "preempts": spec.get("preemptionPolicy") != "Never",
-        "nominated": None if node is not None else status.get("nominatedNodeName") or None,
-        "ending": item["metadata"].get("deletionTimestamp") is not None,
-        "containers": tuple(each.name for each in wanted),
-        "places": tuple(apps.get(each.name) for each in wanted),
-        "every_container": tuple(each.name for each in view.containers) if any(each.replicas for each in wanted) else (),
-        "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
-    }
-    cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
-    made["request"] = PodRequest(cpu_milli=cpu_milli)
+    request, policy, refusal = NO_REQUEST, None, view.unreadable
     try:
         request = _request(wanted)
-        made["request"] = replace(request, cpu_milli=cpu_milli)
-        made["policy"] = policy_of(annotations)
-        selected = {"constraints": constraints_of(annotations), "node_policy": node_policy_of(annotations)}
-        made["request"] = replace(made["request"], **selected)
+        policy = policy_of(annotations)
     except Refusal as error:
-        made["refusal"] = str(error)
+        refusal = str(error)
+    node_policy = node_policy_of(annotations)
     promised = annotations.get(PREDICATE_NODE) if node is None else None
-    pod = replace(base, **made, promised=str(promised) if promised else None)
+    pod = replace(
+        base,
+        request=replace(request, cpu_milli=decoded.cpu_milli, constraints=view.constraints, node_policy=node_policy),
+        containers=tuple(each.name for each in wanted),
+        places=tuple(apps.get(each.name) for each in wanted),
+        every_container=tuple(each.name for each in view.containers) if any(each.replicas for each in wanted) else (),
+        policy=policy,
+        refusal=refusal,
+        annotation_bytes=sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
+        priority=int(spec.get("priority") or 0),
+        preempts=spec.get("preemptionPolicy") != "Never",
+        nominated=None if node is not None else status.get("nominatedNodeName") or None,
+        ending=item["metadata"].get("deletionTimestamp") is not None,
+        promised=str(promised) if promised else None,
+    )
     named = node or pod.promised
     if named is None or not pod.request.containers:
         return pod
@@ -252,17 +255,10 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         return replace(pod, problem=str(error))
 
 
-def _without_count(spec: Mapping[str, Any], hami: ReplicaResources) -> list[str]:
+def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
     """Containers with HAMi's amounts that would get no GPU."""
-    amounts = (hami.memory, hami.memory_percentage, hami.cores)
-    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
-    decoded = msgspec.convert(spec, PodSpec)
-    parts = [*(decoded.init_containers or ()), *(decoded.containers or ())]
-    return [
-        str(each["name"])
-        for each, part in zip(containers, parts, strict=True)
-        if part.wants_any(amounts) and not part.wants_any((hami.count,))
-    ]
+    names = (hami.count_resource,)
+    return [each.name for each in spec.all_containers if each.wants_any(hami.amounts) and not each.wants_any(names)]
 
 
 def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
@@ -273,11 +269,9 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
             f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports pods with those of one kind"
         )
         raise Refusal("invalid_request", text)
-    return (
-        replica_request(replicas)
-        if replicas
-        else vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
-    )
+    if replicas:
+        return replica_request(replicas)
+    return vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
 
 
 def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
@@ -293,13 +287,11 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
         if placement.containers:
             if set(placement.containers) != set(pod.containers):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
-            placed = placement.named
-            named = [
-                tuple((uuid, replace(amounts, replicas=1) if container.replica else amounts) for uuid, amounts in placed[name])
-                for name, container in zip(pod.containers, pod.request.containers, strict=True)
-            ]
-            for name, container, shares in zip(pod.containers, pod.request.containers, named, strict=True):
-                if not _fits(container, shares):
+            placed, named = placement.named, list[NamedShares]()
+            for name, container in zip(pod.containers, pod.request.containers, strict=True):
+                replicas = 1 if container.replica else 0
+                named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
+                if not _fits(container, named[-1]):
                     raise ValueError(
                         f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not those that it requests"
                     )
@@ -319,26 +311,21 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
     """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
+    if len(shares) != container.gpus:
+        return False
     if (replica := container.replica) is not None:
-        fixed = not replica.whole and replica.memory_mebibytes is not None
-        return len(shares) == container.gpus and all(
-            # A MIG device has what is requested or more; its cores are rounded down.
-            amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= (replica.memory_mebibytes or 0 if fixed else 0)
-            if amounts.slices
-            else _may_be(replica, amounts)
-            for _, amounts in shares
-        )
+        return all(_may_be(replica, amounts) for _, amounts in shares)
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
-    return (
-        len(shares) == container.gpus
-        and all(amounts.cores == container.cores_per_gpu for _, amounts in shares)
-        and (container.whole or memory == container.memory_mebibytes)
-    )
+    cores_fit = all(amounts.cores == container.cores_per_gpu for _, amounts in shares)
+    return cores_fit and (container.whole or memory == container.memory_mebibytes)
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
     """Whether these are what a replica counts on some GPU. The factors of its node may be higher than those here; if a pod claims too
     little, its agent reports what it holds."""
+    if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
+        memory = 0 if replica.whole else replica.memory_mebibytes or 0
+        return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory
     if replica.whole:
         return amounts.whole
     most = replica.scaled((min(1.0, replica.memory_scaling), min(1.0, replica.core_scaling))).counted(0)

@@ -31,6 +31,7 @@ _NONE: Final = _Resources()
 
 
 class _Container(msgspec.Struct, rename="camel"):
+    name: str = ""
     resources: _Resources | None = None
     restart_policy: str | None = None
 
@@ -46,9 +47,13 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     resources: _Resources | None = None
     overhead: _Amounts = None
 
+    @property
+    def all_containers(self) -> list[_Container]:
+        return [*(self.init_containers or ()), *(self.containers or ())]
+
     def wants_any(self, names: Iterable[str]) -> bool:
         """Whether a container requests one of these resources."""
-        return any(each.wants_any(names) for each in [*(self.containers or ()), *(self.init_containers or ())])
+        return any(each.wants_any(names) for each in self.all_containers)
 
     @property
     def cpu_milli(self) -> int:

@@ -73,7 +73,7 @@ class Reasons:
                 await asyncio.sleep(0)
             state = self._index.node(name)
             if state is not None and covers(self._overview.sums(name), wanted):
-                used, allowed = self._index.used(name), request.constraints.allowed(state)
+                used, allowed = self._index.used(name), state.allowed(request.constraints)
                 gpus = [each for each in zip(state.gpus, used, allowed, strict=True) if each[2]]
                 if covers(free_sum((gpu, held) for gpu, held, _ in gpus), wanted):
                     return True

@@ -25,7 +25,8 @@ def parse_resource_quota(item: Mapping[str, Any], hami: ReplicaResources) -> Wat
     """Raises KeyError, TypeError or ValueError for an object that is no ResourceQuota."""
     metadata, hard = item["metadata"], (item.get("spec") or {}).get("hard") or {}
     memory, cores = (
-        parse_quantity(str(hard[key])) if (key := f"limits.{name}") in hard else None for name in (hami.memory, hami.cores)
+        parse_quantity(str(hard[key])) if (key := f"limits.{name}") in hard else None
+        for name in (hami.memory_resource, hami.core_resource)
     )
     limit = Limit(cores=cores, memory_mebibytes=None if memory is None else memory * hami.memory_factor)
     return WatchedResourceQuota(

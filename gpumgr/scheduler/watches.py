@@ -118,7 +118,7 @@ class ClusterWatches:
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
             parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
-            decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count)) if hami is not None else decode_pod,
+            decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
             on_change=self._pod_changed,
             watch_times=watch_times,
         )

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
+
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings import Settings
 from gpumgr.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
@@ -45,19 +47,4 @@ def inner_names(settings: Settings) -> Mapping[str, str]:
 
 def replica_resources(settings: Settings) -> ReplicaResources | None:
     """None: requests of HAMi's resources are not this agent's."""
-    hami = settings.hami
-    if "replica" not in offered(settings):
-        return None
-    return ReplicaResources(
-        count=hami.count_resource,
-        memory=hami.memory_resource,
-        memory_percentage=hami.memory_percentage_resource,
-        cores=hami.core_resource,
-        priority=hami.priority_resource,
-        default_memory=hami.default_memory,
-        default_cores=hami.default_cores,
-        memory_factor=hami.memory_factor,
-        memory_scaling=hami.device_memory_scaling,
-        core_scaling=hami.device_core_scaling,
-        limit_cores=not hami.disable_core_limit,
-    )
+    return msgspec.convert(settings.hami, ReplicaResources, from_attributes=True) if "replica" in offered(settings) else None

@@ -18,7 +18,7 @@ from typing import Any
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.pods import PodView
-from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter
 from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from tests.bench import figures
 from tests.bench.figures import spread
@@ -49,14 +49,15 @@ def passes(node: Stage) -> Mapping[str, list[float]]:
     view = node.agent.view()
     changed = [replace(view, ledger=Ledger(view.ledger.gpu_registry, dict(view.ledger.allocations))) for _ in range(PASSES)]
     current = [NodeReport(view=view)]
-    settings = Registration(scheduler="current", count=10, memory_scaling=1.0, core_scaling=1.0)
     written: list[str] = []
 
     def annotate(_key: str, value: str | None) -> None:
         written.append(value or "")
 
     reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
-        "register": RegisterReporter(annotate, settings, report=lambda: current[0], pods=pods),
+        "register": RegisterReporter(
+            annotate, scheduler="current", count=10, scaling=(1.0, 1.0), report=lambda: current[0], pods=pods
+        ),
         "inventory": InventoryReporter(
             annotate, report=lambda: current[0], pods=pods, enforcement=lambda: "mps", topology_manager="none"
         ),

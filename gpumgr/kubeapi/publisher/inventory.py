@@ -4,12 +4,11 @@ The scheduler counts a pod that it placed by the pod's own annotation. Therefore
 other pods alone, not with each pod: a changed node annotation makes kube-scheduler retry all waiting pods.
 """
 
-import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NoReturn
+from typing import Final
 
 from msgspec import UNSET
 
@@ -17,7 +16,6 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import until_tick
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
 from gpumgr.evaluators.replicas import Scaling
@@ -31,23 +29,20 @@ from gpumgr.kubeapi.cluster_annotations import (
     mig_rows,
     slices_of,
 )
+from gpumgr.kubeapi.publisher.node_annotations import Annotate, NodeAnnotationReporter
 from gpumgr.units import CORES_PER_GPU, Amounts, GpuName
 
-REPORT_SECONDS: Final = 1.0
-#: An unchanged inventory is written again this often: the Node may have been deleted and registered again.
-RESYNC_SECONDS: Final = 600.0
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. Only later are they reported.
 ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 
 
-class InventoryReporter:
-    """`annotate` sets an annotation of the node. `report` returns the current state, `enforcement` the text of gpumgr.io/enforcement.
-    `scaling` counts if the node offers replicas. `clock` is monotonic, in seconds."""
+class InventoryReporter(NodeAnnotationReporter):
+    """`enforcement` returns the text of gpumgr.io/enforcement. `scaling` counts if the node offers replicas."""
 
     def __init__(
         self,
-        annotate: Callable[[str, str | None], None],
+        annotate: Annotate,
         *,
         report: Callable[[], NodeReport],
         pods: Pods,
@@ -56,27 +51,13 @@ class InventoryReporter:
         scaling: Scaling = (1.0, 1.0),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._annotate, self._report, self._pods, self._clock = annotate, report, pods, clock
+        super().__init__(annotate, report=report, pods=pods, clock=clock)
         self._enforcement, self._topology_manager, self._scaling = enforcement, topology_manager, scaling
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
-        self._written, self._written_at = "", 0.0
 
-    async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
-        while True:
-            self.report()
-            await asyncio.sleep(until_tick(REPORT_SECONDS))
-
-    def report(self) -> None:
-        """To be called once a second. Writes nothing before the GPUs and the node's pods are known."""
-        report = self._report()
-        if not (report.view.inventory.snapshot.gpus and self._pods.synced):
-            return
-        text, now = encode(self._inventory(report)), self._clock()
-        if text != self._written or now - self._written_at >= RESYNC_SECONDS:
-            self._written, self._written_at = text, now
-            self._annotate(INVENTORY_ANNOTATION, text)
+    def write(self, report: NodeReport) -> None:
+        self.annotate(INVENTORY_ANNOTATION, encode(self._inventory(report)))
 
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
@@ -113,12 +94,12 @@ class InventoryReporter:
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
         """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
-        now, before = self._clock(), self._explained
+        now, before = self.clock(), self._explained
         self._explained = {}
         pods: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
         for a in view.ledger.allocations.values():
-            pod = find_pod(self._pods, a.pod, a.uid)
+            pod = find_pod(self.pods, a.pod, a.uid)
             uid = (pod.uid if pod else a.uid) or a.id
             pods[uid].append(a)
             if pod is not None and not pod.ended and explains(pod, a, view):

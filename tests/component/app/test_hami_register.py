@@ -11,8 +11,8 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.kubeapi.hami_node import HANDSHAKE, REGISTER, SCORES
-from gpumgr.kubeapi.publisher.hami_register import RegisterReporter, Registration
-from gpumgr.kubeapi.publisher.inventory import RESYNC_SECONDS
+from gpumgr.kubeapi.publisher.hami_register import RegisterReporter
+from gpumgr.kubeapi.publisher.node_annotations import RESYNC_SECONDS
 from gpumgr.units import Amounts
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
 from tests.component.stage.mig import with_mig
@@ -35,12 +35,11 @@ class Node:
 
     def __post_init__(self) -> None:
         self.report = NodeReport(view=view_of())
-        registration = Registration(
-            scheduler=self.scheduler, count=10, memory_scaling=self.memory_scaling, core_scaling=self.core_scaling
-        )
         self.reporter = RegisterReporter(
             lambda *written: self.written.append(written),
-            registration,
+            scheduler=self.scheduler,
+            count=10,
+            scaling=(self.memory_scaling, self.core_scaling),
             report=lambda: self.report,
             pods=self.pods,
             clock=self.clock,

@@ -13,7 +13,8 @@ from gpumgr.allocator.pods import ContainerSpec, NamedGpu, PodView
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
-from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, RESYNC_SECONDS, InventoryReporter
+from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, InventoryReporter
+from gpumgr.kubeapi.publisher.node_annotations import RESYNC_SECONDS
 from gpumgr.units import Amounts
 from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods

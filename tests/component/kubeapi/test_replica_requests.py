@@ -11,12 +11,7 @@ from gpumgr.kubeapi.pods import parse_pod, parse_quantity
 from gpumgr.kubeapi.replica_requests import ReplicaResources, placed_by_hami, replica_request
 from gpumgr.units import Amounts
 
-RESOURCES = ReplicaResources(
-    count="nvidia.com/gpu",
-    memory="nvidia.com/gpumem",
-    memory_percentage="nvidia.com/gpumem-percentage",
-    cores="nvidia.com/gpucores",
-)
+RESOURCES = ReplicaResources()
 ONE = ContainerSpec(name="one", replicas=ReplicaRequest(count=1))
 PAIR = ContainerSpec(name="pair", replicas=ReplicaRequest(count=2))
 
@@ -48,7 +43,13 @@ def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None
 def test_defaults_and_the_factor_of_memory() -> None:
     """As HAMi, the factor is for what is requested only, and an explicit 0 cores means no limit."""
     resources = ReplicaResources(
-        count="gpu", memory="m", memory_percentage="p", cores="c", default_memory=3, default_cores=20, memory_factor=1024
+        count_resource="gpu",
+        memory_resource="m",
+        memory_percentage_resource="p",
+        core_resource="c",
+        default_memory=3,
+        default_cores=20,
+        memory_factor=1024,
     )
     for limits, request_ in (
         ({}, ReplicaRequest(count=1, cores=20, memory_mebibytes=3)),

@@ -22,12 +22,7 @@ from tests.mig_profiles import H100
 
 from .conftest import Json, Stage, inventory, node, pod, running, until
 
-HAMI = ReplicaResources(
-    count="nvidia.com/gpu",
-    memory="nvidia.com/gpumem",
-    memory_percentage="nvidia.com/gpumem-percentage",
-    cores="nvidia.com/gpucores",
-)
+HAMI = ReplicaResources()
 REPLICAS = 3
 
 

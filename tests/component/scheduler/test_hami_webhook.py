@@ -15,7 +15,13 @@ from gpumgr.scheduler.hami_webhook import PATH, patches, webhook_application
 from gpumgr.scheduler.lifecycle import webhook
 from gpumgr.settings.schema import NodeSettings, Settings, WebhookSettings
 
-HAMI = ReplicaResources(count="example.com/a~b", memory="mem", memory_percentage="percent", cores="cores", priority="prio")
+HAMI = ReplicaResources(
+    count_resource="example.com/a~b",
+    memory_resource="mem",
+    memory_percentage_resource="percent",
+    core_resource="cores",
+    priority_resource="prio",
+)
 GPUS = WebhookSettings(scheduler_name="gpus")
 
 

@@ -38,12 +38,7 @@ from .mig import MemoryMig
 
 #: The resources of a node with the profile both.
 WITHOUT_MIG: tuple[Resource, ...] = (*RESOURCES, "replica")
-HAMI = ReplicaResources(
-    count="nvidia.com/gpu",
-    memory="nvidia.com/gpumem",
-    memory_percentage="nvidia.com/gpumem-percentage",
-    cores="nvidia.com/gpucores",
-)
+HAMI = ReplicaResources()
 
 
 @dataclass

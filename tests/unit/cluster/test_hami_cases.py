@@ -223,7 +223,7 @@ def test_an_init_container_of_the_policy_mutex_leaves_its_gpu_to_the_app() -> No
     ],
 )
 def test_uuids(annotations: dict[str, str], allowed: list[bool]) -> None:
-    assert list(constraints_of(annotations).allowed(node_state("n", 2))) == allowed
+    assert list(node_state("n", 2).allowed(constraints_of(annotations))) == allowed
 
 
 def test_more_cores_than_a_gpu_has_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves, smallest
+from gpumgr.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import Amounts
 from tests.mig_profiles import H100
@@ -55,8 +55,8 @@ def test_profiles_of_odd_sizes_begin_at_the_end() -> None:
     ],
 )
 def test_the_smallest_profile_with_the_memory_and_the_cores_is_taken(request_: ReplicaRequest, name: str | None) -> None:
-    found = smallest(H100, request_)
-    assert (found and found.name) == name
+    found = find_place(H100, 0, request_)
+    assert (found and found.profile.name) == name
 
 
 def test_a_full_gpu_has_no_place_and_a_larger_profile_is_taken_where_the_smallest_is_full() -> None:
@@ -107,4 +107,3 @@ def test_one_device_serves_several_requests() -> None:
 
 def test_a_gpu_without_profiles_has_no_place() -> None:
     assert find_place((), 0, memory(1)) is None
-    assert smallest((), memory(1)) is None

@@ -10,10 +10,9 @@ import pytest
 
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.hami_node import REGISTER
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources
 from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
-from gpumgr.migrate.hami_request import Names
 from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.migrate.plan import Plan, differing
 
@@ -264,6 +263,13 @@ def test_scaled_memory_is_no_real_memory() -> None:
     assert made.pods == ("team/a (main): tencent.com/vcuda-core: 50, tencent.com/vcuda-memory: 32",)
 
 
+def test_the_unit_of_memory_is_that_of_hamis_configuration() -> None:
+    made = plan(
+        NODE, config_map("device-config.yaml", "nvidia: {memoryFactor: 256}"), pod("a", gpu="1", gpumem="10", gpucores="50")
+    )
+    assert made.pods == ("team/a (main): tencent.com/vcuda-core: 50, tencent.com/vcuda-memory: 10",)
+
+
 def test_xids_that_it_passed_over() -> None:
     def disabled(text: str) -> Plan:
         variable = {"name": "DP_DISABLE_HEALTHCHECKS", "value": text}
@@ -276,7 +282,7 @@ def test_xids_that_it_passed_over() -> None:
 def test_names_of_resources_are_read() -> None:
     names = config_map("device-config.yaml", "nvidia: {resourceCountName: x.io/g, resourceMemoryName: x.io/m}")
     config = read_config([parse_object(names, "a test")], "gpu-7")
-    assert config.names == Names(count="x.io/g", memory="x.io/m")
+    assert config.resources == ReplicaResources(count_resource="x.io/g", memory_resource="x.io/m")
 
 
 def test_its_library_can_stay() -> None:

@@ -6,16 +6,15 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources
 from gpumgr.migrate.hami_request import (
     Advice,
-    Names,
-    Wish,
     advise,
     gpu_sizes,
+    requests,
     switched_off,
-    wishes,
 )
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 
@@ -30,21 +29,21 @@ def parsed(kind: type[T], document: dict[str, Any]) -> T:
 @pytest.mark.parametrize(
     ("wish", "cores", "blocks", "remark"),
     [
-        (Wish(gpus=1, memory_mebibytes=3000, cores=30), 30, 12, None),
-        (Wish(gpus=1, memory_mebibytes=1, cores=1), 1, 1, None),
-        (Wish(gpus=1, memory_mebibytes=99999, cores=99), 99, 64, None),
-        (Wish(gpus=1, memory_percent=50, cores=30), 30, 32, None),
-        (Wish(gpus=1, cores=30), 30, 64, None),
-        (Wish(gpus=1, memory_mebibytes=4096), 25, 16, "its cores had no limit"),
-        (Wish(gpus=1, memory_percent=1), 1, 1, "its cores had no limit"),
-        (Wish(gpus=1), 100, None, None),
-        (Wish(gpus=1, memory_percent=100), 100, None, None),
-        (Wish(gpus=1, memory_mebibytes=4096, cores=100), 100, None, "all the memory of its GPU"),
-        (Wish(gpus=4), 400, None, None),
-        (Wish(gpus=2, memory_mebibytes=4096, cores=30), 200, None, "parts of 2 GPUs in one container can't be"),
+        (ReplicaRequest(count=1, memory_mebibytes=3000, cores=30), 30, 12, None),
+        (ReplicaRequest(count=1, memory_mebibytes=1, cores=1), 1, 1, None),
+        (ReplicaRequest(count=1, memory_mebibytes=99999, cores=99), 99, 64, None),
+        (ReplicaRequest(count=1, memory_percent=50, cores=30), 30, 32, None),
+        (ReplicaRequest(count=1, cores=30), 30, 64, None),
+        (ReplicaRequest(count=1, memory_mebibytes=4096), 25, 16, "its cores had no limit"),
+        (ReplicaRequest(count=1, memory_percent=1), 1, 1, "its cores had no limit"),
+        (ReplicaRequest(count=1, cores=100, memory_mebibytes=GPU), 100, None, None),
+        (ReplicaRequest(count=1, cores=100), 100, None, None),
+        (ReplicaRequest(count=1, memory_mebibytes=4096, cores=100), 100, None, "all the memory of its GPU"),
+        (ReplicaRequest(count=4, cores=100), 400, None, None),
+        (ReplicaRequest(count=2, memory_mebibytes=4096, cores=30), 200, None, "parts of 2 GPUs in one container can't be"),
     ],
 )
-def test_advice(wish: Wish, cores: int, blocks: int | None, remark: str | None) -> None:
+def test_advice(wish: ReplicaRequest, cores: int, blocks: int | None, remark: str | None) -> None:
     advice = advise(wish, GPU)
     assert (advice.cores, advice.memory_blocks) == (cores, blocks)
     assert (remark or "") in "; ".join(advice.remarks)
@@ -52,18 +51,18 @@ def test_advice(wish: Wish, cores: int, blocks: int | None, remark: str | None) 
 
 
 def test_without_the_gpus_size_dependent_values_are_left_to_the_operator() -> None:
-    assert advise(Wish(gpus=1, memory_mebibytes=4096, cores=30), None) == Advice(cores=30, memory_blocks=16)
-    unknown = advise(Wish(gpus=1, memory_percent=50), None)
+    assert advise(ReplicaRequest(count=1, memory_mebibytes=4096, cores=30), None) == Advice(cores=30, memory_blocks=16)
+    unknown = advise(ReplicaRequest(count=1, memory_percent=50), None)
     assert (unknown.cores, unknown.memory_blocks) == (None, None)
     assert unknown.describe().startswith("tencent.com/vcuda-core: N (1 to 99), tencent.com/vcuda-memory: N (blocks of 256 MiB); ")
 
 
 def test_words() -> None:
     assert (
-        advise(Wish(gpus=1, memory_mebibytes=3000, cores=30), GPU).describe()
+        advise(ReplicaRequest(count=1, memory_mebibytes=3000, cores=30), GPU).describe()
         == "tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 12"
     )
-    assert advise(Wish(gpus=1), GPU).describe() == "tencent.com/vcuda-core: 100"
+    assert advise(ReplicaRequest(count=1, cores=100), GPU).describe() == "tencent.com/vcuda-core: 100"
 
 
 def container(**limits: Any) -> dict[str, Any]:
@@ -76,19 +75,19 @@ def container(**limits: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("limits", "wish"),
     [
-        ({"gpu": "2", "gpumem": "3000", "gpucores": "30"}, Wish(gpus=2, memory_mebibytes=3000, cores=30)),
-        ({"gpu": 1}, Wish(gpus=1)),
-        ({"gpumem": "3k"}, Wish(gpus=1, memory_mebibytes=3000)),
-        ({"gpumem_percentage": "150"}, Wish(gpus=1, memory_percent=100)),
-        ({"gpu": "1", "gpumem": "0", "gpucores": "200"}, Wish(gpus=1, cores=100)),
-        ({"gpu": "1", "gpumem": "a lot"}, Wish(gpus=1)),
+        ({"gpu": "2", "gpumem": "3000", "gpucores": "30"}, ReplicaRequest(count=2, memory_mebibytes=3000, cores=30)),
+        ({"gpu": 1}, ReplicaRequest(count=1, cores=100)),
+        ({"gpumem": "3k"}, ReplicaRequest(count=1, memory_mebibytes=3000)),
+        ({"gpumem_percentage": "150"}, ReplicaRequest(count=1, cores=100)),
+        ({"gpu": "1", "gpumem": "0", "gpucores": "200"}, ReplicaRequest(count=1, cores=100)),
+        ({"gpu": "1", "gpumem": "a lot"}, ReplicaRequest(count=1, cores=100)),
         ({"gpu": "0"}, None),
         ({"gpu": 0, "gpumem": "3000"}, None),
         ({"rdma": "1"}, None),
     ],
 )
-def test_the_request_is_converted(limits: dict[str, Any], wish: Wish | None) -> None:
-    assert [found for _, found in wishes(parsed(PodSpec, {"containers": [container(**limits)]}), {}, Names())] == (
+def test_the_request_is_converted(limits: dict[str, Any], wish: ReplicaRequest | None) -> None:
+    assert [found for _, found in requests(parsed(PodSpec, {"containers": [container(**limits)]}), {}, ReplicaResources())] == (
         [wish] if wish else []
     )
 
@@ -99,20 +98,22 @@ def test_what_was_granted_is_more_exact() -> None:
         "containers": [container(gpu="1", gpumem_percentage="50"), {"name": "side"}, container(gpu="2")],
     }
     text = ";GPU-a,NVIDIA,8000,30:;;GPU-a,NVIDIA,16384,100:GPU-b,NVIDIA,16384,100:;"
-    granted = [wish for _, wish in wishes(parsed(PodSpec, spec), {HAMI_ALLOCATED: text}, Names())]
-    assert granted == [Wish(gpus=1, memory_mebibytes=8000, cores=30), Wish(gpus=2, cores=100)]
+    granted = [wish for _, wish in requests(parsed(PodSpec, spec), {HAMI_ALLOCATED: text}, ReplicaResources())]
+    assert granted == [ReplicaRequest(count=1, memory_mebibytes=8000, cores=30), ReplicaRequest(count=2, cores=100)]
 
 
 def test_resources_under_other_names() -> None:
     spec = {"containers": [{"name": "main", "resources": {"requests": {"x.io/vgpu": "1", "x.io/mem": "256"}}}]}
-    names = Names(count="x.io/vgpu", memory="x.io/mem")
-    assert [*wishes(parsed(PodSpec, spec), {}, names)] == [("main", Wish(gpus=1, memory_mebibytes=256))]
+    names = ReplicaResources(count_resource="x.io/vgpu", memory_resource="x.io/mem")
+    assert [*requests(parsed(PodSpec, spec), {}, names)] == [("main", ReplicaRequest(count=1, memory_mebibytes=256))]
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "GPU-a,NVIDIA,3000:;", "GPU-a,NVIDIA,x,0:;", "GPU-a,NVIDIA,-1,0:;"])
 def test_with_a_text_that_is_none_of_hamis_the_request_counts(text: str) -> None:
     spec = parsed(PodSpec, {"containers": [container(gpu="1", gpumem="5")]})
-    assert [*wishes(spec, {HAMI_ALLOCATED: text}, Names())] == [("main", Wish(gpus=1, memory_mebibytes=5))]
+    assert [*requests(spec, {HAMI_ALLOCATED: text}, ReplicaResources())] == [
+        ("main", ReplicaRequest(count=1, memory_mebibytes=5))
+    ]
 
 
 def test_sizes_of_the_nodes_gpus() -> None:

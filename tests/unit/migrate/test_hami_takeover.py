@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpumgr.allocator.ids import GpuRegistry
@@ -26,7 +27,7 @@ ALLOCATED = "hami.io/vgpu-devices-allocated"
 
 
 def node(*gpus: RegisteredGpu, **annotations: str) -> dict[str, Any]:
-    registered = gpus or (GPU, replace(GPU, uuid=B))
+    registered = gpus or (GPU, msgspec.structs.replace(GPU, uuid=B))
     return {"kind": "Node", "metadata": {"name": "gpu-7", "annotations": {REGISTER: encode_register(registered), **annotations}}}
 
 
@@ -98,7 +99,11 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
         ([node(), pod("one", gpu="1")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it; end it first"),
         ([node(), placed("one", ONE, on="gpu-8")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it"),
         ([node(), placed("one", "GPU-x,NVIDIA,1,1:;")], {}, "team/one (main): HAMi has registered no GPU GPU-x on this node"),
-        ([node(replace(GPU, mode="mig")), placed("one", ONE)], {}, "team/one (main): it has a MIG device of GPU-a"),
+        (
+            [node(msgspec.structs.replace(GPU, mode="mig")), placed("one", ONE)],
+            {},
+            "team/one (main): it has a MIG device of GPU-a",
+        ),
         (
             [node(), *(placed(f"p{number}", f"{A},NVIDIA,3000,0:;") for number in range(3))],
             {},
@@ -136,6 +141,13 @@ def test_an_init_container_and_the_app_count_at_their_maximum() -> None:
     made = placed("steps", f"{A},NVIDIA,8000,0:;{A},NVIDIA,7000,0:;")
     made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first"}]
     assert plan(node(), made).warnings == ()
+
+
+def test_a_sidecar_and_the_app_count_together() -> None:
+    made = placed("steps", f"{A},NVIDIA,5000,0:;{A},NVIDIA,4000,0:;")
+    made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first", "restartPolicy": "Always"}]
+    (warning,) = plan(node(), made).warnings
+    assert warning.startswith("GPU-a: its pods have 9000 MiB")
 
 
 def test_nothing_is_wrong_where_the_kubelet_has_the_same_containers() -> None:
