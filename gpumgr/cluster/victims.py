@@ -16,8 +16,10 @@ from gpumgr.cluster.node import NOTHING, NodeState, Used
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
+#: Of at most so many pods all sets are tried.
+_MAX_EXACT: Final = 6
 #: Smaller sets are tried in place of one with at most so many pods, and so many of them.
-_MAX_EXACT: Final = 4
+_MAX_IMPROVED: Final = 4
 _MAX_TRIES: Final = 32
 #: So many sets are grown: each from another GPU, those with the cheapest pods.
 _MAX_FIRST: Final = 16
@@ -118,6 +120,9 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     )
     if pool is None:
         return None
+    if len(pool) <= _MAX_EXACT:
+        every = [found for size in range(1, len(pool) + 1) for found in combinations(pool, size)]
+        return next(found for found in sorted(every, key=_cost) if fits(_uids(found)))
     on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
 
     def grown(first: int) -> frozenset[Evictable]:
@@ -142,7 +147,7 @@ def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]
         rest = tuple(other for other in left if other is not each)
         if rest and fits(_uids(rest)):
             left = rest
-    if len(left) > _MAX_EXACT:
+    if len(left) > _MAX_IMPROVED:
         return left
     for base in (by_priority, left):
         smaller = (found for size in range(1, len(left)) for found in combinations(base, size))

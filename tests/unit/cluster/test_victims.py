@@ -163,6 +163,9 @@ WANTED = st.sampled_from([share(50, 1), share(100, 1), WHOLE, request(("app", 20
 @settings(max_examples=300, deadline=None)
 @example([("0", 20, 0), ("0", 20, 0), ("1", 20, 2), ("2", 20, 2)], request(("app", 200, 0)))
 @example([("0", 20, 2), ("1", 20, 2), ("2", 20, 0), ("2", 20, 0), ("01", 100, 0)], request(("app", 200, 0)))
+@example(
+    [("0", 20, 0), ("0", 60, 2), ("1", 60, 0), ("1", 60, 0), ("2", 20, 0), ("2", 60, 2)], request(("app", 60, 1), ("app", 60, 1))
+)
 @given(PODS, WANTED)
 def test_no_proper_subset_of_the_victims_is_enough_and_no_lower_priority(
     kinds: list[tuple[str, int, int]], wanted: PodRequest
