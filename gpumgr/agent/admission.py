@@ -175,6 +175,8 @@ class Admission:
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         """To be called when an Allocate of this caller is answered."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
+        if caller.pod is not None and caller.view is None:
+            self._uids.pop(caller.pod, None)  # that of an earlier incarnation: this one is not new when its UID is known
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 

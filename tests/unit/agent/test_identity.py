@@ -168,6 +168,21 @@ async def test_a_refused_name_that_recurs_is_the_newest(order: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_name_that_recurs_is_not_the_newest_once_another_pod_is_admitted(seed: int) -> None:
+    """The cache has its new UID only after its admission. `List` does not show what its init container has."""
+    world = await World.made(known="late", seed=seed)
+    first = world.pod("web-0", init(5, 1))
+    await world.admit(first)
+    world.end(first)
+    await world.admit(world.pod("web-0", init(5, 1)))
+    other = world.pod("other", init(5, 2))
+    await world.admit(other)
+    await world.start(other)
+    (held,) = world.ledger.of(("team", "other"), other.uid)
+    assert (held.cores, block_count(held)) == (5, 2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_init_containers_without_an_api_server(seed: int) -> None:
     """They are not listed and have no spec: what the kubelet passes on was theirs, and is held as long as the pod runs."""
