@@ -1,6 +1,6 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -72,8 +72,10 @@ class Inventory:
     def _created(self, profile: MigProfile) -> bool:
         return not self.mig_on_demand or profile.name in self.mig_on_demand
 
-    def _named(self, gpu_registry: GpuRegistry, uuids: Collection[str]) -> Collection[GpuName]:
-        return [gpu_registry.by_uuid[uuid].name for uuid in uuids if uuid in gpu_registry.by_uuid]
+    def _accepts_mig_devices(self, gpu_registry: GpuRegistry) -> Set[GpuName]:
+        """The GPUs that accept no shares for their MIG mode alone."""
+        named = {gpu_registry.by_uuid[uuid].name for uuid in self.in_mig_mode if uuid in gpu_registry.by_uuid}
+        return named - self.quarantine.held.keys()
 
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
         """Name -> GPU, of those that the driver lists now."""
@@ -115,7 +117,7 @@ class Inventory:
         """GPU -> why it accepts no new containers."""
         without_mig = self._without_mig(gpu_registry)
         reasons = {
-            c.name: without_mig.get(c.name) or self.cordoned.get(c.uuid) or self.quarantine.reason(c.name)
+            c.name: without_mig.get(c.name) or self.quarantine.reason(c.name) or self.cordoned.get(c.uuid)
             for c in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
@@ -133,8 +135,10 @@ class Inventory:
 
     def closed(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """The same without the GPUs that accept MIG devices in spite of their MIG mode."""
-        in_mig_mode = {*self._named(gpu_registry, self.in_mig_mode)} - self.quarantine.held.keys()
-        open_ = in_mig_mode & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
+        open_ = (
+            self._accepts_mig_devices(gpu_registry)
+            & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
+        )
         return {name: why for name, why in self.unschedulable_reasons(gpu_registry).items() if name not in open_}
 
     def view(self, gpu_registry: GpuRegistry, *, policy: Policy, visible_blocks: Masks) -> NodeView:
@@ -149,7 +153,7 @@ class Inventory:
             visible_blocks=visible_blocks,
             policy=policy,
             instances=self.instances(gpu_registry),
-            in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
+            in_mig_mode=self._accepts_mig_devices(gpu_registry),
             shown=self.gpus(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),
         )
@@ -166,7 +170,7 @@ class Inventory:
             replicas=self.replicas,
             open_ids=open_ids,
             instances=self.instances(gpu_registry),
-            in_mig_mode=self._named(gpu_registry, self.in_mig_mode),
+            in_mig_mode=self._accepts_mig_devices(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),
         )
 

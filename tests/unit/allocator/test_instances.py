@@ -16,6 +16,7 @@ from gpumgr.allocator.instances import (
     resource_of,
 )
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.errors import Refusal
 from gpumgr.topology.devices import Gpu, MigInstance, NodeSnapshot, Topology
 from gpumgr.units import Amounts
@@ -126,6 +127,10 @@ def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> N
     in_mode = replace(inventory, cordoned={uuid: "MIG is enabled"}, in_mig_mode=[uuid])
     assert healthy(in_mode, ledger) == [0b11, 0b1]
     assert grant((in_mode, ledger), "MIG-b").gpus
+    quarantined = replace(in_mode, quarantine=Quarantine(held={"00000000": frozenset({(7, 1)})}))
+    assert healthy(quarantined, ledger) == [0b01, 0b1]
+    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: in quarantine: .* \(pid 7\)"):
+        grant((quarantined, ledger), "MIG-b")
     cordoned = replace(inventory, cordoned={uuid: "an operator"})
     assert healthy(cordoned, ledger) == [0b01, 0b1]
     assert healthy(replace(inventory, failed={uuid: "XID 79"}, in_mig_mode=[uuid]), ledger) == [0, 0b1]
