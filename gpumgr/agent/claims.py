@@ -167,8 +167,11 @@ class NodeClaims:
     def held(self) -> Mapping[tuple[str, str], bool]:
         """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
         had no answer from a former one."""
-        claims = self._agent_state.ledger.claims.values()
-        return {(claim.namespace, claim.name): claim.uid in self._answered for claim in claims}
+        found: dict[tuple[str, str], bool] = {}
+        for claim in self._agent_state.ledger.claims.values():  # a name may recur
+            key = claim.namespace, claim.name
+            found[key] = found.get(key, False) or claim.uid in self._answered
+        return found
 
     async def _start(self, allocation: Allocation) -> bool:
         """False: it was freed in the meantime. Raises Refusal."""

@@ -116,10 +116,12 @@ class Inventory:
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it accepts no new containers."""
         without_mig = self._without_mig(gpu_registry)
-        reasons = {
-            c.name: without_mig.get(c.name) or self.quarantine.reason(c.name) or self.cordoned.get(c.uuid)
-            for c in gpu_registry.gpus
-        }
+        reasons = {}
+        for c in gpu_registry.gpus:
+            cordon, quarantine = self.cordoned.get(c.uuid), self.quarantine.reason(c.name)
+            # MIG devices are given in spite of the MIG mode, and not in quarantine.
+            own = quarantine or cordon if c.uuid in self.in_mig_mode else cordon or quarantine
+            reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
 
     def _without_mig(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:

@@ -95,6 +95,8 @@ class Components:
         self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
         #: Resource of MIG devices -> its device list.
         self._instance_lists: dict[str, LatestValue[bytes]] = {}
+        #: Resource -> the MIG devices that it has had.
+        self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
         self.metrics = self._make_metrics()
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
@@ -314,18 +316,22 @@ class Components:
         self._publish_instances(self.link, node_devices)
 
     def _publish_instances(self, link: KubeletLink, node_devices: NodeDevices) -> None:
-        """A resource is registered when it has its first MIG device. It stays when its MIG devices were created again with another
-        profile, and then has none."""
+        """A resource is registered when it has its first MIG device. One that was created again with another profile stays in the list of
+        the former resource as Unhealthy: an id that vanishes while the kubelet allocates it crashes the kubelet."""
         resource = profile.mig_resource(self.settings)
         if resource is None:
             return
         found = instance_entries(node_devices, resource)
         for name in {**self._instance_lists, **found}:
+            listed = self._listed_instances.setdefault(name, {})
+            for uuid, _, numa in [*listed.values()]:
+                listed[uuid] = uuid, False, numa
+            listed |= {entry[0]: entry for entry in found.get(name, ())}
             if name not in self._instance_lists:
                 self._instance_lists[name] = LatestValue(b"")
                 self.metrics.add_resource(name, name)
                 link.add("mig", name, self._instance_lists[name])
-            self._instance_lists[name].set(encode_devices(found.get(name, ())))
+            self._instance_lists[name].set(encode_devices(listed.values()))
             self.metrics.listed(name)
 
     def _freed(self, allocation: AllocationId) -> None:

@@ -96,6 +96,8 @@ class DraSide:
             closed=_CLOSED if plugin else None,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
+        #: Registrations that the kubelet has confirmed; in `_registrations` 0 while there is none.
+        self._confirmed = 0
         self._registrations = LatestValue(0)
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
@@ -278,10 +280,10 @@ class DraSide:
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
-        registrations = state.registrations if state.registered else 0
-        if registrations > self._registrations.value:
+        if state.registrations > self._confirmed:
             self._waiting_pods.retry_now()
-        self._registrations.set(registrations)
+        self._confirmed = state.registrations
+        self._registrations.set(state.registrations if state.registered else 0)
         self._on_state(state)
 
 

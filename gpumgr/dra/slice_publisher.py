@@ -100,7 +100,6 @@ class SlicePublisher:
         self._last: tuple[Json, Json | None] | None = None
         self._node_uid = ""
         self._loss: Dropped | None = None
-        self._registration = 0
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
         self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
@@ -136,7 +135,9 @@ class SlicePublisher:
 
     async def _follow(self, latest: LatestValue[Any]) -> None:
         with latest.subscribe() as values:
-            async for _ in values:
+            async for value in values:
+                if latest is self._registrations and value:
+                    self._registered_at = self._clock()
                 self._wake.set()
 
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
@@ -163,10 +164,8 @@ class SlicePublisher:
 
     async def _step(self) -> float | None:
         """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
-        devices, registration = self._devices.value, self._registrations.value
-        if registration != self._registration:
-            self._registration, self._registered_at = registration, self._clock()
-        if devices is None or not registration or self._withdrawn:
+        devices = self._devices.value
+        if devices is None or not self._registrations.value or self._withdrawn:
             return None
         if len(devices) > MAX_DEVICES:
             raise GpumgrError(

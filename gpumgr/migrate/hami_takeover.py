@@ -3,7 +3,7 @@
 The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose (`allocator.rebuild`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -70,11 +70,19 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
                 uid=pod.metadata.uid,
                 container=name,
                 init=kinds[name] == "init",
-                gpus={uuid: replace(amounts, replicas=1) for uuid, amounts in gpus},
+                gpus=_sums(gpus),
             )
             for name, gpus in placed
         ]
     return running, problems
+
+
+def _sums(gpus: Iterable[tuple[str, Amounts]]) -> Mapping[str, Amounts]:
+    """A container may have several MIG devices of one GPU."""
+    sums: dict[str, Amounts] = {}
+    for uuid, amounts in gpus:
+        sums[uuid] = sums.get(uuid, Amounts()) + replace(amounts, replicas=1)
+    return sums
 
 
 def _text(gpus: Mapping[str, Amounts]) -> str:

@@ -110,6 +110,8 @@ async def test_a_mig_device_that_was_created_again_with_its_former_uuid_has_its_
         node.control.set_mig_instances(2, {0: new})
         of_gpu_3 = {PREFIX + "1c.3g.20gb": 1, PREFIX + "1g.5gb.me": 1}
         await until_offered(node, of_gpu_3 | {PREFIX + "3g.20gb": 0, PREFIX + "1g.5gb": 0, PREFIX + "2g.10gb": 1})
+        # An id that vanishes while it is allocated crashes the kubelet.
+        assert node.kubelet.node_status()[PREFIX + "1g.5gb"].capacity == 2
         pod = node.pod("holder", mig("2g.10gb"))
         assert (await node.run(pod)).phase == "Running"
         (held,) = node.ledger().of(None, pod.uid)

@@ -56,7 +56,7 @@ class RegisterReporter(NodeAnnotationReporter):
     def write(self, report: NodeReport) -> None:
         gpus, snapshot = self._gpus(report), report.view.inventory.snapshot
         self.annotate(REGISTER, (encode_register_csv if self._legacy else encode_register)(gpus))
-        if len(gpus) > 1:
+        if len(snapshot.gpus) > 1:
             self.annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
         if self._legacy and self.age(HANDSHAKE) >= HANDSHAKE_SECONDS:
             self.annotate(HANDSHAKE, reported(self._now()), HANDSHAKE_SECONDS)

@@ -21,6 +21,7 @@ from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, slice_name
 from gpumgr.errors import KubeletError, Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from gpumgr.units import Amounts
@@ -338,6 +339,17 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
     server.add(world, "a", 0)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
         await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+
+
+async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the kubelet connects again."""
+    side = side_of(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer(), tmp_path)
+    due: list[int] = []
+    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side._confirmed))
+    for registered, registrations in ((True, 1), (False, 1), (True, 1), (False, 1), (True, 2)):
+        side._link_changed(LinkState(registered=registered, registrations=registrations))
+        assert side._registrations.value == (registrations if registered else 0)
+    assert due == [0, 1]
 
 
 async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

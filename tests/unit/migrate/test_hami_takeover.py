@@ -143,6 +143,13 @@ def test_an_init_container_and_the_app_count_at_their_maximum() -> None:
     assert plan(node(), made).warnings == ()
 
 
+def test_all_devices_of_one_gpu_that_a_container_has_count() -> None:
+    made = plan(node(), placed("two", f"{A},NVIDIA,5000,10:{A},NVIDIA,4000,20:;", gpu="2", gpumem="4000"))
+    assert made.pods == (f"team/two (main): keeps {A} (9000 MiB, 30 cores)",)
+    (warning,) = made.warnings
+    assert warning.startswith("GPU-a: its pods have 9000 MiB, 30 cores, 2 containers, and HAMi registered 8000 MiB")
+
+
 def test_a_sidecar_and_the_app_count_together() -> None:
     made = placed("steps", f"{A},NVIDIA,5000,0:;{A},NVIDIA,4000,0:;")
     made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first", "restartPolicy": "Always"}]
