@@ -274,9 +274,10 @@ def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
         Candidate(
             gpu=gpu.name,
             index=node.indices.get(gpu.name),
-            cores_free=ledger.available(gpu.name).cores,
-            memory_mebibytes_free=ledger.available(gpu.name).memory_mebibytes,
+            cores_free=left.cores,
+            memory_mebibytes_free=left.memory_mebibytes,
             note=node.unschedulable.get(gpu.name),
         )
         for gpu in ledger.gpu_registry.gpus
+        for left in [ledger.available(gpu.name)]
     )

@@ -378,6 +378,7 @@ def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], res
     pairs = {
         (position[a.id], n)
         for a in suspects
+        if a.held(resource)
         for n, b in enumerate(every)
         if b is not a and common(a.held(resource), b.held(resource))
     }
