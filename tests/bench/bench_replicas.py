@@ -7,6 +7,7 @@ commit, from the decoded request to the answer. `vcuda_prefer` and `vcuda_alloca
 reporter for gpumgr's. `register_same` and `inventory_same`: the pass of the next second, when nothing has changed.
 """
 
+import gc
 import tempfile
 import time
 from collections import defaultdict
@@ -92,6 +93,8 @@ async def measure(*, rounds: int) -> Mapping[str, Any]:
 
                     setattr(agent, name, call)
 
+                gc.collect()
+                gc.freeze()  # as the agent does at its start
                 timed("prefer")
                 timed("allocate")
                 for number in range(VCUDA_PODS):
