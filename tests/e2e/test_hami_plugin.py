@@ -113,6 +113,7 @@ def test_a_hami_pod_and_a_vcuda_pod_on_one_gpu_outlive_the_agent(both: Node) -> 
     before = both.agent.ledger()
     both.agent.kill()
     both.agent.start()
+    wait_until("replicas offered", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
     assert both.agent.ledger() == before
     both.run([hami_pod("later", gpumem=2000)])
     assert both.ledger_of("later")[0].gpus == hami.gpus
@@ -136,7 +137,7 @@ def test_a_lost_ledger_is_rebuilt_from_the_kubelet(both: Node) -> None:
             file.unlink()
     both.agent.start()
     wait_until("the same ledger", lambda: {each.place: each.gpus for each in both.agent.ledger()} == before)
-    assert both.resources.allocatable(REPLICA)[REPLICA] == 80 - 9
+    wait_until("the replicas beside a whole GPU's", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80 - 9)
 
 
 @pytest.mark.hami_bug("B9: Allocate takes the first pending pod")

@@ -153,6 +153,7 @@ def mig_on_demand(node: Node, usual: Mapping[str, Mapping[str, Any]] = BOTH) -> 
     agent.start(wait=False)  # no vcuda resources are offered
     try:
         wait_until("GPUs in MIG mode", lambda: all(each.get("mig") and not each["cordoned"] for each in inventory(node)["gpus"]))
+        wait_until("MIG devices offered", lambda: node.resources.allocatable(COUNT).get(COUNT) == 8 * 7)
         yield control
     finally:
         node.cluster.delete_all()
