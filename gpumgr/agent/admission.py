@@ -176,7 +176,9 @@ class Admission:
         """To be called when an Allocate of this caller is answered."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            self._uids.pop(caller.pod, None)  # that of an earlier incarnation: this one is not new when its UID is known
+            # Its UID is not known, and the known one is an earlier incarnation's: when the new one is known, the pod must not count as one
+            # that was added since.
+            self._uids.pop(caller.pod, None)
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 

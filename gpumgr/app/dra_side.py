@@ -235,22 +235,27 @@ class DraSide:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
         for namespace, name in sorted(used):
-            uid, until = "", time.monotonic() + WAIT_SECONDS
             try:
                 uid, shares = await find_shares(self._server, self._settings.node.name, namespace, name)
-                if shares and not self._agent_state.inventory.snapshot.gpus:
-                    return "the driver has not listed the GPUs"
-                if shares:
-                    await self.claims.prepare(ClaimRef(namespace=namespace, name=name, uid=uid), deadline=until, adopted=True)
-            except (Refusal, *UNREADABLE) as error:
-                if isinstance(error, Refusal) and error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
-                    return str(error)
-                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
             except API_FAILURES as error:
                 if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
                     log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
                     return None
                 return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
+            except UNREADABLE as error:
+                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+                continue
+            if not shares:
+                continue
+            if not self._agent_state.inventory.snapshot.gpus:
+                return "the driver has not listed the GPUs"
+            claim, deadline = ClaimRef(namespace=namespace, name=name, uid=uid), time.monotonic() + WAIT_SECONDS
+            try:
+                await self.claims.prepare(claim, deadline=deadline, adopted=True)
+            except Refusal as error:
+                if error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
+                    return str(error)
+                log.error("claim_not_adopted", claim=str(claim), error=str(error))
         return None
 
     async def _reclaim(self) -> None:

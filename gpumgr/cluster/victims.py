@@ -1,7 +1,8 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
 Of several sets the best one is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
-priorities in sum. All sets of a node are too many, so those are tried that free one GPU after another, beginning with each of 16.
+priorities in sum. Of few pods all sets are tried. Otherwise they are too many, and those are tried that free one GPU after another,
+beginning with each of 16.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set

@@ -5,7 +5,6 @@ tries a failed claim again only after more than a minute, so transient faults ar
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
@@ -48,12 +47,12 @@ class ClaimReader:
         self._server, self._pool = server, pool
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
-    async def read(self, claim: ClaimRef, *, deadline: float = math.inf) -> AllocatedClaim:
+    async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
         """The claim as the API server has it now. Raises Refusal."""
         found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
         return allocated_claim(claim, self._pool, found)
 
-    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float = math.inf) -> bool:
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
         """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
         agent has the right."""
         query = {"fieldSelector": f"metadata.name={pod[1]}"}

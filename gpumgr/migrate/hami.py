@@ -49,7 +49,7 @@ def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
     pods = [pod for pod in pods_on(found) if any(each.replicas for each in specs(pod.spec, config.resources))]
     return Plan(
         settings=differing(config.settings),
-        pods=tuple(_told(pods, config, found)) or ("no pod of this node has a GPU from HAMi",),
+        pods=tuple(_sentences(pods, config, found)) or ("no pod of this node has a GPU from HAMi",),
         notes=(*config.notes, *config.vcuda_notes, _NEW_REQUESTS, *notes(found)),
         warnings=tuple(_warnings(pods, found)),
         stop=tuple(stop(config, found.node, _delete(pods))),
@@ -75,7 +75,7 @@ def pods_on(found: HamiState) -> Iterator[Pod]:
     return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
 
-def _told(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str]:
+def _sentences(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str]:
     gpu_mebibytes = min(gpu_sizes(found.annotations or {}, config.memory_scaling).values(), default=None)
     for pod in pods:
         for container, asked in requests(pod.spec, pod.metadata.annotations, config.resources):

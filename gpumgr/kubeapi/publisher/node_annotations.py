@@ -1,6 +1,7 @@
 """The reporters of annotations of the node: they look once a second, and write what has changed."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, NoReturn
 
@@ -16,7 +17,7 @@ RESYNC_SECONDS: Final = 600.0
 Annotate = Callable[[str, str | None], None]
 
 
-class NodeAnnotationReporter:
+class NodeAnnotationReporter(ABC):
     """`report` returns the current state. `clock` is monotonic, in seconds."""
 
     def __init__(self, annotate: Annotate, *, report: Callable[[], NodeReport], pods: Pods, clock: Callable[[], float]) -> None:
@@ -35,9 +36,9 @@ class NodeAnnotationReporter:
         if report.view.inventory.snapshot.gpus and self.pods.synced:
             self.write(report)
 
+    @abstractmethod
     def write(self, report: NodeReport) -> None:
         """Calls `annotate` for each annotation."""
-        raise NotImplementedError
 
     def annotate(self, key: str, text: str, again_seconds: float = RESYNC_SECONDS) -> None:
         """Sets the annotation if the text is another one, or was written so long ago."""

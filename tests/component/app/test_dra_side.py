@@ -1,6 +1,7 @@
 """What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -181,7 +182,17 @@ async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything
     assert [each["claim"] for each in logs if each["event"] == "claim_not_adopted"] == ["team/odd"]
 
 
-async def test_while_claims_can_not_be_adopted_the_reason_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "shown"),
+    [
+        (AnswerError("HTTP 403: forbidden", status=403), "claim team/a: AnswerError: HTTP 403"),
+        # It is a ValueError, too, as faults of an object are, which are skipped.
+        (ssl.SSLCertVerificationError("expired"), "claim team/a: SSLCertVerificationError: "),
+    ],
+)
+async def test_while_claims_can_not_be_adopted_the_reason_is_shown(
+    failure: Exception, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
     world, server = await World.made(snapshot(1, 80), limits=unlimited(tmp_path)), ClaimServer()
     world.pods.synced = False
@@ -190,11 +201,11 @@ async def test_while_claims_can_not_be_adopted_the_reason_is_shown(tmp_path: Pat
             await asyncio.sleep(0)
         assert "has not listed the pods" in (side.states[DRIVER].error or "")
         server.add(world, "a", 0)
-        server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 5
+        server.failures["a"] = [failure] * 5
         world.pods.synced = True
         for _ in range(5):
             await asyncio.sleep(0)
-        assert "claim team/a: AnswerError: HTTP 403" in (side.states[DRIVER].error or "")
+        assert shown in (side.states[DRIVER].error or "")
     assert held(world) == {"a"}
 
 

@@ -21,6 +21,11 @@ from .resources import Resources
 REF = ClaimRef(namespace="team-a", name="c", uid="u-1")
 
 
+def later() -> float:
+    """The deadline of a call that has all its time."""
+    return time.monotonic() + 40
+
+
 def claim(uid: str = "u-1") -> dict[str, Any]:
     capacity = {"cores": "30", "memory": "5Gi"}
     given = {"request": "gpu", "driver": "gpu.gpumgr.io", "pool": "node-1", "device": "gpu-0a", "consumedCapacity": capacity}
@@ -70,7 +75,7 @@ async def test_whether_a_pod_needs_its_claims(
     stage: Stage, metadata: dict[str, str], status: dict[str, str], needs: bool
 ) -> None:
     stage.pods += [{"metadata": {"namespace": "team-a", "name": "p", "uid": "u-1", **metadata}, "status": status}]
-    assert await stage.reader.needs_claims(("team-a", "p"), "u-1") is needs
+    assert await stage.reader.needs_claims(("team-a", "p"), "u-1", deadline=later()) is needs
 
 
 async def test_a_pod_that_can_not_be_read_is_a_refusal(stage: Stage) -> None:
@@ -86,7 +91,7 @@ async def test_transient_answers_are_retried(stage: Stage) -> None:
         failure(401, "Unauthorized", "Unauthorized"),
         web.Response(text="<html>", status=200),
     ]
-    (share,) = (await stage.reader.read(REF)).shares
+    (share,) = (await stage.reader.read(REF, deadline=later())).shares
     assert (share.cores, share.memory_mebibytes, share.share_id) == (30, 5120, None)
     assert not stage.resources.claim_answers
 
@@ -99,12 +104,12 @@ async def test_credentials_that_can_not_be_read_for_a_moment_are_read_again(stag
     with pytest.raises(Refusal, match=r"can't be read from the API server \(the kubeconfig"):
         await stage.reader.read(REF, deadline=time.monotonic() + 0.05)
     file.write_text(content)
-    assert (await stage.reader.read(REF)).ref == REF
+    assert (await stage.reader.read(REF, deadline=later())).ref == REF
 
 
 async def test_a_server_that_comes_back_inside_the_budget_is_waited_for(stage: Stage) -> None:
     await stage.sim.stop()
-    reading = asyncio.create_task(stage.reader.read(REF))
+    reading = asyncio.create_task(stage.reader.read(REF, deadline=later()))
     await asyncio.sleep(0.05)
     assert not reading.done()
     await stage.sim.start()
@@ -128,14 +133,14 @@ async def test_a_server_that_hangs_is_given_up_after_the_budget(stage: Stage) ->
 async def test_a_refusal_is_final(stage: Stage) -> None:
     stage.resources.claim_answers += [failure(403, "Forbidden", 'cannot get resource "resourceclaims"')]
     with pytest.raises(Refusal, match='refuses to show claim team-a/c: HTTP 403: cannot get resource "resourceclaims"'):
-        await stage.reader.read(REF)
+        await stage.reader.read(REF, deadline=later())
 
 
 @pytest.mark.parametrize("uid", [None, "u-2"])
 async def test_a_claim_that_is_gone_or_another_one_is_refused_at_once(stage: Stage, uid: str | None) -> None:
     stage.resources.claims = {} if uid is None else {("team-a", "c"): claim(uid)}
     with pytest.raises(Refusal, match="does not exist any more"):
-        await stage.reader.read(REF)
+        await stage.reader.read(REF, deadline=later())
 
 
 async def test_claims_are_read_over_a_few_connections(stage: Stage) -> None:
@@ -153,6 +158,6 @@ async def test_claims_are_read_over_a_few_connections(stage: Stage) -> None:
             busy -= 1
 
     stage.server.find = counted  # type: ignore[method-assign]
-    found = await asyncio.gather(*(stage.reader.read(REF) for _ in range(40)))
+    found = await asyncio.gather(*(stage.reader.read(REF, deadline=later()) for _ in range(40)))
     assert len(found) == 40
     assert most == 8
