@@ -92,6 +92,7 @@ class SlicePublisher:
             {"fieldSelector": f"metadata.name={self._name}"},
             parse=stored_slice,
             on_change=self._seen,
+            on_list=self._listed,
             watch_times=watch_times,
         )
         self._wake, self._writing = asyncio.Event(), asyncio.Lock()
@@ -103,6 +104,8 @@ class SlicePublisher:
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
         self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
+        #: Lists of the watch, and how many of them were compared with `_stored`.
+        self._lists = self._compared = 0
         self.state = PublisherState()
 
     async def run(self) -> None:
@@ -144,9 +147,17 @@ class SlicePublisher:
         if after is not None:
             self._stored = after
         elif self._stored is not None and before is not None and self._stored.uid == before.uid:
-            self._stored, self._deleted_at = None, self._clock()
-            _log.info("slice_deleted", slice=self._name)
+            self._deleted()
         self._wake.set()
+
+    def _listed(self) -> None:
+        """A slice that is missing in this list need not have had an event: it is newer than the list, or was deleted before it."""
+        self._lists += 1
+        self._wake.set()
+
+    def _deleted(self) -> None:
+        self._stored, self._deleted_at = None, self._clock()
+        _log.info("slice_deleted", slice=self._name)
 
     # -- writes ------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +186,7 @@ class SlicePublisher:
             if self._withdrawn:
                 return None
             await self._probe()
+            await self._look_up()
             wanted, stored = offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
                 if (pause := self._due(stored) - self._clock()) > 0:
@@ -187,6 +199,15 @@ class SlicePublisher:
             reason = self._loss.sentence if self._loss is not None else None
             self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
+
+    async def _look_up(self) -> None:
+        """After a list: does the slice still exist?"""
+        lists, before = self._lists, self._stored
+        if lists == self._compared:
+            return
+        if before is not None and await self._server.find(f"{SLICES}/{self._name}") is None and self._stored is before:
+            self._deleted()
+        self._compared = lists
 
     def _due(self, stored: StoredSlice | None) -> float:
         """When a write may happen."""

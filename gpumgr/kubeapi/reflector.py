@@ -95,6 +95,7 @@ class ExpiredError(GpumgrError):
 
 class Reflector(Generic[T]):
     """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
+    `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
 
     `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
     """
@@ -107,13 +108,14 @@ class Reflector(Generic[T]):
         *,
         parse: Callable[[Any], T],
         on_change: Callable[[T | None, T | None], None],
+        on_list: Callable[[], object] = lambda: None,
         decode: Callable[[msgspec.Raw], Any] = msgspec.json.decode,
         watch_times: WatchTimes | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._server, self._path, self._query = server, path, dict(query)
-        self._parse, self._on_change, self._decode = parse, on_change, decode
+        self._parse, self._on_change, self._on_list, self._decode = parse, on_change, on_list, decode
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
         #: None: list first.
@@ -187,6 +189,7 @@ class Reflector(Generic[T]):
         for uid, after in found.items():
             if before.get(uid) != after:
                 self._on_change(before.get(uid), after)
+        self._on_list()
         self.synced.set()
 
     async def _page(self, query: Mapping[str, str]) -> bytes:

@@ -1,5 +1,6 @@
 """ResourceSlices and ResourceClaims of the simulated API server."""
 
+import asyncio
 import json
 from collections import deque
 from typing import Any
@@ -28,7 +29,8 @@ class Resources:
         self.probes = 0
         self.claims: dict[tuple[str, str], Json] = {}
         self.claim_answers: deque[web.Response] = deque()
-        self._slices, self._number = WatchedObjects("ResourceSlice", sim._delay), 0
+        self._slices, self._number = WatchedObjects("ResourceSlice", self._delay), 0
+        self._sim, self._events = sim, True
         sim.routes += [
             web.get(SLICES, self._list),
             web.post(SLICES, self._post),
@@ -56,8 +58,17 @@ class Resources:
         assert found is not None
         self._slices.remove(found["metadata"]["uid"])
 
+    def send_events(self, sent: bool) -> None:
+        """False: watches wait until they are cut."""
+        self._events = sent
+
     def forget(self) -> None:
         self._slices.forget()
+
+    async def _delay(self) -> None:
+        await self._sim._delay()
+        if not self._events:
+            await asyncio.Event().wait()
 
     def _store(self, device: Json) -> None:
         if "DRAConsumableCapacity" in self.without:

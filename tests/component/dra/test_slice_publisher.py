@@ -195,12 +195,31 @@ async def test_an_expired_watch_finds_the_deletion(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         stage.registrations.set(1)
         await stage.settled(*names(*DEVICES))
+        await stage.until(lambda: stage.publisher._reflector._objects)
         await stage.sim.stop()
         stage.resources.remove(NAME)
         stage.resources.forget()
         await stage.sim.start()
         await stage.until(lambda: stage.slice is not None)
         await stage.settled(*names(*DEVICES))
+
+
+async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_path: Path) -> None:
+    """The connection breaks between the answer to the write and its event, and the history is lost."""
+    async with staged(tmp_path) as stage:
+        await stage.until(stage.publisher._reflector.synced.is_set)
+        stage.resources.send_events(False)
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        assert not stage.publisher._reflector._objects
+        await stage.sim.stop()
+        stage.resources.send_events(True)
+        stage.resources.remove(NAME)
+        stage.resources.forget()
+        await stage.sim.start()
+        await stage.until(lambda: stage.slice is not None)
+        await stage.settled(*names(*DEVICES))
+        assert stage.methods == ["POST", "POST"]
 
 
 # -- pace and failures -------------------------------------------------------------------------------------------------------
