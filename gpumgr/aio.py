@@ -248,4 +248,7 @@ async def persistently(
             await forever(name, work)
         except Exception as error:
             bugs.record(error)
+            # A task group that ends with errors of its tasks loses a cancellation that arrives at the same time (Python before 3.13).
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error
         await asyncio.sleep(pause_seconds)

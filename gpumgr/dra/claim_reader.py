@@ -65,7 +65,7 @@ class ClaimReader:
         )
 
     async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
-        pause, why = _PAUSE_SECONDS[0], "no answer in time"
+        pause, why = _PAUSE_SECONDS[0], ""
         while (left := deadline - time.monotonic()) > 0:
             wanted = 0.0
             try:
@@ -81,9 +81,11 @@ class ClaimReader:
                     except GpumgrError as failure:  # they may be in the middle of being replaced
                         why = str(failure)
             except API_FAILURES as error:
-                why = f"{type(error).__name__}: {error}".removesuffix(": ")
+                if not why or type(error) is not TimeoutError:  # of a last try that was cut short, which says nothing
+                    why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
+        why = why or "no answer in time"
         raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
 
 

@@ -161,6 +161,37 @@ async def test_a_daemon_that_must_not_end_the_agent_goes_on_after_its_bugs() -> 
     assert told["exc_info"].__traceback__ is not None
 
 
+async def test_a_daemon_ends_if_it_is_cancelled_while_a_bug_ends_its_task_group() -> None:
+    """Before Python 3.13 the group then raises the bug alone."""
+    failing, ended = asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        await failing.wait()
+        raise LookupError("a bug")
+
+    async def end_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+            await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            group.create_task(end_slowly())
+
+    with capture_logs():
+        daemon = asyncio.create_task(persistently("teller", work, pause_seconds=0))
+        await asyncio.sleep(0)
+        failing.set()
+        await ended.wait()
+        daemon.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.wait([daemon])
+    assert daemon.cancelled()
+
+
 def test_one_bug_a_minute_is_logged_with_the_number_of_all() -> None:
     now = 0.0
     bugs = BugLog("teller", clock=lambda: now)
