@@ -1,4 +1,5 @@
-"""NodePrepareResources and NodeUnprepareResources of a node in mode dra, over its socket: one at a time, and 40 at once.
+"""NodePrepareResources and NodeUnprepareResources of a node in mode dra, over its socket: one at a time, and 40
+at once, called by a process of its own.
 
 `python -m tests.bench.bench_dra [--rounds N]` prints one JSON object. The times are those of the agent's part of a call, from request to
 answer: checks, durable commit, CDI spec. Without `live` in its name the claim is there at once. With it, each claim is read by a GET from
@@ -8,15 +9,14 @@ the simulated API server, a process of its own on loopback with HTTP without TLS
 
 import asyncio
 import json
-import os
+import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from gpumgr.allocator.claims import AllocatedClaim
 from gpumgr.dra.claim_reader import ClaimReader
@@ -25,10 +25,8 @@ from gpumgr.kubeapi.client import ApiServer
 from tests.bench import figures
 from tests.bench.bench_metrics import node_snapshot
 from tests.bench.children import child
-from tests.bench.figures import Stopwatch, spread
+from tests.bench.figures import spread
 from tests.component.dra.claim_node import ClaimNode
-from tests.component.dra.harness import channel_to
-from tests.kubelet_api import dra
 
 CLAIMS = 40
 
@@ -39,33 +37,28 @@ class Bench:
     def __init__(self, folder: Path, server: ApiServer | None = None) -> None:
         folder.mkdir()
         self.node = ClaimNode(folder, None if server is None else ClaimReader(server, "bench"))
-        self.claims: Sequence[Any] = ()
-        self._channel: Any = None
 
     async def start(self, stack: AsyncExitStack) -> None:
         await self.node.state.set_snapshot(node_snapshot())
         await self.node.server.start()
-        refs = [self.node.claim(number) for number in range(CLAIMS)]
-        self.claims = [dra.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in refs]
+        for number in range(CLAIMS):
+            self.node.claim(number)
         stack.push_async_callback(self.node.checkpoint.close)
         stack.push_async_callback(self.node.server.drain, 1.0)
-        self._channel = await stack.enter_async_context(channel_to(self.node.server.path))
+        command = [sys.executable, "-m", "tests.bench.claim_client", str(self.node.server.path), str(CLAIMS)]
+        self._client = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        stack.push_async_callback(self._end_client)
 
-    async def call(self, rpc: str, claim: Any) -> None:
-        message = getattr(dra, f"Node{rpc}ResourcesRequest")(claims=[claim])
-        method = self._channel.unary_unary(f"/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/Node{rpc}Resources")
-        await method(message.SerializeToString(), timeout=60)
+    async def _end_client(self) -> None:
+        await self._client.communicate(b"")  # closes its standard input
 
-    async def one_at_a_time(self, rpc: str) -> Sequence[float]:
-        for claim in self.claims:
-            await self.call(rpc, claim)
-        return self.node.take()
-
-    async def at_once(self, rpc: str) -> tuple[Sequence[float], float]:
-        """Also returns the seconds until the last answer."""
-        with Stopwatch() as watch:
-            await asyncio.gather(*(self.call(rpc, claim) for claim in self.claims))
-        return self.node.take(), watch.seconds
+    async def call_all(self, rpc: str, order: str) -> tuple[Sequence[float], float]:
+        """The seconds of the agent's part of each call, and those from the first call to the last answer."""
+        assert self._client.stdin is not None
+        assert self._client.stdout is not None
+        self._client.stdin.write(f"{rpc} {order}\n".encode())
+        seconds = float(await self._client.stdout.readline())
+        return self.node.take(), seconds
 
 
 def stored(claim: AllocatedClaim) -> Mapping[str, Any]:
@@ -108,13 +101,12 @@ async def measure(*, rounds: int) -> Mapping[str, Any]:
         await live.start(stack)
         for _ in range(rounds):
             for prefix, bench in (("", plain), ("live_", live)):
-                for rpc in ("Prepare", "Unprepare"):
-                    taken[f"{prefix}{rpc.lower()}_one_at_a_time"].append(await bench.one_at_a_time(rpc))
-                for rpc in ("Prepare", "Unprepare"):
-                    each, everything = await bench.at_once(rpc)
-                    taken[f"{prefix}{rpc.lower()}_{CLAIMS}_at_once"].append(each)
-                    if prefix and rpc == "Prepare":
-                        taken[f"{prefix}all_{CLAIMS}"].append([everything])
+                for order, name in (("one_at_a_time", "one_at_a_time"), ("at_once", f"{CLAIMS}_at_once")):
+                    for rpc in ("Prepare", "Unprepare"):
+                        each, everything = await bench.call_all(rpc, order)
+                        taken[f"{prefix}{rpc.lower()}_{name}"].append(each)
+                        if prefix and (rpc, order) == ("Prepare", "at_once"):
+                            taken[f"{prefix}all_{CLAIMS}"].append([everything])
     return {name: spread(found) for name, found in taken.items() if not name.startswith("live_unprepare")}
 
 
