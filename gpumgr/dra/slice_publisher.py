@@ -183,10 +183,10 @@ class SlicePublisher:
                 f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
             )
         async with self._writing:
-            if self._withdrawn:
-                return None
             await self._probe()
             await self._look_up()
+            if self._withdrawn or not self._registrations.value:  # in the meantime
+                return None
             wanted, stored = offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
                 if (pause := self._due(stored) - self._clock()) > 0:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +170,31 @@ async def test_while_the_driver_is_not_registered_nothing_is_written(tmp_path: P
         assert stage.methods == ["POST"]
         stage.registrations.set(2)
         await stage.settled(*names(*DEVICES))
+
+
+async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        asked.append(path)
+        stage.registrations.set(0)
+        return await found(self, path, query=query)
+
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        found = ApiServer.find
+        monkeypatch.setattr(ApiServer, "find", find)
+        asked.clear()
+        stage.devices.set(DEVICES[:1])
+        stage.publisher._listed()
+        await stage.until(lambda: asked and not stage.publisher._writing.locked())
+        assert stage.methods == ["POST"]
+        monkeypatch.undo()
+        stage.registrations.set(2)
+        await stage.settled(*names(*DEVICES[:1]))
 
 
 async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
