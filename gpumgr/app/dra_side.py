@@ -20,7 +20,6 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
-from gpumgr.dra.health import DeviceHealth
 from gpumgr.dra.service import Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
@@ -108,7 +107,7 @@ class DraSide:
 
     @property
     def registered(self) -> bool:
-        return self.link.registered
+        return self.link.state.registered
 
     @property
     def states(self) -> Mapping[str, LinkState]:
@@ -130,14 +129,8 @@ class DraSide:
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
             self._devices.set(with_lost(self._devices.value or (), now))
-        node, failed = self._settings.node.name, inventory.failures(registry)
-        health = [
-            DeviceHealth(
-                pool=node, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, "")
-            )
-            for gpu in registry.gpus
-        ]
-        self._driver.health.set(tuple(health))
+        failed = inventory.failures(registry)
+        self._driver.faults.set({device_name(gpu.name): failed.get(gpu.name) for gpu in registry.gpus})
 
     async def run(self) -> None:
         """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""

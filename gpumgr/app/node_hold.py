@@ -28,7 +28,7 @@ RETRY_SECONDS: Final = 0.1
 
 def make_driver(settings: Settings) -> DraDriver:
     kubelet = settings.kubelet
-    return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance)
+    return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)
 
 
 def web_options(settings: Settings) -> dict[str, Any]:
@@ -72,7 +72,7 @@ async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitSta
         holders = holders_of_other_mode(loaded.ledger, "dra")
 
     def not_ready() -> list[str]:
-        if driver.link.registered or holders is not None:
+        if driver.link.state.registered or holders is not None:
             return []
         return [driver.link.state.error or "the kubelet has not registered the driver yet"]
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from gpumgr.aio import LatestValue, run_shielded
 from gpumgr.allocator.claims import PreparedDevice
 from gpumgr.allocator.ledger import ClaimRef
-from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.health import DraHealth, Faults
 from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER
@@ -34,20 +34,21 @@ class DraDriver:
     """`link.run` serves the kubelet. `observe` and `link.on_state` are set by the part that decides, before `decide_with`."""
 
     def __init__(
-        self, plugins_dir: Path, registry_dir: Path, instance: str | None, *, wait_seconds: float = WAIT_SECONDS
+        self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str, *, wait_seconds: float = WAIT_SECONDS
     ) -> None:
-        """Must be called inside a running event loop. `instance`: as for DraLink."""
+        """Must be called inside a running event loop. `instance`: as for DraLink. `pool`: the name of the node's pool of devices."""
         self._wait_seconds = wait_seconds
         self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
         #: Why nothing is decided yet.
         self.waits_for = "the agent starts"
-        self.health = LatestValue[tuple[DeviceHealth, ...]](())
+        self.faults = LatestValue[Faults]({})
         self.observe: Callable[[str, str, float], None] = lambda *_: None
         self.link = DraLink(
             plugins_dir,
             registry_dir,
             DRIVER,
-            [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(self.health)],
+            [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(pool, self.faults)],
+            end_streams=self.faults.end_readers,
             instance=instance,
         )
 

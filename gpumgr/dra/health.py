@@ -2,15 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from gpumgr._pb.drahealth.v1 import DeviceHealth as DeviceHealthMessage
-from gpumgr._pb.drahealth.v1 import DeviceIdentifier, HealthStatus, NodeWatchResourcesResponse
+from gpumgr._pb.drahealth.v1 import DeviceHealth, DeviceIdentifier, HealthStatus, NodeWatchResourcesResponse
 from gpumgr.aio import LatestValue
 from gpumgr.rpc.calls import receive
 
@@ -18,34 +16,27 @@ from gpumgr.rpc.calls import receive
 _REPEAT_SECONDS: Final = 10.0
 #: The kubelet cuts longer ones, perhaps inside a character.
 _MESSAGE_BYTES: Final = 1024
-_STATUS: Final = {None: HealthStatus.UNKNOWN, True: HealthStatus.HEALTHY, False: HealthStatus.UNHEALTHY}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceHealth:
-    """`healthy` is None if it can't be determined; `message` is a sentence about the state."""
-
-    pool: str
-    device: str
-    healthy: bool | None
-    message: str = ""
+#: Device -> why it does not work; None: it works.
+Faults = Mapping[str, str | None]
 
 
 class DraHealth:
-    """The service object. `devices` has every device of the driver, and no other readers."""
+    """The service object. `faults` has every device of the driver, in the node's `pool`. Its readers are the streams."""
 
     #: For the registration.
     versions: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 
     def __init__(
         self,
-        devices: LatestValue[tuple[DeviceHealth, ...]],
+        pool: str,
+        faults: LatestValue[Faults],
         *,
         repeat_seconds: float = _REPEAT_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock` is Unix time in seconds."""
-        self._devices = devices
+        self._pool, self._faults = pool, faults
         self._repeat_seconds, self._clock = repeat_seconds, clock
 
     def __mapping__(self) -> dict[str, Method]:
@@ -53,35 +44,32 @@ class DraHealth:
         method = Method(self._watch, Cardinality.UNARY_STREAM, bytes, NodeWatchResourcesResponse)
         return {f"/{version}/NodeWatchResources": method for version in self.versions}
 
-    def end_streams(self) -> None:
-        """Ends every stream; the kubelet receives a clean end."""
-        self._devices.end_readers()
-
     async def _watch(self, stream: Any) -> None:
-        """Sends the whole list at once, on each change, and when nothing has changed for `repeat_seconds`."""
+        """Sends the whole list at once, on each change, and when nothing has changed for `repeat_seconds`. It ends when the
+        readers of the value are ended, and the kubelet receives a clean end."""
         await receive(stream)
-        with self._devices.subscribe() as watch:
+        with self._faults.subscribe() as watch:
             while True:
                 try:
                     async with asyncio.timeout(self._repeat_seconds):
-                        devices = await anext(watch)
+                        faults = await anext(watch)
                 except TimeoutError:
-                    devices = self._devices.value
-                except StopAsyncIteration:  # end_streams
+                    faults = self._faults.value
+                except StopAsyncIteration:
                     return
-                await stream.send_message(health_message(devices, self._clock()))
+                await stream.send_message(health_message(self._pool, faults, self._clock()))
 
 
-def health_message(devices: Sequence[DeviceHealth], now: float) -> NodeWatchResourcesResponse:
-    """The health of `devices` as determined at `now`, Unix time in seconds."""
+def health_message(pool: str, faults: Faults, now: float) -> NodeWatchResourcesResponse:
+    """The health of the pool's devices as determined at `now`, Unix time in seconds."""
     return NodeWatchResourcesResponse(
         devices=[
-            DeviceHealthMessage(
-                device=DeviceIdentifier(pool_name=each.pool, device_name=each.device),
-                health=HealthStatus(_STATUS[each.healthy]),
+            DeviceHealth(
+                device=DeviceIdentifier(pool_name=pool, device_name=device),
+                health=HealthStatus(HealthStatus.HEALTHY if fault is None else HealthStatus.UNHEALTHY),
                 last_updated_time=int(now),
-                message=each.message.encode(errors="replace")[:_MESSAGE_BYTES].decode(errors="ignore"),
+                message=(fault or "").encode(errors="replace")[:_MESSAGE_BYTES].decode(errors="ignore"),
             )
-            for each in devices
+            for device, fault in faults.items()
         ]
     )

@@ -57,9 +57,6 @@ class Service(Protocol):
 
     def __mapping__(self) -> dict[str, Method]: ...
 
-    def end_streams(self) -> None:
-        """Ends every streaming call."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
@@ -82,6 +79,7 @@ class DraLink:
         driver: str,
         services: Sequence[Service],
         *,
+        end_streams: Callable[[], None] = lambda: None,
         instance: str | None = None,
         timing: LinkTiming | None = None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
@@ -89,15 +87,16 @@ class DraLink:
         """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
         made in the folder `driver` of `plugins_dir`. Must be called inside a running event loop.
 
-        `instance` is a name for each process of a rolling update, like the uid of its pod; each then has sockets of its own.
-        `on_state` is called after each change, so after each registration that the kubelet confirms.
+        `end_streams` ends every streaming call of the services. `instance` is a name for each process of a rolling update, like the uid of
+        its pod; each then has sockets of its own. `on_state` is called after each change, so after each registration that the kubelet
+        confirms.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, driver, instance)
-        self._driver, self._services = driver, services
+        self._driver = driver
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
         self.on_state = on_state
-        self._dra = UnixServer(dra, services, self._end_streams)
+        self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
         self._registrations = 0
@@ -110,10 +109,6 @@ class DraLink:
         self.state = LinkState()
         # The kubelet needs one look to notice that a socket is gone, and one for the next socket; it looks once a second.
         self._remove_leftovers()
-
-    @property
-    def registered(self) -> bool:
-        return self.state.registered
 
     def has_other_instance(self) -> bool:
         """Whether another process offers the kubelet this driver. Blocks for the time of a connection to each socket."""
@@ -241,10 +236,6 @@ class DraLink:
         if state != self.state:
             self.state = state
             self.on_state(state)
-
-    def _end_streams(self) -> None:
-        for service in self._services:
-            service.end_streams()
 
 
 def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: str | None) -> tuple[Path, Path]:

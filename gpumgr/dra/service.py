@@ -9,7 +9,6 @@ Invariants:
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, Final, Protocol
 
 import structlog
@@ -30,9 +29,6 @@ from gpumgr.rpc.calls import answering, failed_inside, receive
 
 _log = structlog.get_logger(__name__)
 
-#: In the messages of v1beta1 the only difference is that the kubelet does not read the share's id.
-_WITH_SHARE_ID: Final = {"v1": True, "v1beta1": False}
-
 #: Called after each RPC with its name, outcome ("ok", the RefusalCode of its first claim that failed, "cancelled") and duration in seconds.
 Observer = Callable[[str, str, float], None]
 #: The response for one claim, encoded.
@@ -52,7 +48,8 @@ class Claims(Protocol):
 class DraPlugin:
     """The service object of the DRA socket."""
 
-    #: For the registration. The kubelet uses the first one that it has.
+    #: For the registration. The kubelet uses the first one that it has. The messages are the same, but in v1beta1 the kubelet does not know
+    #: the field with the share's id, and skips it.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
     def __init__(self, claims: Claims, observe: Observer = lambda *_: None) -> None:
@@ -61,19 +58,15 @@ class DraPlugin:
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
         methods = {}
-        for version, with_share_id in _WITH_SHARE_ID.items():
-            service = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
-            prepare = partial(self._prepare, with_share_id=with_share_id)
+        for version in self.versions:
+            service = f"/k8s.io.kubelet.pkg.apis.dra.{version}/"
             for rpc, decide, response in (
-                ("NodePrepareResources", prepare, NodePrepareResourceResponse),
+                ("NodePrepareResources", self._prepare, NodePrepareResourceResponse),
                 ("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
             ):
                 serve = self._serving(rpc, decide, response)
                 methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
         return methods
-
-    def end_streams(self) -> None:
-        """There are none."""
 
     def _serving(
         self, rpc: str, decide: _Decision, response: type[NodePrepareResourceResponse | NodeUnprepareResourceResponse]
@@ -105,7 +98,7 @@ class DraPlugin:
 
         return serve
 
-    async def _prepare(self, claim: ClaimRef, *, with_share_id: bool) -> bytes:
+    async def _prepare(self, claim: ClaimRef) -> bytes:
         prepared = await self._claims.prepare(claim)
         devices = [
             Device(
@@ -113,7 +106,7 @@ class DraPlugin:
                 pool_name=each.pool,
                 device_name=each.device,
                 cdi_device_ids=list(each.cdi_ids),
-                share_id=each.share_id if with_share_id else None,
+                share_id=each.share_id,
             )
             for each in prepared
         ]

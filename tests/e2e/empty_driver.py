@@ -23,7 +23,7 @@ class Nothing:
 
 
 async def serve(plugins: Path, registry: Path) -> None:
-    driver = DraDriver(plugins, registry, None)
+    driver = DraDriver(plugins, registry, None, "node")
     driver.decide_with(Nothing())
     running = asyncio.create_task(driver.link.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)

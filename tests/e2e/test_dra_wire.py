@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpumgr.aio import LatestValue
-from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.health import DraHealth, Faults
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
 from gpumgr.rpc.link_state import LinkState
@@ -69,15 +69,15 @@ async def kubelet_of(program: Path, one: Linked) -> AsyncIterator[Kubelet]:
 
 
 async def test_calls_through_the_kubelets_own_code(program: Path, folder: Path) -> None:
-    health = LatestValue[tuple[DeviceHealth, ...]]((DeviceHealth(pool="node-1", device="gpu-0", healthy=True),))
+    faults = LatestValue[Faults]({"gpu-0": None})
     async with (
-        linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth(health)]) as one,
+        linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth("node-1", faults)]) as one,
         kubelet_of(program, one) as kubelet,
     ):
         await one.until(lambda state: state == REGISTERED)
         [device] = (await kubelet.ask("health"))["answer"]["devices"]
         assert (device["device"], device["health"]) == ({"poolName": "node-1", "deviceName": "gpu-0"}, "HEALTHY")
-        health.set((replace(health.value[0], healthy=False, message="Xid 79"),))
+        faults.set({"gpu-0": "Xid 79"})
         [device] = (await kubelet.ask("health"))["answer"]["devices"]
         assert (device["health"], device["message"]) == ("UNHEALTHY", "Xid 79")
 
@@ -129,7 +129,7 @@ class Future(DraPlugin):
 async def test_a_driver_without_a_version_that_the_kubelet_has(program: Path, folder: Path) -> None:
     async with linked(folder, services=lambda claims: [Future(claims)]) as one, kubelet_of(program, one) as kubelet:
         await one.until(lambda state: "none of services supported by the plugin" in str(state.error))
-        assert not one.link.registered
+        assert not one.link.state.registered
         assert "is not registered" in (await kubelet.ask("prepare", DRIVER, CLAIM))["error"]
 
 
@@ -141,4 +141,4 @@ async def test_a_rolling_update(program: Path, folder: Path) -> None:
             await old.link.stop(1)
             assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
             assert [len(each.claims.calls) for each in (old, new)] == [0, 1]
-            assert new.link.registered
+            assert new.link.state.registered

@@ -135,7 +135,7 @@ def side_of(
 ) -> DraSide:
     return DraSide(
         Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=folder / "plugins")),
-        driver or DraDriver(folder, folder, None),
+        driver or DraDriver(folder, folder, None, "node-1"),
         server=cast("ApiServer", server),
         agent_state=world.agent_state,
         starts=world.agent.container_starts,
@@ -231,7 +231,7 @@ async def ending_side(
 ) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
     """In mode plugin."""
     kubelet = StubKubelet(folder)
-    driver = DraDriver(kubelet.plugins, kubelet.registry, None)
+    driver = DraDriver(kubelet.plugins, kubelet.registry, None, "node-1")
     side = side_of(world, server, folder, driver=driver, lost=lost, mode="plugin")
     task = asyncio.create_task(side.run_out())
     try:
@@ -389,7 +389,7 @@ async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path
 async def running_side(world: World, folder: Path, *, lost: bool = False) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
     """A former part of the process has registered its driver."""
     kubelet = StubKubelet(folder)
-    side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None), lost=lost)
+    side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None, "node-1"), lost=lost)
     former = asyncio.create_task(side.link.run())
     task = None
     try:

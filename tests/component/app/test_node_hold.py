@@ -98,7 +98,7 @@ async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_t
             assert await held
             await when(lambda: status(settings, "/healthz") == 0)
             assert not call.done()
-            assert driver.link.registered
+            assert driver.link.state.registered
             assert name in kubelet.sockets()
             running = asyncio.create_task(driver.link.run())
             driver.decide_with(claims)
@@ -124,7 +124,7 @@ async def test_beside_pods_of_the_device_plugin_the_second_agent_is_ready_and_re
         first.__exit__(None, None, None)
         assert await held
         assert kubelet.sockets() == []
-        assert not driver.link.registered
+        assert not driver.link.state.registered
     await checkpoint.close()
 
 
@@ -159,7 +159,7 @@ async def test_what_a_call_has_waited_is_no_more_there_for_the_decision(folder: 
             deadlines.append(deadline or 0.0)
             return await super().prepare(claim)
 
-    deadlines, driver = list[float](), DraDriver(folder, folder, None, wait_seconds=5.0)
+    deadlines, driver = list[float](), DraDriver(folder, folder, None, "node-1", wait_seconds=5.0)
     began = time.monotonic()
     call = asyncio.create_task(driver.prepare(claim("a")))
     await asyncio.sleep(0.2)
@@ -172,7 +172,7 @@ async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpumgr.dra.driver.START_SECONDS", 0.1)
-    claims, driver = ScriptedClaims(hold=asyncio.Event()), DraDriver(folder, folder, None, wait_seconds=0.1)
+    claims, driver = ScriptedClaims(hold=asyncio.Event()), DraDriver(folder, folder, None, "node-1", wait_seconds=0.1)
     driver.decide_with(claims)
     with pytest.raises(Refusal, match=r"not prepared within 0.2 s"):
         await driver.prepare(claim("a"))
@@ -182,7 +182,7 @@ async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(
 
 
 async def test_a_call_that_waits_too_long_is_refused_with_the_reason(folder: Path) -> None:
-    driver = DraDriver(folder, folder, None, wait_seconds=0.01)
+    driver = DraDriver(folder, folder, None, "node-1", wait_seconds=0.01)
     driver.waits_for = "another gpumgr agent (pid 7) runs on this node"
     with pytest.raises(Refusal, match=r"no decision within 0.01 s: another gpumgr agent \(pid 7\) runs on this node"):
         await driver.prepare(claim("a"))

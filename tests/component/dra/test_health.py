@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +11,43 @@ import grpc
 import pytest
 
 from gpumgr.aio import LatestValue
-from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.health import DraHealth, Faults
 from gpumgr.rpc.unix_server import UnixServer
-from tests.component.dra.harness import channel_to, soon
+from tests.component.dra.harness import StubKubelet, channel_to, soon
 from tests.kubelet_api import drahealth as pb
 
-GPUS = tuple(DeviceHealth(pool="node-1", device=f"gpu-{number}", healthy=True) for number in range(3))
-SICK = (replace(GPUS[0], healthy=False, message="Xid 79"), *GPUS[1:])
+GPUS: Faults = {f"gpu-{number}": None for number in range(3)}
 
 
 @dataclass
 class Served:
-    devices: LatestValue[tuple[DeviceHealth, ...]]
+    faults: LatestValue[Faults]
     server: UnixServer
     channel: Any
 
     def watch(self, version: str = "v1") -> Any:
-        method = self.channel.unary_stream(
-            f"/{version}.DRAResourceHealth/NodeWatchResources",
-            request_serializer=pb.NodeWatchResourcesRequest.SerializeToString,
-            response_deserializer=pb.NodeWatchResourcesResponse.FromString,
-        )
-        return method(pb.NodeWatchResourcesRequest())
+        return watch(self.channel, version)
+
+
+def watch(channel: Any, version: str = "v1") -> Any:
+    method = channel.unary_stream(
+        f"/{version}.DRAResourceHealth/NodeWatchResources",
+        request_serializer=pb.NodeWatchResourcesRequest.SerializeToString,
+        response_deserializer=pb.NodeWatchResourcesResponse.FromString,
+    )
+    return method(pb.NodeWatchResourcesRequest())
 
 
 @asynccontextmanager
 async def served(folder: Path, *, repeat_seconds: float = 3600) -> AsyncIterator[Served]:
-    devices = LatestValue(GPUS)
+    faults = LatestValue(GPUS)
     times = iter(range(100, 10_000))
-    health = DraHealth(devices, repeat_seconds=repeat_seconds, clock=lambda: float(next(times)))
-    server = UnixServer(folder / "dra.sock", [health], health.end_streams)
+    health = DraHealth("node-1", faults, repeat_seconds=repeat_seconds, clock=lambda: float(next(times)))
+    server = UnixServer(folder / "dra.sock", [health], faults.end_readers)
     await server.start()
     async with asyncio.timeout(30), channel_to(server.path) as channel:
-        yield Served(devices, server, channel)
+        yield Served(faults, server, channel)
     await server.drain(0)
 
 
@@ -57,12 +61,12 @@ async def test_the_whole_list_comes_at_once_and_on_each_change(folder: Path, ver
         stream = one.watch(version)
         healthy = [(f"gpu-{number}", 1, "") for number in range(3)]
         assert states(await stream.read()) == healthy
-        one.devices.set(SICK)
+        one.faults.set({**GPUS, "gpu-0": "Xid 79"})
         assert states(await stream.read()) == [("gpu-0", 2, "Xid 79"), *healthy[1:]]
-        one.devices.set(())
+        one.faults.set({})
         assert states(await stream.read()) == []
         stream.cancel()
-        await soon(lambda: one.devices.readers == 0)
+        await soon(lambda: one.faults.readers == 0)
 
 
 async def test_the_list_is_repeated_with_a_new_time(folder: Path) -> None:
@@ -84,4 +88,19 @@ async def test_streams_end_cleanly(folder: Path) -> None:
             assert await stream.read() is grpc.aio.EOF
             assert await stream.code() is grpc.StatusCode.OK
         await draining
-        assert one.devices.readers == 0
+        assert one.faults.readers == 0
+
+
+async def test_the_end_of_the_driver_ends_the_stream(folder: Path) -> None:
+    kubelet = StubKubelet(folder)
+    driver = DraDriver(kubelet.plugins, kubelet.registry, None, "node-1")
+    driver.faults.set(GPUS)
+    running = asyncio.create_task(driver.link.run())
+    async with asyncio.timeout(30):
+        stream = watch(await kubelet.register())
+        assert [device.device.pool_name for device in (await stream.read()).devices] == ["node-1"] * 3
+        await driver.link.stop(5)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+        await running
+    await kubelet.end()

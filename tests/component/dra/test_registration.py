@@ -28,7 +28,7 @@ def dead_socket(path: Path) -> None:
 
 
 async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
-    async with linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth(LatestValue(()))]) as one:
+    async with linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth("node-1", LatestValue({}))]) as one:
         connection = await one.kubelet.register()
         info = await one.kubelet.info()
         assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, f"{one.kubelet.plugins}/{DRIVER}/dra.sock")
@@ -80,7 +80,7 @@ async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: 
     async with linked(folder) as one:
         await one.kubelet.register(connect=False)
         await asyncio.sleep(2 * QUICK.unconnected_seconds)
-        assert one.link.registered
+        assert one.link.state.registered
 
 
 async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Path) -> None:
@@ -92,7 +92,7 @@ async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Pa
         [line] = logs
         assert (line["event"], line["error"]) == ("registration_failed", one.link.state.error)
         assert f"refuses the driver {DRIVER}: {sentence}; the node needs Kubernetes 1.32 or newer" in line["error"]
-        assert not one.link.registered
+        assert not one.link.state.registered
         await one.kubelet.register()
         assert one.link.state == LinkState(registered=True, registrations=1)
 
@@ -136,7 +136,7 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     assert link._notified(bytes(RegistrationStatus(plugin_registered=True))) == b""
     await asyncio.sleep(0)
     assert [type(each) for each in reported] == [ZeroDivisionError]
-    assert link.registered
+    assert link.state.registered
 
 
 async def test_the_registration_socket_is_made_again_and_registered(folder: Path) -> None:
@@ -222,8 +222,8 @@ async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> No
             await new.kubelet.register(f"{DRIVER}-new-reg.sock")
             mine = ["dra-new.sock", "dra-old.sock", f"{DRIVER}-new-reg.sock", f"{DRIVER}-old-reg.sock"]
             assert kubelet.sockets() == sorted([*mine, *others])
-            assert old.link.registered
-            assert new.link.registered
+            assert old.link.state.registered
+            assert new.link.state.registered
             info = [await kubelet.info(f"{DRIVER}-{each}-reg.sock") for each in ("old", "new")]
             assert [Path(each.endpoint).name for each in info] == ["dra-old.sock", "dra-new.sock"]
         assert kubelet.sockets() == sorted(["dra-old.sock", f"{DRIVER}-old-reg.sock", *others])
@@ -236,7 +236,7 @@ async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kil
     dead_socket(kubelet.registry / REGISTRATION)
     async with linked(folder) as one:
         await one.kubelet.register()
-        assert one.link.registered
+        assert one.link.state.registered
         assert os.stat(kubelet.registry / REGISTRATION).st_mode & 0o777 == 0o600
         daemon = one.link._daemon
         assert daemon is not None
@@ -259,7 +259,7 @@ async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None
         assert list((await running).claims) == ["uid-a"]
         with capture_logs() as logs:
             await stopping
-        assert (one.link.registered, logs) == (False, [])
+        assert (one.link.state.registered, logs) == (False, [])
 
 
 async def test_malformed_bytes_and_a_link_that_never_ran(folder: Path) -> None:
@@ -269,4 +269,4 @@ async def test_malformed_bytes_and_a_link_that_never_ran(folder: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary("/pluginregistration.Registration/NotifyRegistrationStatus")(b"\x12\x7f")
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert one.link.registered
+        assert one.link.state.registered

@@ -20,7 +20,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.claims, self.outcomes = ScriptedClaims(), list[tuple[str, str]]()
         plugin = DraPlugin(self.claims, lambda rpc, outcome, _seconds: self.outcomes.append((rpc, outcome)))
-        self.server = UnixServer(folder / "dra.sock", [plugin], plugin.end_streams)
+        self.server = UnixServer(folder / "dra.sock", [plugin])
 
 
 @pytest.fixture
@@ -54,8 +54,7 @@ async def test_prepare_and_unprepare(channel: Any, served: Served, version: str)
         assert tuple(device.request_names) == DEVICE.requests
         assert (device.pool_name, device.device_name) == (DEVICE.pool, DEVICE.device)
         assert tuple(device.cdi_device_ids) == DEVICE.cdi_ids
-        assert device.HasField("share_id") == (version == "v1")
-        assert device.share_id == (DEVICE.share_id if version == "v1" else "")
+        assert device.share_id == DEVICE.share_id
     answer = await caller.unprepare(claim("a"))
     assert [(uid, each.error) for uid, each in answer.claims.items()] == [("uid-a", "")]
     assert served.claims.calls == [("prepare", claim("a")), ("prepare", claim("b")), ("unprepare", claim("a"))]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.allocator.ledger import ClaimRef
-from gpumgr.dra.health import DeviceHealth, health_message
+from gpumgr.dra.health import health_message
 from gpumgr.dra.service import decode_claims
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
@@ -63,15 +63,15 @@ def test_truncated_requests_are_refused(claim: ClaimRef, data: st.DataObject) ->
         decode_claims(request[: data.draw(st.integers(1, len(request) - 1))])
 
 
-@pytest.mark.parametrize(("healthy", "status"), [(None, 0), (True, 1), (False, 2)])
-def test_health(healthy: bool | None, status: int) -> None:
-    device = DeviceHealth(pool="node-1", device="gpu-0a1b2c30", healthy=healthy, message="Xid 79")
-    [read] = drahealth.NodeWatchResourcesResponse.FromString(bytes(health_message([device], 1_790_000_000.9))).devices
+@pytest.mark.parametrize(("fault", "status"), [(None, 1), ("Xid 79", 2)])
+def test_health(fault: str | None, status: int) -> None:
+    message = health_message("node-1", {"gpu-0a1b2c30": fault}, 1_790_000_000.9)
+    [read] = drahealth.NodeWatchResourcesResponse.FromString(bytes(message)).devices
     assert read == drahealth.DeviceHealth(
         device=drahealth.DeviceIdentifier(pool_name="node-1", device_name="gpu-0a1b2c30"),
         health=status,
         last_updated_time=1_790_000_000,
-        message="Xid 79",
+        message=fault or "",
     )
 
 
@@ -86,9 +86,9 @@ def test_health(healthy: bool | None, status: int) -> None:
     ],
 )
 def test_long_messages_are_cut_between_characters(message: str, cut: str) -> None:
-    [device] = health_message([DeviceHealth(pool="p", device="d", healthy=True, message=message)], 0).devices
+    [device] = health_message("p", {"d": message}, 0).devices
     assert device.message == cut
-    assert drahealth.NodeWatchResourcesResponse.FromString(bytes(health_message([], 0))).devices == []
+    assert drahealth.NodeWatchResourcesResponse.FromString(bytes(health_message("p", {}, 0))).devices == []
 
 
 def test_registration() -> None:
