@@ -64,8 +64,8 @@ class ClaimReader(Protocol):
 
 
 class NodeClaims:
-    """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
-    from an allocation and one of its GPUs. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
+    """Implements gpumgr.dra.service.Claims. `cdi_name` makes the name of a CDI device from an allocation and one of its GPUs.
+    `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
 
     def __init__(
         self,
@@ -75,14 +75,13 @@ class NodeClaims:
         pods: Pods,
         enforcement: Enforcement,
         starts: ContainerStarts,
-        pool: str,
         cdi_name: Callable[[AllocationId, str], str],
         share_mode: Callable[[], bool] = lambda: True,
         closed: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
-        self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
+        self._starts, self._cdi_name = starts, cdi_name
         self._share_mode, self._closed, self._wall_clock = share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
         #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
@@ -301,7 +300,6 @@ class NodeClaims:
         return [
             PreparedDevice(
                 requests=(claim.request,),
-                pool=self._pool,
                 device=device_name(gpu),
                 cdi_ids=(self._cdi_name(allocation.id, gpu),),
                 share_id=claim.share_ids.get(gpu),

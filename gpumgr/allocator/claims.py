@@ -57,7 +57,6 @@ class PreparedDevice:
     """One device in the answer to NodePrepareResources (kubelet dra/v1 api.proto, message Device)."""
 
     requests: tuple[str, ...]
-    pool: str
     device: str
     cdi_ids: tuple[str, ...]
     share_id: str | None
@@ -66,10 +65,6 @@ class PreparedDevice:
 def device_name(gpu: GpuName) -> str:
     """The device's name in the ResourceSlice. It comes from the UUID, so it is permanent."""
     return _DEVICE_PREFIX + gpu
-
-
-def gpu_of_device(device: str) -> GpuName:
-    return device.removeprefix(_DEVICE_PREFIX)
 
 
 def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
@@ -162,7 +157,7 @@ def _user(claim: str, request: str, pods: Sequence[ClaimPod]) -> tuple[ClaimPod,
 
 
 def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
-    gpu = gpu_of_device(share.device)
+    gpu = share.device.removeprefix(_DEVICE_PREFIX)
     if not share.device.startswith(_DEVICE_PREFIX) or gpu not in ledger.gpu_registry.by_name:
         raise Refusal(
             "unknown_device", f"the claim names device {share.device}, which this node never had: delete the pod and its claim"

@@ -20,13 +20,13 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
-from gpumgr.dra.service import Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.rpc.calls import Observe
 from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings
 
@@ -69,7 +69,7 @@ class DraSide:
         enforcement_text: Callable[[], str],
         pod_resources: PodResources,
         lost: bool,
-        observe: Observer = lambda *_: None,
+        observe: Observe = lambda *_: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
@@ -89,7 +89,6 @@ class DraSide:
             pods=pods,
             enforcement=enforcement,
             starts=starts,
-            pool=node,
             cdi_name=cdi.device_name,
             share_mode=lambda: self._settings.placement.share_mode,
             closed=_CLOSED if plugin else None,

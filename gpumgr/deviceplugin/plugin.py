@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import structlog
@@ -19,7 +19,7 @@ from gpumgr.aio import LatestValue, Subscription, run_shielded
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.deviceplugin import codec
 from gpumgr.errors import Refusal
-from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.calls import receive, unary
 from gpumgr.units import RESOURCE_NAMES, Resource
 
 _log = structlog.get_logger(__name__)
@@ -64,15 +64,15 @@ class DevicePlugin:
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires. Messages stay bytes: this module calls the codec itself."""
-        unary = {
+        answers = {
             "GetDevicePluginOptions": self._options,
             "GetPreferredAllocation": self._prefer,
             "Allocate": self._allocate,
             "PreStartContainer": self._pre_start,
         }
         methods = {
-            SERVICE + rpc: Method(self._serving(rpc, answer), Cardinality.UNARY_UNARY, bytes, bytes)
-            for rpc, answer in unary.items()
+            SERVICE + rpc: unary(rpc, answer, _log.bind(resource=RESOURCE_NAMES[self._kind]), self._called)
+            for rpc, answer in answers.items()
         }
         methods[SERVICE + "ListAndWatch"] = Method(self._list_and_watch, Cardinality.UNARY_STREAM, bytes, bytes)
         return methods
@@ -82,19 +82,8 @@ class DevicePlugin:
         for watch in self._watches:
             watch.close()
 
-    def _serving(self, rpc: str, answer: Callable[[bytes], Awaitable[bytes]]) -> Callable[[Any], Awaitable[None]]:
-        def observe(rpc: str, outcome: str, seconds: float) -> None:
-            self._observe(rpc, self._kind, outcome, seconds)
-
-        log = _log.bind(resource=RESOURCE_NAMES[self._kind])
-
-        async def serve(stream: Any) -> None:
-            with answering(rpc, log, observe) as call:
-                reply = await answer(await receive(stream))
-                call.outcome = "ok"
-            await stream.send_message(reply)
-
-        return serve
+    def _called(self, rpc: str, outcome: str, seconds: float) -> None:
+        self._observe(rpc, self._kind, outcome, seconds)
 
     async def _list_and_watch(self, stream: Any) -> None:
         await receive(stream)

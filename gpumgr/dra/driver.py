@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -14,6 +14,7 @@ from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import Refusal
+from gpumgr.rpc.calls import Observe
 
 #: The kubelet ends a call after 45 s, without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
@@ -42,12 +43,12 @@ class DraDriver:
         #: Why nothing is decided yet.
         self.waits_for = "the agent starts"
         self.faults = LatestValue[Faults]({})
-        self.observe: Callable[[str, str, float], None] = lambda *_: None
+        self.observe: Observe = lambda *_: None
         self.link = DraLink(
             plugins_dir,
             registry_dir,
             DRIVER,
-            [DraPlugin(self, lambda *call: self.observe(*call)), DraHealth(pool, self.faults)],
+            [DraPlugin(pool, self, lambda *call: self.observe(*call)), DraHealth(pool, self.faults)],
             end_streams=self.faults.end_readers,
             instance=instance,
         )

@@ -16,21 +16,20 @@ call; the registration is believed until then.
 import asyncio
 import glob
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import structlog
-from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.aio import forever, until_tick
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
-from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.calls import unary
 from gpumgr.rpc.link_state import LinkState
 from gpumgr.rpc.unix_server import UnixServer
 from gpumgr.unix_socket import is_served, path_problem
@@ -138,17 +137,17 @@ class DraLink:
     def __mapping__(self) -> dict[str, Method]:
         """The Registration service."""
         return {
-            _SERVICE + rpc: Method(_serving(rpc, answer), Cardinality.UNARY_UNARY, bytes, bytes)
+            _SERVICE + rpc: unary(rpc, answer, _log)
             for rpc, answer in (("GetInfo", self._info), ("NotifyRegistrationStatus", self._notified))
         }
 
-    def _info(self, _request: bytes) -> bytes:
+    async def _info(self, _request: bytes) -> bytes:
         self._asked = True
         self._accepted = self._dra.accepted
         endpoint = str(self._dra.path)
         return bytes(PluginInfo(type="DRAPlugin", name=self._driver, endpoint=endpoint, supported_versions=self._versions))
 
-    def _notified(self, request: bytes) -> bytes:
+    async def _notified(self, request: bytes) -> bytes:
         status = wire.parse(RegistrationStatus, request)
         self._confirmed = status.plugin_registered
         self._last_connected = None
@@ -261,13 +260,3 @@ def _check_folder(folder: Path) -> None:
     """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
-
-
-def _serving(rpc: str, answer: Callable[[bytes], bytes]) -> Callable[[Any], Awaitable[None]]:
-    async def serve(stream: Any) -> None:
-        with answering(rpc, _log) as call:
-            reply = answer(await receive(stream))
-            call.outcome = "ok"
-        await stream.send_message(reply)
-
-    return serve

@@ -25,12 +25,10 @@ from gpumgr.allocator.claims import PreparedDevice
 from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
-from gpumgr.rpc.calls import answering, failed_inside, receive
+from gpumgr.rpc.calls import Observe, answering, failed_inside, receive
 
 _log = structlog.get_logger(__name__)
 
-#: Called after each RPC with its name, outcome ("ok", the RefusalCode of its first claim that failed, "cancelled") and duration in seconds.
-Observer = Callable[[str, str, float], None]
 #: The response for one claim, encoded.
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
@@ -52,8 +50,10 @@ class DraPlugin:
     #: the field with the share's id, and skips it.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
-    def __init__(self, claims: Claims, observe: Observer = lambda *_: None) -> None:
-        self._claims, self._observe = claims, observe
+    def __init__(self, pool: str, claims: Claims, observe: Observe = lambda *_: None) -> None:
+        """`pool`: the name of the node's pool of devices. `observe` gets the RefusalCode of the first claim that failed as the outcome of
+        its call."""
+        self._pool, self._claims, self._observe = pool, claims, observe
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
@@ -103,7 +103,7 @@ class DraPlugin:
         devices = [
             Device(
                 request_names=list(each.requests),
-                pool_name=each.pool,
+                pool_name=self._pool,
                 device_name=each.device,
                 cdi_device_ids=list(each.cdi_ids),
                 share_id=each.share_id,

@@ -50,11 +50,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taint:
-    """NoSchedule: the device is not allocated to further claims. NoExecute: pods that use it are deleted, too. None: information."""
+    """NoSchedule: the device is not allocated to further claims. NoExecute: pods that use it are deleted, too."""
 
     key: str
-    value: str = ""
-    effect: Literal["NoSchedule", "NoExecute", "None"] = "NoSchedule"
+    effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,9 +228,7 @@ def _device(device: SliceDevice) -> Json:
             valid = {"min": step, "max": whole, "step": step}
             content["capacity"][name]["requestPolicy"] = {"default": whole, "validRange": valid}
     if device.taints:
-        content["taints"] = [
-            {"key": each.key, **({"value": each.value} if each.value else {}), "effect": each.effect} for each in device.taints
-        ]
+        content["taints"] = [{"key": each.key, "effect": each.effect} for each in device.taints]
     return content
 
 

@@ -1,12 +1,12 @@
 """What every unary call of a service needs: its request as bytes, and a gRPC status with a sentence for each failure."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from grpclib.const import Status
+from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.errors import Refusal, RefusalCode
@@ -21,6 +21,9 @@ _STATUS: Final[dict[RefusalCode, Status]] = {
     "internal": Status.INTERNAL,
 }
 
+#: Called after each call with its name, its outcome (see `Call`) and its duration in seconds.
+Observe = Callable[[str, str, float], None]
+
 
 @dataclass(slots=True)
 class Call:
@@ -30,9 +33,9 @@ class Call:
 
 
 @contextmanager
-def answering(rpc: str, log: Any, observe: Callable[[str, str, float], None] = lambda *_: None) -> Iterator[Call]:
+def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterator[Call]:
     """Around the work of a call, which sets the outcome at its end: errors become GRPCErrors, a bug is logged to `log` and ends nothing
-    but this call. `observe` gets the name, the outcome and the duration in seconds."""
+    but this call."""
     started = time.perf_counter()
     call = Call()
     try:
@@ -52,6 +55,18 @@ def answering(rpc: str, log: Any, observe: Callable[[str, str, float], None] = l
         raise GRPCError(Status.INTERNAL, failed_inside(rpc, error)) from error
     finally:
         observe(rpc, call.outcome, time.perf_counter() - started)
+
+
+def unary(rpc: str, answer: Callable[[bytes], Awaitable[bytes]], log: Any, observe: Observe = lambda *_: None) -> Handler:
+    """A method in the form that grpclib requires. Messages stay bytes. `log` and `observe`: see `answering`."""
+
+    async def serve(stream: Any) -> None:
+        with answering(rpc, log, observe) as call:
+            reply = await answer(await receive(stream))
+            call.outcome = "ok"
+        await stream.send_message(reply)
+
+    return Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)
 
 
 def failed_inside(rpc: str, error: Exception) -> str:

@@ -113,7 +113,7 @@ def refused_as(api: Api, method: str, path: str, body: Json | None, sentence: st
 
 
 def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
-    sick = Taint(key=f"{DRIVER}/xid", value="79")
+    sick = Taint(key=f"{DRIVER}/xid")
     asyncio.run(_kept(access, devices(), devices(sick)))
     assert access.slice() is None
 

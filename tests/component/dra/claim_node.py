@@ -77,11 +77,10 @@ class ClaimNode:
             pods=pods,
             enforcement=self.limits,
             starts=starts,
-            pool="bench",
             cdi_name=cdi.device_name,
         )
         self._seconds: list[float] = []
-        self.server = UnixServer(folder / "dra.sock", [DraPlugin(self.claims, self._observe)])
+        self.server = UnixServer(folder / "dra.sock", [DraPlugin("bench", self.claims, self._observe)])
 
     def _observe(self, _rpc: str, outcome: str, seconds: float) -> None:
         assert outcome == "ok", outcome

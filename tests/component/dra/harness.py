@@ -19,9 +19,8 @@ from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
 DRIVER = "gpu.gpumgr.io"
-DEVICE = PreparedDevice(
-    requests=("main", "b/c"), pool="node-1", device="gpu-0a1b2c30", cdi_ids=("x/y=1", "x/y=2"), share_id="s-1"
-)
+POOL = "node-1"
+DEVICE = PreparedDevice(requests=("main", "b/c"), device="gpu-0a1b2c30", cdi_ids=("x/y=1", "x/y=2"), share_id="s-1")
 QUICK = LinkTiming(poll_seconds=0.01, patience_seconds=60, unconnected_seconds=0.1)
 
 
@@ -157,7 +156,7 @@ async def linked(
     *,
     timing: LinkTiming = QUICK,
     instance: str | None = None,
-    services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(claims)],
+    services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(POOL, claims)],
 ) -> AsyncIterator[Linked]:
     kubelet, claims, state = StubKubelet(root), ScriptedClaims(), LatestValue(LinkState())
     link = DraLink(

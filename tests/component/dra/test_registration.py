@@ -17,7 +17,7 @@ from gpumgr.dra.health import DraHealth
 from gpumgr.dra.registration import DraLink
 from gpumgr.dra.service import DraPlugin
 from gpumgr.rpc.link_state import LinkState
-from tests.component.dra.harness import DRIVER, QUICK, Caller, StubKubelet, claim, linked, soon, until
+from tests.component.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"
 
@@ -28,7 +28,7 @@ def dead_socket(path: Path) -> None:
 
 
 async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
-    async with linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth("node-1", LatestValue({}))]) as one:
+    async with linked(folder, services=lambda claims: [DraPlugin(POOL, claims), DraHealth(POOL, LatestValue({}))]) as one:
         connection = await one.kubelet.register()
         info = await one.kubelet.info()
         assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, f"{one.kubelet.plugins}/{DRIVER}/dra.sock")
@@ -133,7 +133,7 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     reported: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
     link = DraLink(folder, folder, DRIVER, [], on_state=lambda _state: 1 / 0)  # type: ignore[arg-type]
-    assert link._notified(bytes(RegistrationStatus(plugin_registered=True))) == b""
+    assert await link._notified(bytes(RegistrationStatus(plugin_registered=True))) == b""
     await asyncio.sleep(0)
     assert [type(each) for each in reported] == [ZeroDivisionError]
     assert link.state.registered

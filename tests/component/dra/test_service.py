@@ -13,13 +13,13 @@ from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
 from gpumgr.rpc.unix_server import UnixServer
-from tests.component.dra.harness import DEVICE, Caller, ScriptedClaims, channel_to, claim, soon, until
+from tests.component.dra.harness import DEVICE, POOL, Caller, ScriptedClaims, channel_to, claim, soon, until
 
 
 class Served:
     def __init__(self, folder: Path) -> None:
         self.claims, self.outcomes = ScriptedClaims(), list[tuple[str, str]]()
-        plugin = DraPlugin(self.claims, lambda rpc, outcome, _seconds: self.outcomes.append((rpc, outcome)))
+        plugin = DraPlugin(POOL, self.claims, lambda rpc, outcome, _seconds: self.outcomes.append((rpc, outcome)))
         self.server = UnixServer(folder / "dra.sock", [plugin])
 
 
@@ -52,7 +52,7 @@ async def test_prepare_and_unprepare(channel: Any, served: Served, version: str)
         [device] = each.devices
         assert not each.error
         assert tuple(device.request_names) == DEVICE.requests
-        assert (device.pool_name, device.device_name) == (DEVICE.pool, DEVICE.device)
+        assert (device.pool_name, device.device_name) == (POOL, DEVICE.device)
         assert tuple(device.cdi_device_ids) == DEVICE.cdi_ids
         assert device.share_id == DEVICE.share_id
     answer = await caller.unprepare(claim("a"))

@@ -27,7 +27,7 @@ WATCH = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 #: Nothing waits, except where a test says so.
 AT_ONCE = PublishTimes(change_seconds=0.0, notify_seconds=0.0, retry_seconds=(0.01, 0.02), probe_seconds=0.05)
 LONG = 3600.0
-SICK = Taint(key="gpu.gpumgr.io/xid", value="79")
+SICK = Taint(key="gpu.gpumgr.io/xid")
 
 
 def device(number: int, **more: Any) -> SliceDevice:

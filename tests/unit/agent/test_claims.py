@@ -77,7 +77,6 @@ class Node:
             pods=self.world.pods,
             enforcement=self.world.limits,
             starts=agent.container_starts,
-            pool="node1",
             cdi_name=cdi_name,
             closed=closed,
             wall_clock=lambda: self.world.wall,
@@ -127,7 +126,6 @@ async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> Non
     (allocation,) = node.world.ledger.of_claim(ref.uid)
     assert device == PreparedDevice(
         requests=("gpu",),
-        pool="node1",
         device=device_name(node.gpu(1)),
         cdi_ids=(cdi_name(allocation.id, node.gpu(1)),),
         share_id="share-1",
@@ -214,7 +212,6 @@ async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> Non
         pods=node.world.pods,
         enforcement=node.world.limits,
         starts=node.world.agent.container_starts,
-        pool="node1",
         cdi_name=cdi_name,
         share_mode=lambda: False,
     )
