@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.aio import wait_at_most
-from gpumgr.claims.gates import decide
+from gpumgr.claims.gates import Decision, decide
 from gpumgr.claims.objects import GATE, Key, UnboundPod
 from gpumgr.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.claims.watches import ClaimWatches
@@ -153,14 +153,11 @@ class ClaimsController:
         self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
         self._said = {uid: said for uid, said in self._said.items() if uid in pods}
         gated = {uid: pod for uid, pod in pods.items() if pod.gate is not None and uid not in self._opened}
-        self.refused = len(gated)
-        if not gated:
-            return
+        decision = Decision()
         if quotas.problem is not None:
-            for pod in gated.values():
-                await self._tell(pod, _QUOTA_EXCEEDED, quotas.problem)
-            return
-        decision = decide(*self._watches.demands(gated, self._watches.kinds()), quotas)
+            decision.refused = [(pod, quotas.problem) for pod in gated.values()]
+        elif gated:
+            decision = decide(*self._watches.demands(gated), quotas)
         self.refused = len(decision.refused)
         await asyncio.gather(*map(self._open, decision.allowed))
         for pod, text in decision.refused:

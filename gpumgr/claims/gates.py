@@ -4,6 +4,7 @@ A claim is allocated some time after its pod's gate is removed. Until then it co
 limit is exceeded wherever it is allocated.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -71,17 +72,14 @@ class _Sums:
     """What demands hold together, for each namespace and kind of GPU. A claim counts once on each kind."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, GpuKind, int], Held] = {}
+        self.held: defaultdict[tuple[str, GpuKind, int], Held] = defaultdict(lambda: NONE_HELD)
         self._counted: set[tuple[str, GpuKind, int]] = set()
 
     def add(self, demand: Demand) -> None:
         for kind, memory in demand.kinds:
-            more = self.more(demand, kind, memory).get(kind, NONE_HELD)
-            self._held[demand.namespace, kind, memory] = self.held(demand.namespace, kind, memory).plus(more)
+            place = demand.namespace, kind, memory
+            self.held[place] = self.held[place].plus(self.more(demand, kind, memory).get(kind, NONE_HELD))
             self._counted.update((uid, kind, memory) for uid in demand.claims)
-
-    def held(self, namespace: str, kind: GpuKind, memory: int) -> Held:
-        return self._held.get((namespace, kind, memory), NONE_HELD)
 
     def more(self, demand: Demand, kind: GpuKind, memory: int) -> Mapping[GpuKind, Held]:
         """What the claims of the demand hold that are not counted yet."""
@@ -91,7 +89,7 @@ class _Sums:
 
 def _refusal(demand: Demand, quotas: Quotas, sums: _Sums) -> str | None:
     for kind, memory in sorted(demand.kinds, key=repr):
-        used_too = NONE_HELD.plus(sums.held(demand.namespace, kind, memory), -1)
+        used_too = NONE_HELD.plus(sums.held[demand.namespace, kind, memory], -1)
         if text := quotas.refusal(demand.namespace, sums.more(demand, kind, memory), {kind: used_too}):
             return text
     return None

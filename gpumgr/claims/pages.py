@@ -1,7 +1,7 @@
 """Metrics and probes of `gpumgr claims`. Every label has a fixed set of values."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from aiohttp import web
@@ -9,7 +9,7 @@ from aiohttp import web
 import gpumgr
 from gpumgr.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.claims.watches import ClaimWatches
-from gpumgr.metrics.text_format import Family, RenderedFamily, counter, gauge, label_text, page, render
+from gpumgr.metrics.text_format import Family, counter, gauge, label_text, page, render
 from gpumgr.scheduler.pages import Routes
 
 _BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
@@ -39,10 +39,6 @@ class ClaimsPages:
         return self._watches.synced
 
     async def _scrape(self, _: web.Request) -> web.Response:
-        body = page(self._families(), openmetrics=False)
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    def _families(self) -> Iterator[RenderedFamily]:
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
             _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
             _LEADER: {(): self._controller.leads},
@@ -52,5 +48,9 @@ class ClaimsPages:
             _REFUSED: {(): self._controller.refused},
             _WRITES: {(about, outcome): self._controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
         }
-        for family, series in families.items():
-            yield render(family, {label_text(family.labels, key): value for key, value in series.items()})
+        rendered = (
+            render(family, {label_text(family.labels, key): value for key, value in series.items()})
+            for family, series in families.items()
+        )
+        body = page(rendered, openmetrics=False)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

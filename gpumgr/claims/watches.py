@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from gpumgr.claims.gates import Demand, Kinds, kinds_for
+from gpumgr.claims.gates import Demand, kinds_for
 from gpumgr.claims.objects import (
     Key,
     UnboundPod,
@@ -98,13 +98,10 @@ class ClaimWatches:
 
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
-    def kinds(self) -> Kinds:
-        """Of all GPUs in the cluster."""
-        states = filter(None, map(self._index.node, self._cluster.nodes))
-        return {(GpuKind(gpu.model, each.model_label, each.pool), gpu.memory_mebibytes) for each in states for gpu in each.gpus}
-
-    def demands(self, gated: dict[str, UnboundPod], kinds: Kinds) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
+    def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated."""
+        nodes = filter(None, map(self._index.node, self._cluster.nodes))
+        kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []
         users: dict[str, list[UnboundPod]] = defaultdict(list)
         for pod in self.pods.values():
