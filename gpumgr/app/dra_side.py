@@ -19,7 +19,8 @@ from gpumgr.allocator.claims import Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
-from gpumgr.dra.driver import WAIT_SECONDS, DraDriver
+from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.service import WAIT_SECONDS
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
@@ -100,7 +101,7 @@ class DraSide:
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
         self._driver, self.link = driver, driver.link
         if not plugin:
-            driver.observe, driver.link.on_state = observe, self._link_changed
+            driver.plugin.observe, driver.link.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
 
@@ -168,7 +169,7 @@ class DraSide:
 
     def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """The daemons that serve the kubelet, and keep the claims."""
-        self._driver.decide_with(self.claims)
+        self._driver.plugin.decide_with(self.claims)
         return [
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
             group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
@@ -203,7 +204,7 @@ class DraSide:
         if reason is not None:
             if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
-            self._driver.waits_for = reason
+            self._driver.plugin.waits_for = reason
         self.held_back = reason
         self._examined.set()
 

@@ -59,7 +59,7 @@ async def node_held(settings: Settings, driver: DraDriver | None, stop: asyncio.
             if driver is None or settings.process.instance is None:
                 raise
             log.info("waiting_for_other_agent", reason=str(running))
-            driver.waits_for = str(running)
+            driver.plugin.waits_for = str(running)
             await _wait(settings, driver, locks, stop)
         yield not stop.is_set()
 
@@ -93,7 +93,7 @@ async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitSta
             if not held or stop.is_set():
                 await driver.link.stop(0)
     if held:
-        driver.waits_for = "the agent starts"
+        driver.plugin.waits_for = "the agent starts"
         log.info("other_agent_ended")
 
 

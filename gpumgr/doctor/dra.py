@@ -41,7 +41,7 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
             return error(f"{folder} is no folder", _FOLDER)
         if not os.access(folder, os.W_OK | os.X_OK):
             return error(f"{folder} is not writable", "run gpumgr as root")
-    of_driver, of_registration = socket_patterns(DRIVER)
+    of_driver, of_registration = socket_patterns()
     places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
     served = {
         place: [each for each in sorted(place[0].glob(place[1])) if each.is_socket() and is_served(each)] for place in places

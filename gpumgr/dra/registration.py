@@ -1,4 +1,4 @@
-"""Registers a driver with the kubelet, and keeps it registered.
+"""Registers the driver with the kubelet, and keeps it registered.
 
 The kubelet watches a folder for registration sockets, and calls each: GetInfo returns the path of the socket with the driver's services,
 NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source: pkg/kubelet/pluginmanager and
@@ -14,19 +14,21 @@ call; the registration is believed until then.
 """
 
 import asyncio
-import glob
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from grpclib.const import Handler as Method
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.aio import forever, until_tick
+from gpumgr.dra.health import DraHealth
+from gpumgr.dra.service import DraPlugin
+from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import unary
@@ -47,16 +49,6 @@ _REFUSED_REMEDY: Final = (
 )
 
 
-class Service(Protocol):
-    """A gRPC service of the driver."""
-
-    @property
-    def versions(self) -> tuple[str, ...]:
-        """Its names with versions, like "v1.DRAPlugin", the preferred one first."""
-
-    def __mapping__(self) -> dict[str, Method]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
     """Intervals of the link, in seconds."""
@@ -69,32 +61,29 @@ class LinkTiming:
 
 
 class DraLink:
-    """Registers one driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+    """Registers the driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
 
     def __init__(
         self,
         plugins_dir: Path,
         registry_dir: Path,
-        driver: str,
-        services: Sequence[Service],
+        services: Sequence[DraPlugin | DraHealth],
         *,
         end_streams: Callable[[], None] = lambda: None,
         instance: str | None = None,
         timing: LinkTiming | None = None,
-        on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
-        made in the folder `driver` of `plugins_dir`. Must be called inside a running event loop.
+        made in the driver's folder of `plugins_dir`. Must be called inside a running event loop.
 
         `end_streams` ends every streaming call of the services. `instance` is a name for each process of a rolling update, like the uid of
-        its pod; each then has sockets of its own. `on_state` is called after each change, so after each registration that the kubelet
-        confirms.
+        its pod; each then has sockets of its own.
         """
-        dra, registration = socket_paths(plugins_dir, registry_dir, driver, instance)
-        self._driver = driver
+        dra, registration = socket_paths(plugins_dir, registry_dir, instance)
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        self.on_state = on_state
+        #: Called after each change, so after each registration that the kubelet confirms.
+        self.on_state: Callable[[LinkState], None] = lambda _state: None
         self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
@@ -112,7 +101,7 @@ class DraLink:
     def has_other_instance(self) -> bool:
         """Whether another process offers the kubelet this driver. Blocks for the time of a connection to each socket."""
         own, folder = self._registration.path, self._registration.path.parent
-        return any(path != own and is_served(path) for path in folder.glob(socket_patterns(self._driver)[1]))
+        return any(path != own and is_served(path) for path in folder.glob(socket_patterns()[1]))
 
     async def run(self) -> None:
         """Keeps the driver registered until `stop` or cancellation; after the latter it can be called again, and the sockets are kept."""
@@ -145,7 +134,7 @@ class DraLink:
         self._asked = True
         self._accepted = self._dra.accepted
         endpoint = str(self._dra.path)
-        return bytes(PluginInfo(type="DRAPlugin", name=self._driver, endpoint=endpoint, supported_versions=self._versions))
+        return bytes(PluginInfo(type="DRAPlugin", name=DRIVER, endpoint=endpoint, supported_versions=self._versions))
 
     async def _notified(self, request: bytes) -> bytes:
         status = wire.parse(RegistrationStatus, request)
@@ -155,9 +144,7 @@ class DraLink:
             self._refusal = None
             self._registrations += 1
         else:
-            self._refusal = (
-                f"the kubelet refuses the driver {self._driver}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
-            )
+            self._refusal = f"the kubelet refuses the driver {DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
         # Later: an error of the callback must not become the answer, which would undo the registration.
         asyncio.get_running_loop().call_soon(self._report)
         return b""
@@ -177,7 +164,7 @@ class DraLink:
 
     def _remove_leftovers(self) -> None:
         """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
-        for server, pattern in zip((self._dra, self._registration), socket_patterns(self._driver), strict=True):
+        for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in server.path.parent.glob(pattern):
                 with suppress(OSError):
                     if path.is_socket() and not is_served(path):
@@ -224,11 +211,11 @@ class DraLink:
     def _report(self) -> None:
         before, state = self.state, self._observed()
         if state.registered and (not before.registered or state.registrations != before.registrations):
-            _log.info("registered", driver=self._driver, registrations=state.registrations)
+            _log.info("registered", driver=DRIVER, registrations=state.registrations)
         elif before.registered and not state.registered:
-            _log.warning("registration_lost", driver=self._driver, reason=state.error or "the registration socket was removed")
+            _log.warning("registration_lost", driver=DRIVER, reason=state.error or "the registration socket was removed")
         elif state.error not in (None, before.error):
-            _log.warning("registration_failed", driver=self._driver, error=state.error)
+            _log.warning("registration_failed", driver=DRIVER, error=state.error)
         self._become(state)
 
     def _become(self, state: LinkState) -> None:
@@ -237,11 +224,11 @@ class DraLink:
             self.on_state(state)
 
 
-def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: str | None) -> tuple[Path, Path]:
+def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
     """The DRA socket and the registration socket. An instance's name with which a path were too long is replaced by its hash."""
 
     def paths(suffix: str) -> tuple[Path, Path]:
-        return plugins_dir.absolute() / driver / f"dra{suffix}.sock", registry_dir.absolute() / f"{driver}{suffix}-reg.sock"
+        return plugins_dir.absolute() / DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRIVER}{suffix}-reg.sock"
 
     if instance is None:
         return paths("")
@@ -251,9 +238,9 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: s
     return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
 
 
-def socket_patterns(driver: str) -> tuple[str, str]:
+def socket_patterns() -> tuple[str, str]:
     """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
-    return "dra*.sock", f"{glob.escape(driver)}-*reg.sock"
+    return "dra*.sock", f"{DRIVER}-*reg.sock"
 
 
 def _check_folder(folder: Path) -> None:

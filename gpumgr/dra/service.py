@@ -1,4 +1,4 @@
-"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, and returns its answers.
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, once there is one, and returns its answers.
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
@@ -7,6 +7,7 @@ Invariants:
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
@@ -15,11 +16,7 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import (
-    Device,
-    NodePrepareResourceResponse,
-    NodeUnprepareResourceResponse,
-)
+from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra import v1
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.claims import PreparedDevice
 from gpumgr.allocator.ledger import ClaimRef
@@ -29,6 +26,11 @@ from gpumgr.rpc.calls import Observe, answering, failed_inside, receive
 
 _log = structlog.get_logger(__name__)
 
+#: The kubelet ends a call after 45 s, without a reason in the pod's events.
+WAIT_SECONDS: Final = 40.0
+#: How much longer a decision may take until the limits are in place.
+START_SECONDS: Final = 3.0
+
 #: The response for one claim, encoded.
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
@@ -36,24 +38,33 @@ _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
 
-    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        """Makes the devices of an allocated claim available; again the same ones for a claim that is prepared."""
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
+        """Makes the devices of an allocated claim available; again the same ones for a claim that is prepared. `deadline`: when it must
+        answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Reverts `prepare`; does nothing for an unknown claim."""
 
 
 class DraPlugin:
-    """The service object of the DRA socket."""
+    """The service object of the DRA socket. Calls wait for `decide_with`."""
 
     #: For the registration. The kubelet uses the first one that it has. The messages are the same, but in v1beta1 the kubelet does not know
     #: the field with the share's id, and skips it.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
-    def __init__(self, pool: str, claims: Claims, observe: Observe = lambda *_: None) -> None:
-        """`pool`: the name of the node's pool of devices. `observe` gets the RefusalCode of the first claim that failed as the outcome of
-        its call."""
-        self._pool, self._claims, self._observe = pool, claims, observe
+    def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
+        """Must be called inside a running event loop. `pool`: the name of the node's pool of devices."""
+        self._pool, self._wait_seconds = pool, wait_seconds
+        self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
+        #: Why nothing is decided yet.
+        self.waits_for = "the agent starts"
+        #: The outcome of a call is the RefusalCode of the first claim that failed.
+        self.observe: Observe = lambda *_: None
+
+    def decide_with(self, claims: Claims) -> None:
+        """Waiting calls continue."""
+        self._claims.set_result(claims)
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
@@ -61,15 +72,15 @@ class DraPlugin:
         for version in self.versions:
             service = f"/k8s.io.kubelet.pkg.apis.dra.{version}/"
             for rpc, decide, response in (
-                ("NodePrepareResources", self._prepare, NodePrepareResourceResponse),
-                ("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
+                ("NodePrepareResources", self._prepare, v1.NodePrepareResourceResponse),
+                ("NodeUnprepareResources", self._unprepare, v1.NodeUnprepareResourceResponse),
             ):
                 serve = self._serving(rpc, decide, response)
                 methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
         return methods
 
     def _serving(
-        self, rpc: str, decide: _Decision, response: type[NodePrepareResourceResponse | NodeUnprepareResourceResponse]
+        self, rpc: str, decide: _Decision, response: type[v1.NodePrepareResourceResponse | v1.NodeUnprepareResourceResponse]
     ) -> Callable[[Any], Awaitable[None]]:
         async def answer(claim: ClaimRef) -> tuple[str, bytes]:
             """The outcome and the response for one claim."""
@@ -87,7 +98,7 @@ class DraPlugin:
             return await asyncio.gather(*map(answer, claims))
 
         async def serve(stream: Any) -> None:
-            with answering(rpc, _log, self._observe) as call:
+            with answering(rpc, _log, lambda *called: self.observe(*called)) as call:
                 claims = decode_claims(await receive(stream))
                 answers = await run_shielded(answer_all(claims), name=rpc)
                 call.outcome = next((outcome for outcome, _ in answers if outcome != "ok"), "ok")
@@ -99,9 +110,16 @@ class DraPlugin:
         return serve
 
     async def _prepare(self, claim: ClaimRef) -> bytes:
-        prepared = await self._claims.prepare(claim)
+        deadline = time.monotonic() + self._wait_seconds
+        claims = await self._decider(deadline)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic() + START_SECONDS):
+                prepared = await run_shielded(claims.prepare(claim, deadline=deadline), name="prepare")
+        except TimeoutError:
+            text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; that goes on, and the kubelet tries again"
+            raise Refusal("internal", text) from None
         devices = [
-            Device(
+            v1.Device(
                 request_names=list(each.requests),
                 pool_name=self._pool,
                 device_name=each.device,
@@ -110,11 +128,19 @@ class DraPlugin:
             )
             for each in prepared
         ]
-        return bytes(NodePrepareResourceResponse(devices=devices))
+        return bytes(v1.NodePrepareResourceResponse(devices=devices))
 
     async def _unprepare(self, claim: ClaimRef) -> bytes:
-        await self._claims.unprepare(claim)
-        return bytes(NodeUnprepareResourceResponse())
+        await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)
+        return bytes(v1.NodeUnprepareResourceResponse())
+
+    async def _decider(self, deadline: float) -> Claims:
+        """Raises Refusal."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await asyncio.shield(self._claims)
+        except TimeoutError:
+            raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
 
 
 def decode_claims(request: bytes) -> list[ClaimRef]:

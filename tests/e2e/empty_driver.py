@@ -15,7 +15,7 @@ from gpumgr.dra.driver import DraDriver
 
 
 class Nothing:
-    async def prepare(self, _claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:  # noqa: ARG002
+    async def prepare(self, _claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:  # noqa: ARG002
         return ()
 
     async def unprepare(self, _claim: ClaimRef) -> None:
@@ -24,7 +24,7 @@ class Nothing:
 
 async def serve(plugins: Path, registry: Path) -> None:
     driver = DraDriver(plugins, registry, None, "node")
-    driver.decide_with(Nothing())
+    driver.plugin.decide_with(Nothing())
     running = asyncio.create_task(driver.link.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     await asyncio.wait([running])

@@ -15,7 +15,7 @@ from gpumgr.dra.health import DraHealth, Faults
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
 from gpumgr.rpc.link_state import LinkState
-from tests.component.dra.harness import DEVICE, DRIVER, POOL, Linked, linked
+from tests.component.dra.harness import DEVICE, DRIVER, POOL, Linked, linked, plugin_of
 
 from .build import build_program
 
@@ -71,7 +71,7 @@ async def kubelet_of(program: Path, one: Linked) -> AsyncIterator[Kubelet]:
 async def test_calls_through_the_kubelets_own_code(program: Path, folder: Path) -> None:
     faults = LatestValue[Faults]({"gpu-0": None})
     async with (
-        linked(folder, services=lambda claims: [DraPlugin(POOL, claims), DraHealth(POOL, faults)]) as one,
+        linked(folder, services=lambda claims: [plugin_of(claims), DraHealth(POOL, faults)]) as one,
         kubelet_of(program, one) as kubelet,
     ):
         await one.until(lambda state: state == REGISTERED)
@@ -127,7 +127,7 @@ class Future(DraPlugin):
 
 
 async def test_a_driver_without_a_version_that_the_kubelet_has(program: Path, folder: Path) -> None:
-    async with linked(folder, services=lambda claims: [Future(POOL, claims)]) as one, kubelet_of(program, one) as kubelet:
+    async with linked(folder, services=lambda _claims: [Future(POOL)]) as one, kubelet_of(program, one) as kubelet:
         await one.until(lambda state: "none of services supported by the plugin" in str(state.error))
         assert not one.link.state.registered
         assert "is not registered" in (await kubelet.ask("prepare", DRIVER, CLAIM))["error"]

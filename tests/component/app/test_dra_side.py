@@ -19,6 +19,7 @@ from gpumgr.app import dra_side
 from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
 from gpumgr.dra.claim_reader import allocated_here
 from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, slice_name
 from gpumgr.errors import KubeletError, Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
@@ -444,7 +445,7 @@ async def test_cdi_specs_are_there_before_anything_is_decided(
     world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
     spec, found = await prepared(world, tmp_path), list[bool]()
     spec.unlink()
-    monkeypatch.setattr(DraDriver, "decide_with", lambda *_: found.append(spec.exists()))
+    monkeypatch.setattr(DraPlugin, "decide_with", lambda *_: found.append(spec.exists()))
     async with running_side(world, folder):
         await soon(lambda: bool(found))
     assert found == [True]

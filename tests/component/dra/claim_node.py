@@ -80,7 +80,10 @@ class ClaimNode:
             cdi_name=cdi.device_name,
         )
         self._seconds: list[float] = []
-        self.server = UnixServer(folder / "dra.sock", [DraPlugin("bench", self.claims, self._observe)])
+        plugin = DraPlugin("bench")
+        plugin.decide_with(self.claims)
+        plugin.observe = self._observe
+        self.server = UnixServer(folder / "dra.sock", [plugin])
 
     def _observe(self, _rpc: str, outcome: str, seconds: float) -> None:
         assert outcome == "ok", outcome

@@ -12,8 +12,9 @@ import grpc
 from gpumgr.aio import LatestValue
 from gpumgr.allocator.claims import PreparedDevice
 from gpumgr.allocator.ledger import ClaimRef
-from gpumgr.dra.registration import DraLink, LinkTiming, Service
-from gpumgr.dra.service import DraPlugin
+from gpumgr.dra.health import DraHealth
+from gpumgr.dra.registration import DraLink, LinkTiming
+from gpumgr.dra.service import Claims, DraPlugin
 from gpumgr.rpc.link_state import LinkState
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
@@ -38,7 +39,7 @@ class ScriptedClaims:
     ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
     calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float | None = None) -> Sequence[PreparedDevice]:  # noqa: ARG002
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:  # noqa: ARG002
         await self._turn("prepare", claim)
         return [DEVICE]
 
@@ -53,6 +54,12 @@ class ScriptedClaims:
         self.ended.set(self.ended.value + 1)
         if failure := self.failures.get(claim.name):
             raise failure
+
+
+def plugin_of(claims: Claims) -> DraPlugin:
+    plugin = DraPlugin(POOL)
+    plugin.decide_with(claims)
+    return plugin
 
 
 async def until(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
@@ -156,18 +163,17 @@ async def linked(
     *,
     timing: LinkTiming = QUICK,
     instance: str | None = None,
-    services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(POOL, claims)],
+    services: Callable[[ScriptedClaims], Sequence[DraPlugin | DraHealth]] = lambda claims: [plugin_of(claims)],
 ) -> AsyncIterator[Linked]:
     kubelet, claims, state = StubKubelet(root), ScriptedClaims(), LatestValue(LinkState())
     link = DraLink(
         kubelet.plugins,
         kubelet.registry,
-        DRIVER,
         services(claims),
         instance=instance,
         timing=timing,
-        on_state=state.set,
     )
+    link.on_state = state.set
     running = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(30):

@@ -15,9 +15,8 @@ from gpumgr._pb.pluginregistration import RegistrationStatus
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth
 from gpumgr.dra.registration import DraLink
-from gpumgr.dra.service import DraPlugin
 from gpumgr.rpc.link_state import LinkState
-from tests.component.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, soon, until
+from tests.component.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, plugin_of, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"
 
@@ -28,7 +27,7 @@ def dead_socket(path: Path) -> None:
 
 
 async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
-    async with linked(folder, services=lambda claims: [DraPlugin(POOL, claims), DraHealth(POOL, LatestValue({}))]) as one:
+    async with linked(folder, services=lambda claims: [plugin_of(claims), DraHealth(POOL, LatestValue({}))]) as one:
         connection = await one.kubelet.register()
         info = await one.kubelet.info()
         assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, f"{one.kubelet.plugins}/{DRIVER}/dra.sock")
@@ -117,7 +116,7 @@ async def test_a_kubelet_that_does_not_call_is_reported_once(folder: Path, asked
 
 async def test_a_link_that_is_continued_reports_no_removed_socket(folder: Path) -> None:
     kubelet = StubKubelet(folder)
-    link = DraLink(kubelet.plugins, kubelet.registry, DRIVER, [], timing=QUICK)
+    link = DraLink(kubelet.plugins, kubelet.registry, [], timing=QUICK)
     with capture_logs() as logs:
         for _ in range(2):
             running = asyncio.create_task(link.run())
@@ -132,7 +131,8 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     """The kubelet takes an error of this answer for that of the driver."""
     reported: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
-    link = DraLink(folder, folder, DRIVER, [], on_state=lambda _state: 1 / 0)  # type: ignore[arg-type]
+    link = DraLink(folder, folder, [])
+    link.on_state = lambda _state: 1 / 0  # type: ignore[assignment]
     assert await link._notified(bytes(RegistrationStatus(plugin_registered=True))) == b""
     await asyncio.sleep(0)
     assert [type(each) for each in reported] == [ZeroDivisionError]

@@ -1,7 +1,8 @@
 """The DRA service as the kubelet calls it, through grpcio."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,19 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.allocator.claims import PreparedDevice
 from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.dra.service import DraPlugin
 from gpumgr.errors import Refusal
 from gpumgr.rpc.unix_server import UnixServer
-from tests.component.dra.harness import DEVICE, POOL, Caller, ScriptedClaims, channel_to, claim, soon, until
+from tests.component.dra.harness import DEVICE, POOL, Caller, ScriptedClaims, channel_to, claim, plugin_of, soon, until
 
 
 class Served:
     def __init__(self, folder: Path) -> None:
         self.claims, self.outcomes = ScriptedClaims(), list[tuple[str, str]]()
-        plugin = DraPlugin(POOL, self.claims, lambda rpc, outcome, _seconds: self.outcomes.append((rpc, outcome)))
+        plugin = plugin_of(self.claims)
+        plugin.observe = lambda rpc, outcome, _seconds: self.outcomes.append((rpc, outcome))
         self.server = UnixServer(folder / "dra.sock", [plugin])
 
 
@@ -130,3 +133,38 @@ async def test_malformed_bytes_are_refused_and_the_server_continues(channel: Any
 
 async def test_an_unknown_version_is_unimplemented(channel: Any) -> None:
     assert (await refusal(Caller(channel, "v2").prepare()))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_a_call_has_waited_is_no_more_there_for_the_decision() -> None:
+    """The kubelet ends a call after 45 s, and then no reason reaches the pod."""
+
+    class Deciding(ScriptedClaims):
+        async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
+            deadlines.append(deadline)
+            return await super().prepare(claim, deadline=deadline)
+
+    deadlines, plugin = list[float](), DraPlugin("node-1", wait_seconds=5.0)
+    began = time.monotonic()
+    call = asyncio.create_task(plugin._prepare(claim("a")))
+    await asyncio.sleep(0.2)
+    plugin.decide_with(Deciding())
+    await call
+    assert began + 5.0 <= deadlines[0] < began + 5.2
+
+
+async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.dra.service.START_SECONDS", 0.1)
+    claims, plugin = ScriptedClaims(hold=asyncio.Event()), DraPlugin("node-1", wait_seconds=0.1)
+    plugin.decide_with(claims)
+    with pytest.raises(Refusal, match=r"not prepared within 0.2 s"):
+        await plugin._prepare(claim("a"))
+    assert claims.hold is not None
+    claims.hold.set()
+    await soon(lambda: claims.ended.value == 1)
+
+
+async def test_a_call_that_waits_too_long_is_refused_with_the_reason() -> None:
+    plugin = DraPlugin("node-1", wait_seconds=0.01)
+    plugin.waits_for = "another gpumgr agent (pid 7) runs on this node"
+    with pytest.raises(Refusal, match=r"no decision within 0.01 s: another gpumgr agent \(pid 7\) runs on this node"):
+        await plugin._prepare(claim("a"))

@@ -15,7 +15,7 @@ UID = "5b0a52ec-3c1c-4b8e-9d5f-0d0f8a8f7c11"
 
 
 def names(instance: str | None, root: Path = KUBELET) -> tuple[str, str]:
-    dra, registration = socket_paths(root / "plugins", root / "plugins_registry", DRIVER, instance)
+    dra, registration = socket_paths(root / "plugins", root / "plugins_registry", instance)
     assert (dra.parent, registration.parent) == (root / "plugins" / DRIVER, root / "plugins_registry")
     return dra.name, registration.name
 
@@ -42,10 +42,10 @@ def test_an_instance_with_which_a_path_is_too_long_is_hashed(length: int, hashed
 
 @given(st.text(min_size=1, max_size=150).filter(lambda text: "\0" not in text and text.isprintable()))
 def test_every_instance_has_paths_that_fit_and_no_other_has_them(instance: str) -> None:
-    for path in socket_paths(KUBELET / "plugins", KUBELET / "plugins_registry", DRIVER, instance):
+    for path in socket_paths(KUBELET / "plugins", KUBELET / "plugins_registry", instance):
         assert len(os.fsencode(path)) <= 107
     assert names(instance) != names(instance + "x") != names(None)
 
 
 def test_relative_folders_become_absolute() -> None:
-    assert all(path.is_absolute() for path in socket_paths(Path("plugins"), Path("registry"), DRIVER, None))
+    assert all(path.is_absolute() for path in socket_paths(Path("plugins"), Path("registry"), None))
