@@ -26,16 +26,7 @@ from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import is_share
 from gpumgr.allocator.choose import candidates
-from gpumgr.allocator.claims import (
-    AllocatedClaim,
-    ClaimPod,
-    PreparedDevice,
-    Share,
-    device_name,
-    grant_claim,
-    refuse_two_limits,
-    shares_of,
-)
+from gpumgr.allocator.claims import AllocatedClaim, ClaimPod, Share, grant_claim, refuse_two_limits, shares_of
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, Ledger
@@ -64,8 +55,7 @@ class ClaimReader(Protocol):
 
 
 class NodeClaims:
-    """Implements gpumgr.dra.service.Claims. `cdi_name` makes the name of a CDI device from an allocation and one of its GPUs.
-    `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
+    """Implements gpumgr.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
 
     def __init__(
         self,
@@ -75,14 +65,12 @@ class NodeClaims:
         pods: Pods,
         enforcement: Enforcement,
         starts: ContainerStarts,
-        cdi_name: Callable[[AllocationId, str], str],
         share_mode: Callable[[], bool] = lambda: True,
         closed: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
-        self._starts, self._cdi_name = starts, cdi_name
-        self._share_mode, self._closed, self._wall_clock = share_mode, closed, wall_clock
+        self._starts, self._share_mode, self._closed, self._wall_clock = starts, share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
         #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
         self._preparing: dict[object, str] = {}
@@ -95,7 +83,7 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float = math.inf, adopted: bool = False) -> Sequence[PreparedDevice]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float = math.inf, adopted: bool = False) -> Sequence[Allocation]:
         """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:
@@ -109,7 +97,7 @@ class NodeClaims:
             self._record_refusal(claim, refusal)
             raise
         self._answered.add(claim.uid)
-        return [device for allocation in held for device in self._devices(allocation)]
+        return held
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
@@ -294,19 +282,6 @@ class NodeClaims:
 
     async def _look_up(self, pod: PodKey, uid: str, seconds: float) -> ClaimPod:
         return pod, uid, self._pods.by_uid(uid) or await self._pods.wait_for(pod, seconds, uid=uid)
-
-    def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:
-        claim = allocation.claim
-        return [
-            PreparedDevice(
-                requests=(claim.request,),
-                device=device_name(gpu),
-                cdi_ids=(self._cdi_name(allocation.id, gpu),),
-                share_id=claim.share_ids.get(gpu),
-            )
-            for gpu in allocation.gpus
-            if claim is not None
-        ]
 
     def _record_refusal(self, claim: ClaimRef, refusal: Refusal) -> None:
         log.warning("refused", call="prepare", claim=str(claim), code=refusal.code, reason=str(refusal))

@@ -52,16 +52,6 @@ class AllocatedClaim:
     enforcement: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedDevice:
-    """One device in the answer to NodePrepareResources (kubelet dra/v1 api.proto, message Device)."""
-
-    requests: tuple[str, ...]
-    device: str
-    cdi_ids: tuple[str, ...]
-    share_id: str | None
-
-
 def device_name(gpu: GpuName) -> str:
     """The device's name in the ResourceSlice. It comes from the UUID, so it is permanent."""
     return _DEVICE_PREFIX + gpu

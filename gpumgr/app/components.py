@@ -276,7 +276,6 @@ class Components:
             starts=self.agent.container_starts,
             pods=self._pods,
             enforcement=self.enforcement.limits,
-            enforcement_text=lambda: "+".join(self.enforcement.limits.choice.mechanisms),
             pod_resources=self.pod_resources,
             lost=lost,
             observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),

@@ -12,7 +12,7 @@ import structlog
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.ports import Enforcement, PodResources, Pods
+from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently, wait_at_most
 from gpumgr.allocator.claims import Share, device_name
@@ -24,7 +24,7 @@ from gpumgr.dra.service import WAIT_SECONDS
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
-from gpumgr.enforcement import cdi
+from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.rpc.calls import Observe
@@ -53,9 +53,8 @@ CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
 class DraSide:
-    """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `enforcement_text`: the mechanisms of
-    new shares. `lost`: the ledger was lost. In mode dra `observe` gets the kubelet's calls, and `on_state` is called after each change of
-    the registration."""
+    """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `lost`: the ledger was lost. In mode
+    dra `observe` gets the kubelet's calls, and `on_state` is called after each change of the registration."""
 
     def __init__(
         self,
@@ -66,16 +65,14 @@ class DraSide:
         agent_state: AgentState,
         starts: ContainerStarts,
         pods: Pods,
-        enforcement: Enforcement,
-        enforcement_text: Callable[[], str],
+        enforcement: Enforcer,
         pod_resources: PodResources,
         lost: bool,
         observe: Observe = lambda *_: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
-        self._enforcement, self._enforcement_text, self._pod_resources = enforcement, enforcement_text, pod_resources
-        self._lost, self._on_state = lost, on_state
+        self._enforcement, self._pod_resources, self._lost, self._on_state = enforcement, pod_resources, lost, on_state
         plugin = settings.node.mode == "plugin"
         #: Why nothing may be registered now.
         self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
@@ -90,7 +87,6 @@ class DraSide:
             pods=pods,
             enforcement=enforcement,
             starts=starts,
-            cdi_name=cdi.device_name,
             share_mode=lambda: self._settings.placement.share_mode,
             closed=_CLOSED if plugin else None,
         )
@@ -125,7 +121,7 @@ class DraSide:
         registry = ledger.gpu_registry
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
-        text, shared = self._enforcement_text(), self._settings.placement.share_mode
+        text, shared = "+".join(self._enforcement.choice.mechanisms), self._settings.placement.share_mode
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
         if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
             self._devices.set(with_lost(self._devices.value or (), now))

@@ -10,7 +10,7 @@ from gpumgr.dra.service import DraPlugin
 
 class DraDriver:
     """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the part that decides, before `plugin.decide_with`.
-    `faults` is what the kubelet is told about the health of the devices."""
+    `faults`: the health of the devices, for the kubelet."""
 
     def __init__(self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str) -> None:
         """Must be called inside a running event loop. `instance`: as for DraLink. `pool`: the name of the node's pool of devices."""

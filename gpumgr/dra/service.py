@@ -18,8 +18,9 @@ from grpclib.const import Handler as Method
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra import v1
 from gpumgr.aio import run_shielded
-from gpumgr.allocator.claims import PreparedDevice
-from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.allocator.claims import device_name
+from gpumgr.allocator.ledger import Allocation, ClaimRef
+from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import Observe, answering, failed_inside, receive
@@ -38,9 +39,9 @@ _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
-        """Makes the devices of an allocated claim available; again the same ones for a claim that is prepared. `deadline`: when it must
-        answer, in monotonic seconds."""
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
+        """Makes the devices of an allocated claim available; returns what it holds, for a claim that is prepared the same again.
+        `deadline`: when it must answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Reverts `prepare`; does nothing for an unknown claim."""
@@ -118,17 +119,7 @@ class DraPlugin:
         except TimeoutError:
             text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; that goes on, and the kubelet tries again"
             raise Refusal("internal", text) from None
-        devices = [
-            v1.Device(
-                request_names=list(each.requests),
-                pool_name=self._pool,
-                device_name=each.device,
-                cdi_device_ids=list(each.cdi_ids),
-                share_id=each.share_id,
-            )
-            for each in prepared
-        ]
-        return bytes(v1.NodePrepareResourceResponse(devices=devices))
+        return bytes(v1.NodePrepareResourceResponse(devices=devices_of(prepared, self._pool)))
 
     async def _unprepare(self, claim: ClaimRef) -> bytes:
         await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)
@@ -141,6 +132,22 @@ class DraPlugin:
                 return await asyncio.shield(self._claims)
         except TimeoutError:
             raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
+
+
+def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
+    """What the kubelet is to know of the allocations of a claim."""
+    return [
+        v1.Device(
+            request_names=[claim.request],
+            pool_name=pool,
+            device_name=device_name(gpu),
+            cdi_device_ids=[cdi.device_name(allocation.id, gpu)],
+            share_id=claim.share_ids.get(gpu),
+        )
+        for allocation in prepared
+        if (claim := allocation.claim) is not None
+        for gpu in allocation.gpus
+    ]
 
 
 def decode_claims(request: bytes) -> list[ClaimRef]:

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumgr.allocator.claims import PreparedDevice
-from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.allocator.ledger import Allocation, ClaimRef
 from gpumgr.dra.driver import DraDriver
 
 
 class Nothing:
-    async def prepare(self, _claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:  # noqa: ARG002
+    async def prepare(self, _claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:  # noqa: ARG002
         return ()
 
     async def unprepare(self, _claim: ClaimRef) -> None:

@@ -13,19 +13,20 @@ import pytest
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth, Faults
 from gpumgr.dra.service import DraPlugin
+from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.rpc.link_state import LinkState
-from tests.component.dra.harness import DEVICE, DRIVER, POOL, Linked, linked, plugin_of
+from tests.component.dra.harness import DRIVER, GPU, HELD, POOL, Linked, linked, plugin_of
 
 from .build import build_program
 
 REGISTERED = LinkState(registered=True, registrations=1)
 CLAIM = "team-a/a/uid-a"
 ANSWER = {
-    "requestNames": list(DEVICE.requests),
+    "requestNames": ["main"],
     "poolName": POOL,
-    "deviceName": DEVICE.device,
-    "cdiDeviceIds": list(DEVICE.cdi_ids),
+    "deviceName": f"gpu-{GPU}",
+    "cdiDeviceIds": [cdi.device_name(HELD.id, GPU)],
 }
 
 

@@ -12,7 +12,8 @@ from typing import Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.allocator.claims import PreparedDevice, Share
+from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
+from gpumgr.allocator.claims import Share
 from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
@@ -52,7 +53,7 @@ class Play:
 
     def __init__(self, claims: list[list[Amount]]) -> None:
         self._claims = claims
-        self.answers: dict[str, list[PreparedDevice]] = {}
+        self.answers: dict[str, list[Device]] = {}
         self.unprepared: set[str] = set()
         self._number = 0
 
@@ -107,7 +108,7 @@ class Play:
                 answer = await node.prepare(ref)
                 assert known or ref.uid not in late, "a late Prepare is granted"
                 if node.world.ledger.of_claim(ref.uid):
-                    assert {(each.device, each.share_id) for each in answer} == self._shares(ref.uid)
+                    assert {(each.device_name, each.share_id) for each in answer} == self._shares(ref.uid)
                     assert self.answers.setdefault(ref.uid, answer) == answer
         except Refusal as refusal:
             refused = str(refusal)

@@ -142,7 +142,6 @@ def side_of(
         starts=world.agent.container_starts,
         pods=world.pods,
         enforcement=world.limits,
-        enforcement_text=str,
         pod_resources=cast("Any", None),
         lost=lost,
     )

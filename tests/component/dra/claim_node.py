@@ -16,7 +16,6 @@ from gpumgr.allocator.ledger import ClaimRef, Ledger
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.dra.service import DraPlugin
-from gpumgr.enforcement import cdi
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.metrics.registry import Metrics
@@ -77,7 +76,6 @@ class ClaimNode:
             pods=pods,
             enforcement=self.limits,
             starts=starts,
-            cdi_name=cdi.device_name,
         )
         self._seconds: list[float] = []
         plugin = DraPlugin("bench")

@@ -10,18 +10,23 @@ from typing import Any
 import grpc
 
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.claims import PreparedDevice
-from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.allocator.ledger import Allocation, ClaimRef, ClaimRequest
 from gpumgr.dra.health import DraHealth
 from gpumgr.dra.registration import DraLink, LinkTiming
 from gpumgr.dra.service import Claims, DraPlugin
 from gpumgr.rpc.link_state import LinkState
+from gpumgr.units import Amounts
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
 DRIVER = "gpu.gpumgr.io"
 POOL = "node-1"
-DEVICE = PreparedDevice(requests=("main", "b/c"), device="gpu-0a1b2c30", cdi_ids=("x/y=1", "x/y=2"), share_id="s-1")
+GPU = "0a1b2c30"
+HELD = Allocation(
+    id="a1",
+    gpus={GPU: Amounts(30, 512)},
+    claim=ClaimRequest(namespace="team-a", name="a", uid="uid-a", request="main", share_ids={GPU: "s-1"}),
+)
 QUICK = LinkTiming(poll_seconds=0.01, patience_seconds=60, unconnected_seconds=0.1)
 
 
@@ -39,9 +44,9 @@ class ScriptedClaims:
     ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
     calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:  # noqa: ARG002
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:  # noqa: ARG002
         await self._turn("prepare", claim)
-        return [DEVICE]
+        return [HELD]
 
     async def unprepare(self, claim: ClaimRef) -> None:
         await self._turn("unprepare", claim)

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.allocator.claims import PreparedDevice
-from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.allocator.ledger import Allocation, ClaimRef
 from gpumgr.dra.service import DraPlugin
+from gpumgr.enforcement import cdi
 from gpumgr.errors import Refusal
 from gpumgr.rpc.unix_server import UnixServer
-from tests.component.dra.harness import DEVICE, POOL, Caller, ScriptedClaims, channel_to, claim, plugin_of, soon, until
+from tests.component.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, channel_to, claim, plugin_of, soon, until
 
 
 class Served:
@@ -54,10 +54,10 @@ async def test_prepare_and_unprepare(channel: Any, served: Served, version: str)
     for each in answer.claims.values():
         [device] = each.devices
         assert not each.error
-        assert tuple(device.request_names) == DEVICE.requests
-        assert (device.pool_name, device.device_name) == (POOL, DEVICE.device)
-        assert tuple(device.cdi_device_ids) == DEVICE.cdi_ids
-        assert device.share_id == DEVICE.share_id
+        assert list(device.request_names) == ["main"]
+        assert (device.pool_name, device.device_name) == (POOL, f"gpu-{GPU}")
+        assert list(device.cdi_device_ids) == [cdi.device_name(HELD.id, GPU)]
+        assert device.share_id == "s-1"
     answer = await caller.unprepare(claim("a"))
     assert [(uid, each.error) for uid, each in answer.claims.items()] == [("uid-a", "")]
     assert served.claims.calls == [("prepare", claim("a")), ("prepare", claim("b")), ("unprepare", claim("a"))]
@@ -139,7 +139,7 @@ async def test_what_a_call_has_waited_is_no_more_there_for_the_decision() -> Non
     """The kubelet ends a call after 45 s, and then no reason reaches the pod."""
 
     class Deciding(ScriptedClaims):
-        async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[PreparedDevice]:
+        async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
             deadlines.append(deadline)
             return await super().prepare(claim, deadline=deadline)
 

@@ -11,15 +11,17 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, PreparedDevice, Share, device_name
+from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share, device_name
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation, Change, ClaimRef
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
+from gpumgr.dra.service import devices_of
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
@@ -77,7 +79,6 @@ class Node:
             pods=self.world.pods,
             enforcement=self.world.limits,
             starts=agent.container_starts,
-            cdi_name=cdi_name,
             closed=closed,
             wall_clock=lambda: self.world.wall,
         )
@@ -111,8 +112,9 @@ class Node:
         self.world.pods.views["team", "next"] = PodView(namespace="team", name="next", uid="pod-next", claims=uses)
         self.reader.claims[ref.uid] = replace(found, pods=(*found.pods, (("team", "next"), "pod-next")))
 
-    async def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
-        return list(await self.claims.prepare(ref))
+    async def prepare(self, ref: ClaimRef) -> list[Device]:
+        """What the kubelet is answered."""
+        return devices_of(await self.claims.prepare(ref), "node1")
 
 
 @pytest.fixture
@@ -124,10 +126,11 @@ async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> Non
     ref = node.claim("a", node.share(1, 30, 5 * 1024))
     (device,) = await node.prepare(ref)
     (allocation,) = node.world.ledger.of_claim(ref.uid)
-    assert device == PreparedDevice(
-        requests=("gpu",),
-        device=device_name(node.gpu(1)),
-        cdi_ids=(cdi_name(allocation.id, node.gpu(1)),),
+    assert device == Device(
+        request_names=["gpu"],
+        pool_name="node1",
+        device_name=device_name(node.gpu(1)),
+        cdi_device_ids=[cdi_name(allocation.id, node.gpu(1))],
         share_id="share-1",
     )
     assert allocation.gpus == {node.gpu(1): Amounts(30, 5 * 1024)}
@@ -168,7 +171,7 @@ async def test_a_claim_of_a_former_process_is_prepared_once_the_kubelet_asks_aga
 
 async def test_requests_of_a_claim_are_allocations_of_their_own(node: Node) -> None:
     ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 256, request="c1", number=2))
-    assert [device.requests for device in await node.prepare(ref)] == [("c0",), ("c1",)]
+    assert [device.request_names for device in await node.prepare(ref)] == [["c0"], ["c1"]]
     assert node.world.ledger.used(node.gpu(0)) == Amounts(30, 768)
 
 
@@ -212,7 +215,6 @@ async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> Non
         pods=node.world.pods,
         enforcement=node.world.limits,
         starts=node.world.agent.container_starts,
-        cdi_name=cdi_name,
         share_mode=lambda: False,
     )
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
@@ -374,7 +376,7 @@ async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its
         node.world.pods.views["team", "a"] = view
     node.world.pods.synced = former != "unknown"
     (device,) = await node.prepare(ref)
-    assert (device.device, device.share_id) == (moved.device, "share-2")
+    assert (device.device_name, device.share_id) == (moved.device, "share-2")
     assert [a.gpus for a in node.world.ledger.of_claim(ref.uid)] == [{node.gpu(1): Amounts(60, 512)}]
     assert node.world.ledger.used(node.gpu(0)) == Amounts()
     node.reader.claims.clear()
