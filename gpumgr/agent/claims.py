@@ -104,11 +104,7 @@ class NodeClaims:
         self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
         self._answered.discard(claim.uid)
         self._bury(claim)
-
-        def free(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], None]:
-            return ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None
-
-        await self._batch.add(free)
+        await self._batch.add(lambda ledger: (ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None))
 
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
@@ -276,7 +272,7 @@ class NodeClaims:
         for allocation in granted:
             ledger = ledger.occupy(allocation)
             entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
-            entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+            entries.append(replace(about(allocation, entry), mechanisms=allocation.mechanisms))
         refuse_two_limits(ledger, claim.ref, [view for _, _, view in pods if view is not None and not view.ended])
         return ledger, entries, (granted, True)
 

@@ -11,19 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from gpumgr.claims import objects
 from gpumgr.claims.gates import Demand, kinds_for
-from gpumgr.claims.objects import (
-    Key,
-    UnboundPod,
-    WatchedClaim,
-    WatchedSlice,
-    WatchedTemplate,
-    decode_unbound,
-    parse_claim,
-    parse_slice,
-    parse_template,
-    parse_unbound,
-)
+from gpumgr.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
 from gpumgr.claims.shapes import DRIVER
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.node import NodeState, homogeneous
@@ -70,13 +60,13 @@ class ClaimWatches:
         watched = partial(Reflector[Any], server, watch_times=watch_times)
         more = [
             watched(
-                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=decode_unbound,
-                parse=lambda item: parse_unbound(item, labels), on_change=self._pod_changed,
+                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=objects.decode_unbound,
+                parse=lambda item: objects.parse_unbound(item, labels), on_change=self._pod_changed,
             ),
-            watched(f"{_API}/resourceclaims", {}, parse=parse_claim, on_change=self._claim_changed),
-            watched(f"{_API}/resourceclaimtemplates", {}, parse=parse_template, on_change=self._template_changed),
+            watched(f"{_API}/resourceclaims", {}, parse=objects.parse_claim, on_change=self._claim_changed),
+            watched(f"{_API}/resourceclaimtemplates", {}, parse=objects.parse_template, on_change=self._template_changed),
             watched(
-                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=parse_slice,
+                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=objects.parse_slice,
                 on_change=self._slice_changed,
             ),
         ]  # fmt: skip
@@ -156,11 +146,9 @@ class ClaimWatches:
             del self._left[next(iter(self._left))]
 
     def _claim_changed(self, before: WatchedClaim | None, after: WatchedClaim | None) -> None:
-        claim = after or before
-        assert claim is not None, "one of them exists"
+        claim = _follow(self._claims, before, after)
         if claim.template:
             self.used_at[claim.key[0], claim.template] = self._clock()
-        _keep(self._claims, claim, exists=after is not None)
         if after is not None and after.placed is not None:
             self._index.bind(after.placed)
         else:
@@ -168,10 +156,8 @@ class ClaimWatches:
         self.changed.set()
 
     def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
-        template = after or before
-        assert template is not None, "one of them exists"
+        template = _follow(self.templates, before, after)
         self.made.pop(template.key, None)
-        _keep(self.templates, template, exists=after is not None)
         if after is not None:
             self.used_at.setdefault(after.key, self._clock())
         self.changed.set()
@@ -195,9 +181,11 @@ class ClaimWatches:
         return replace(state, gpus=gpus, topology=alike.topology) if gpus else state
 
 
-def _keep(known: dict[Key, _Object], item: _Object, *, exists: bool) -> None:
-    """A deleted object may have a successor of the same name already."""
-    if exists:
-        known[item.key] = item
-    elif item.key in known and known[item.key].uid == item.uid:
-        del known[item.key]
+def _follow(known: dict[Key, _Object], before: _Object | None, after: _Object | None) -> _Object:
+    """Keeps the object as it is now, or forgets a deleted one. Returns what it is, or was last."""
+    if after is not None:
+        known[after.key] = after
+        return after
+    assert before is not None, "one of them exists"
+    known.pop(before.key, None)
+    return before

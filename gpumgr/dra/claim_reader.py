@@ -95,15 +95,11 @@ def claim_path(namespace: str, name: str) -> str:
 
 async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
     """The UID of the present claim of this name ("": there is none), and the shares of the driver's devices in this pool that it has.
-    Raises what requests raise, and what `allocated_here` does."""
-    found = await server.find(claim_path(namespace, name))
-    return ("", set()) if found is None else (str(found["metadata"]["uid"]), allocated_here(found, pool))
-
-
-def allocated_here(claim: Mapping[str, Any], pool: str) -> set[Share]:
-    """The shares of the driver's devices in this pool that the claim (JSON) has. Raises UNREADABLE for another structure."""
+    Raises what requests raise, and UNREADABLE for another structure."""
+    if (claim := await server.find(claim_path(namespace, name))) is None:
+        return "", set()
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
-    return {(str(each.get("device")), each.get("shareID")) for each in _own_results(devices, pool)}
+    return str(claim["metadata"]["uid"]), {(str(each.get("device")), each.get("shareID")) for each in _own_results(devices, pool)}
 
 
 def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str, Any]]:

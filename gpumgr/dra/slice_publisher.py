@@ -19,21 +19,8 @@ from typing import Any, Final, NoReturn
 import structlog
 
 from gpumgr.aio import LatestValue, forever, wait_at_most
-from gpumgr.dra.slices import (
-    MAX_DEVICES,
-    SLICES,
-    Dropped,
-    Json,
-    SliceDevice,
-    StoredSlice,
-    comparable,
-    dropped,
-    offered,
-    probe_slice,
-    resource_slice,
-    slice_name,
-    stored_slice,
-)
+from gpumgr.dra import slices
+from gpumgr.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
@@ -85,12 +72,12 @@ class SlicePublisher:
         watch_times: WatchTimes | None = None,
     ) -> None:
         self._server, self._node, self._devices, self._registrations = server, node, devices, registrations
-        self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slice_name(node)
+        self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slices.slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
             SLICES,
             {"fieldSelector": f"metadata.name={self._name}"},
-            parse=stored_slice,
+            parse=slices.stored_slice,
             on_change=self._seen,
             on_list=self._listed,
             watch_times=watch_times,
@@ -187,12 +174,12 @@ class SlicePublisher:
             await self._look_up()
             if self._withdrawn or not self._registrations.value:  # in the meantime
                 return None
-            wanted, stored = offered(devices, self._loss), self._stored
+            wanted, stored = slices.offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
                 if (pause := self._due(stored) - self._clock()) > 0:
                     return pause
                 await self._write(wanted, stored)
-                if offered(devices, self._loss) != wanted:  # it has dropped something this time
+                if slices.offered(devices, self._loss) != wanted:  # it has dropped something this time
                     self._changed_at = _NEVER
                     return 0.0
             self._pause = self._times.retry_seconds[0]
@@ -219,7 +206,7 @@ class SlicePublisher:
     def _settled(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> bool:
         if stored is None or stored.content is None:
             return False
-        sent = comparable(resource_slice(self._node, self._node_uid, wanted))
+        sent = slices.comparable(slices.resource_slice(self._node, self._node_uid, wanted))
         return stored.content == sent or (sent, stored.content) == self._last
 
     async def _write(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> None:
@@ -229,7 +216,7 @@ class SlicePublisher:
             if self._settled(wanted, stored):  # of an earlier process
                 return
         self._changed_at = self._clock()
-        sent = resource_slice(self._node, self._node_uid, wanted)
+        sent = slices.resource_slice(self._node, self._node_uid, wanted)
         try:
             answer = await self._send(sent, stored)
         except AnswerError as error:
@@ -237,12 +224,12 @@ class SlicePublisher:
                 raise
             # The watch is behind: it was created, changed or deleted since.
             found = await self._server.find(f"{SLICES}/{self._name}")
-            stored = stored_slice(found) if found is not None else None
+            stored = slices.stored_slice(found) if found is not None else None
             answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)
         self._deleted_at = _NEVER
-        self._stored = stored_slice(answer)
-        self._last = (comparable(sent), self._stored.content)
-        self._examine(dropped(sent, answer) or self._loss)
+        self._stored = slices.stored_slice(answer)
+        self._last = (slices.comparable(sent), self._stored.content)
+        self._examine(slices.dropped(sent, answer) or self._loss)
         _log.info("slice_published", slice=self._name, devices=len(wanted), created=stored is None)
 
     async def _send(self, sent: Json, stored: StoredSlice | None) -> Json:
@@ -257,7 +244,7 @@ class SlicePublisher:
     async def _probe(self) -> None:
         known = self._probed_at != _NEVER and (self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds)
         if not known:
-            sent = probe_slice(self._node)
+            sent = slices.probe_slice(self._node)
             try:
                 answer = await self._server.read("POST", SLICES, sent, query={"dryRun": "All"})
             except AnswerError as error:
@@ -265,7 +252,7 @@ class SlicePublisher:
                     raise
                 raise GpumgrError("the API server has no resource.k8s.io/v1: use Kubernetes 1.34 or later") from error
             self._probed_at = self._clock()
-            self._examine(dropped(sent, answer))
+            self._examine(slices.dropped(sent, answer))
 
     def _examine(self, loss: Dropped | None) -> None:
         if loss != self._loss:

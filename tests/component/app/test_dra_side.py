@@ -17,7 +17,7 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.app import dra_side
 from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
-from gpumgr.dra.claim_reader import allocated_here
+from gpumgr.dra.claim_reader import find_shares
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.service import DraPlugin
 from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, slice_name
@@ -86,8 +86,11 @@ def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(e
         ({"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n1"}]}}}, False),
     ],
 )
-def test_claims_of_this_node(status: object, here: bool) -> None:
-    assert bool(allocated_here({"status": status}, "n1")) is here
+async def test_claims_of_this_node(status: object, here: bool) -> None:
+    server = ClaimServer()
+    server.claims["a"] = {"metadata": {"uid": "u"}, "status": status}
+    uid, shares = await find_shares(cast("ApiServer", server), "n1", "team", "a")
+    assert (uid, bool(shares)) == ("u", here)
 
 
 class ClaimServer:
