@@ -4,9 +4,6 @@ import asyncio
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
-
-import structlog
 
 from gpumgr.aio import persistently, run_until
 from gpumgr.claims.controller import ClaimsController
@@ -15,14 +12,9 @@ from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.lifecycle import REMEDY, run_together, this_replica
-from gpumgr.scheduler.pages import page_server
+from gpumgr.scheduler.pages import page_server, serve_pages
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
-from gpumgr.web.listening import ListenError
-
-_log = structlog.get_logger(__name__)
-
-_LOST: Final = "no metrics or probes; templates are created and gates removed"
 
 
 async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: asyncio.Event) -> None:
@@ -36,10 +28,7 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
     try:
-        try:
-            await web_server.start()
-        except ListenError as error:
-            _log.error("pages_not_served", error=str(error), consequence=_LOST)
+        await serve_pages(web_server, lost="no metrics or probes; templates are created and gates removed")
         leading = [leadership.run()] if leadership is not None else []
         daemons = run_together(watches.run(), persistently("claims", controller.run), *leading)
         working = await run_until(stop.wait(), daemons)

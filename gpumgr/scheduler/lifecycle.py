@@ -23,7 +23,7 @@ from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.hami_webhook import webhook_application
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.listening import VerbListener
-from gpumgr.scheduler.pages import make_pages, page_server
+from gpumgr.scheduler.pages import make_pages, page_server, serve_pages
 from gpumgr.scheduler.rejections import retry_waiting_pods
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
@@ -31,7 +31,6 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.web.credentials import Certificates
-from gpumgr.web.listening import ListenError
 
 _log = structlog.get_logger(__name__)
 
@@ -142,11 +141,7 @@ async def run_scheduler(
         await listener.start(*listen)
         if hami_webhook is not None:
             await hami_webhook.start(listen[0], settings.webhook.port)
-        try:
-            await web_server.start()
-        except ListenError as error:  # pods must not wait for a page
-            lost = "no cluster page, metrics or `gpumgr why`; pods are scheduled"
-            _log.error("pages_not_served", error=str(error), consequence=lost)
+        await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are scheduled")
         serving = await run_until(stop.wait(), asyncio.shield(daemons))
         if not serving.cancelled():
             serving.result()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
+import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -32,8 +33,11 @@ from gpumgr.settings import Settings
 from gpumgr.web.access import AuthPolicy, Scope
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.index_page import IndexPage
+from gpumgr.web.listening import ListenError
 from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
 from gpumgr.web.responses import failure, json_response, on_response_prepare
+
+_log = structlog.get_logger(__name__)
 
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: Waiting pods that the page lists.
@@ -217,6 +221,14 @@ def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
         tls_key_file=http.tls_key_file,
         client_ca_file=http.client_ca_file,
     )
+
+
+async def serve_pages(server: AppServer, *, lost: str) -> None:
+    """A process whose port is taken works without its pages. `lost`: what is missing then."""
+    try:
+        await server.start()
+    except ListenError as error:
+        _log.error("pages_not_served", error=str(error), consequence=lost)
 
 
 def make_pages(
