@@ -10,7 +10,7 @@ import structlog
 
 from gpumgr.aio import wait_at_most
 from gpumgr.claims.gates import Decision, decide
-from gpumgr.claims.objects import GATE, Key, UnboundPod
+from gpumgr.claims.objects import GATE, Key, UnboundPod, WatchedTemplate
 from gpumgr.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer, Body, Method, PatchKind
@@ -29,8 +29,8 @@ _PAUSE_SECONDS: Final = 0.1
 _EVENT_SECONDS: Final = 60.0
 #: Events of one look; the others follow with the next one, after templates and gates.
 _MAX_EVENTS: Final = 50
-#: How long a template that was created counts as there before the watch shows it.
-_UNSEEN_SECONDS: Final = 30.0
+#: For the UID of a template that exists, and that the watch has not shown yet.
+_UNSEEN: Final = ""
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
@@ -91,11 +91,8 @@ class ClaimsController:
 
     async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
         """Returns the pods with templates that are not created, and the reasons."""
-        there, made = self._watches.templates, self._watches.made
-        for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
-            del made[key]
-        counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in made)
-        known = there.keys() | made.keys()
+        known = self._watches.templates
+        counts = Counter(key[0] for key, each in known.items() if each.managed)
         missing: dict[Key, UnboundPod] = {}
         for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
             for name in pod.templates:
@@ -131,17 +128,19 @@ class ClaimsController:
         created = await self._write("template", "POST", path, template(*key, shape), but=(409,))
         if created:
             _log.info("template_created", namespace=key[0], template=key[1])
-        if created is not None:
-            self._watches.made[key] = self._watches.used_at[key] = self._clock()
+        if created is not None:  # until the watch shows it
+            self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
 
     async def _sweep(self) -> None:
         """Deletes the templates that have not been used for long."""
-        now, used_at = self._clock(), self._watches.used_at
+        now, used_at, templates = self._clock(), self._watches.used_at, self._watches.templates
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
-        for key in used_at.keys() - self._watches.templates.keys() - self._watches.made.keys():
+        for key in used_at.keys() - templates.keys():
             del used_at[key]
-        for key, each in list(self._watches.templates.items()):
-            if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
+        for key, each in list(templates.items()):
+            if each.uid == _UNSEEN:  # it may have been deleted by now
+                del templates[key]
+            elif each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
                 path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
                 if await self._write("sweep", "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
                     _log.info("template_deleted", namespace=key[0], template=key[1])

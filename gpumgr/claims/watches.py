@@ -34,7 +34,7 @@ _BOUND_SECONDS = 10.0
 
 class ClaimWatches:
     """`run` and `refresh` as in ClusterWatches. `changed` is set at each change; who follows clears it. `used_at`: when a template was last
-    in use, by the monotonic `clock`; `made`: when one was created that the watch has not shown yet."""
+    in use, by the monotonic `clock`."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class ClaimWatches:
         self.pods: dict[str, UnboundPod] = {}
         self.templates: dict[Key, WatchedTemplate] = {}
         self.used_at: dict[Key, float] = {}
-        self.made: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
         #: Claim -> the pod with it that was bound or deleted last, and when; in the order of time.
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
@@ -156,8 +155,7 @@ class ClaimWatches:
         self.changed.set()
 
     def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
-        template = _follow(self.templates, before, after)
-        self.made.pop(template.key, None)
+        _follow(self.templates, before, after)
         if after is not None:
             self.used_at.setdefault(after.key, self._clock())
         self.changed.set()

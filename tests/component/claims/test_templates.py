@@ -132,3 +132,5 @@ async def test_a_template_that_another_replica_has_created_is_not_created_again(
     stage.gated_pod("other", 10)
     await until(lambda: not stage.gated("other"))
     assert stage.controller.writes["template", "ok"] == 2, "the one that was refused, and that of the other pod"
+    stage.clock.now += 61  # it was deleted before the watch has shown it
+    await until(lambda: stage.dra.templates == ["team/vcuda-c0-10-4", f"team/{NAME}"])
