@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 import structlog
@@ -36,13 +36,15 @@ _TRY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A pod that waits for the claims `missing`. `ours` None: it is not known yet whether one of them is of this driver."""
+    """A pod that waits for the claims `missing`. `ours` None: it is not known yet whether one of them is of this driver. `tried`: its
+    retries since the last registration, for each claim that the ledger holds."""
 
     due_at: float
     pause_seconds: float
     retries: int = 0
     missing: Collection[str] = ()
     ours: bool | None = None
+    tried: Counter[str] = field(default_factory=Counter)
 
 
 class WaitingPods:
@@ -60,15 +62,13 @@ class WaitingPods:
     ) -> None:
         self._server, self._pods, self._pool, self._held, self._clock = server, pods, pool, held, clock
         self._waiting: dict[str, _Wait] = {}
-        #: Pod (UID) and claim that the ledger holds -> its retries since the last registration.
-        self._tried: Counter[tuple[str, str]] = Counter()
         self._error = ""
 
     def retry_now(self) -> None:
         """The kubelet has registered the driver: every pod that waits is due."""
-        self._tried.clear()
         for wait in self._waiting.values():
             wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
+            wait.tried.clear()
 
     async def run(self) -> NoReturn:
         while True:
@@ -87,21 +87,17 @@ class WaitingPods:
         """Retries the pods that are due. Raises what requests raise."""
         held, now = self._held(), self._clock()
         pods = {pod.uid: pod for pod in self._pods() if pod.claims and pod.phase == "Pending" and not pod.started}
-        self._tried = Counter({key: number for key, number in self._tried.items() if key[0] in pods})
-        waiting: dict[str, _Wait] = {}
-        for uid, pod in pods.items():
+        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS) for uid in pods}
+        for uid, wait in self._waiting.items():
+            pod = pods[uid]
             lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
             known = {name for name in lacking if (pod.namespace, name) in held}
-            if missing := lacking - {name for name in known if self._tried[uid, name] >= _HELD_RETRIES}:
-                wait = self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS)
-                if missing != wait.missing:
-                    wait.missing, wait.ours = missing, bool(missing & known) or None
-                waiting[uid] = wait
-        self._waiting = waiting
-        for uid, wait in waiting.items():
-            if wait.due_at <= now and wait.ours is not False:
+            missing = lacking - {name for name in known if wait.tried[name] >= _HELD_RETRIES}
+            if missing != wait.missing:
+                wait.missing, wait.ours = missing, bool(missing & known) or None
+            if missing and wait.due_at <= now and wait.ours is not False:
                 async with asyncio.timeout(_TRY_SECONDS):
-                    await self._retry(pods[uid], wait)
+                    await self._retry(pod, wait)
 
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
         wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
@@ -114,7 +110,7 @@ class WaitingPods:
         if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
             _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
         held = self._held()
-        self._tried.update((pod.uid, name) for name in wait.missing if (pod.namespace, name) in held)
+        wait.tried.update(name for name in wait.missing if (pod.namespace, name) in held)
         wait.due_at += wait.pause_seconds - _FIRST_SECONDS
         wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 
