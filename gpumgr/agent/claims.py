@@ -47,11 +47,9 @@ MAX_UNPREPARED: Final = 1000
 class ClaimReader(Protocol):
     async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
         """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
-        ...
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
         """Whether the API server has this incarnation of the pod, and it neither has ended nor is being deleted. Otherwise as `read`."""
-        ...
 
 
 class NodeClaims:
@@ -150,11 +148,9 @@ class NodeClaims:
     def held(self) -> Mapping[tuple[str, str], bool]:
         """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
         had no answer from a former one."""
-        found: dict[tuple[str, str], bool] = {}
-        for claim in self._agent_state.ledger.claims.values():  # a name may recur
-            key = claim.namespace, claim.name
-            found[key] = found.get(key, False) or claim.uid in self._answered
-        return found
+        names = {claim.uid: (claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
+        answered = {name for uid, name in names.items() if uid in self._answered}
+        return {name: name in answered for name in names.values()}  # a name may recur
 
     async def _start(self, allocation: Allocation) -> bool:
         """False: it was freed in the meantime. Raises Refusal."""
@@ -165,12 +161,11 @@ class NodeClaims:
 
     def _bury(self, claim: ClaimRef) -> None:
         """Records the pods that need the claim no more. One that is Pending may only be about to use it."""
-        pods, held = list(self._pods.all()), self._agent_state.ledger.of_claim(claim.uid)
-        key = claim.namespace, claim.name
+        key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
         self._unprepared.pop(claim.uid, None)
-        holders = {a.uid for a in held if a.uid and self._pods.synced}
+        holders = {a.uid for a in self._agent_state.ledger.of_claim(claim.uid) if a.uid and self._pods.synced}
         self._unprepared[claim.uid] = {*users, *holders} - waiting
         if len(self._unprepared) > MAX_UNPREPARED:
             del self._unprepared[next(iter(self._unprepared))]

@@ -298,8 +298,6 @@ def gpu_taints(
     registry: GpuRegistry, inventory: Inventory, unhealthy: Literal["NoSchedule", "NoExecute"]
 ) -> Mapping[str, tuple[Taint, ...]]:
     """GPU -> the taints of one that does not work, or accepts no new containers."""
-    failed, cordoned = inventory.failures(registry), inventory.unschedulable_reasons(registry)
-    return {
-        **{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned},
-        **{gpu: (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),) for gpu in failed},
-    }
+    cordoned = dict.fromkeys(inventory.unschedulable_reasons(registry), (Taint(key=CORDONED_TAINT),))
+    failed = dict.fromkeys(inventory.failures(registry), (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),))
+    return {**cordoned, **failed}

@@ -5,7 +5,7 @@ limit is exceeded wherever it is allocated.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from gpumgr.claims.objects import UnboundPod
@@ -40,16 +40,13 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
     return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}
 
 
-def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand], quotas: Quotas) -> Decision:
+def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
     """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what it
     asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims of pods
     without gates, which are not allocated yet."""
     decision, first = Decision(), dict[str, UnboundPod]()
     #: What is given, and that with what is kept for pods that wait.
-    granted, reserved, unused = _Sums(), _Sums(), Quotas(quotas.limits)
-    for flight in flights:
-        granted.add(flight)
-        reserved.add(flight)
+    granted, reserved, unused = _Sums(flights), _Sums(flights), Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, unused, _Sums()):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
@@ -71,9 +68,11 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand],
 class _Sums:
     """What demands hold together, for each namespace and kind of GPU. A claim counts once on each kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, demands: Iterable[Demand] = ()) -> None:
         self.held: defaultdict[tuple[str, GpuKind, int], Held] = defaultdict(lambda: NONE_HELD)
         self._counted: set[tuple[str, GpuKind, int]] = set()
+        for demand in demands:
+            self.add(demand)
 
     def add(self, demand: Demand) -> None:
         for kind, memory in demand.kinds:

@@ -59,10 +59,10 @@ class UnboundPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedSlice:
-    """The GPUs of a ResourceSlice; the name of a device stands for the UUID."""
+    """The GPUs of a node's ResourceSlice, of which there is one; the name of a device stands for the UUID. `key`: the node's name."""
 
     uid: str
-    node: str
+    key: str
     gpus: tuple[GpuState, ...]
 
 
@@ -112,7 +112,7 @@ def parse_slice(item: Mapping[str, Any]) -> WatchedSlice:
         )
         for each in spec.get("devices") or ()
     )
-    return WatchedSlice(uid=item["metadata"]["uid"], node=str(spec.get("nodeName") or ""), gpus=gpus)
+    return WatchedSlice(uid=item["metadata"]["uid"], key=str(spec.get("nodeName") or ""), gpus=gpus)
 
 
 def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:

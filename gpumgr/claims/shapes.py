@@ -106,12 +106,9 @@ def _request(wanted: ShapeRequest) -> Mapping[str, Any]:
     asked["count"] = wanted.gpus
     if wanted.blocks:
         least = -(-wanted.blocks // wanted.gpus) * BLOCK_MEBIBYTES
-        asked["selectors"] = [_at_least(least)]
+        expression = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("{least}Mi")) >= 0'
+        asked["selectors"] = [{"cel": {"expression": expression}}]
     if wanted.gpus == 1:
         return {"name": wanted.name, "exactly": asked}
     steps: Sequence[str] = (*(step for step, _ in _TOGETHER), "any")
     return {"name": wanted.name, "firstAvailable": [{"name": step, **asked} for step in steps]}
-
-
-def _at_least(mebibytes: int) -> Mapping[str, Any]:
-    return {"cel": {"expression": f'device.capacity["{DRIVER}"].memory.compareTo(quantity("{mebibytes}Mi")) >= 0'}}

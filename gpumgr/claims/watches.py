@@ -26,7 +26,7 @@ from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import CORES_PER_GPU
 
-_Object = TypeVar("_Object", WatchedClaim, WatchedTemplate)
+_Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
 _API = "/apis/resource.k8s.io/v1"
 #: How long claims of a pod that left the watch of pods without a node count: the watch of claims may show their allocation later.
 _BOUND_SECONDS = 10.0
@@ -53,7 +53,8 @@ class ClaimWatches:
         self._claims: dict[Key, WatchedClaim] = {}
         #: Claim -> the pod with it that was bound or deleted last, and when; in the order of time.
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
-        self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
+        #: By the name of their node.
+        self._slices: dict[str, WatchedSlice] = {}
         self._clock, self._index = clock, ClusterIndex([self.quotas])
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         watched = partial(Reflector[Any], server, watch_times=watch_times)
@@ -161,29 +162,26 @@ class ClaimWatches:
         self.changed.set()
 
     def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
-        for each in (before, after):
-            if each is not None:
-                self._slices[each.node].pop(each.uid, None)
-        if after is not None:
-            self._slices[after.node][after.uid] = after
-        for name in {each.node for each in (before, after) if each is not None}:
-            if (node := self._cluster.nodes.get(name)) is not None:
-                self._index.set_node(self._with_gpus(node.state))
+        found = _follow(self._slices, before, after)
+        if (node := self._cluster.nodes.get(found.key)) is not None:
+            self._index.set_node(self._with_gpus(node.state))
         self.changed.set()
 
     def _with_gpus(self, state: NodeState) -> NodeState:
-        """The GPUs of a node in DRA mode stand in its ResourceSlices."""
-        slices = self._slices.get(state.name)
-        gpus = tuple(gpu for _, each in sorted(slices.items()) for gpu in each.gpus) if slices else ()
-        alike = homogeneous(state.name, CORES_PER_GPU * len(gpus), 0) if gpus else state
-        return replace(state, gpus=gpus, topology=alike.topology) if gpus else state
+        """The GPUs of a node in DRA mode stand in its ResourceSlice."""
+        found = self._slices.get(state.name)
+        if found is None or not found.gpus:
+            return state
+        alike = homogeneous(state.name, CORES_PER_GPU * len(found.gpus), 0)
+        return replace(state, gpus=found.gpus, topology=alike.topology)
 
 
-def _follow(known: dict[Key, _Object], before: _Object | None, after: _Object | None) -> _Object:
-    """Keeps the object as it is now, or forgets a deleted one. Returns what it is, or was last."""
+def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:
+    """Keeps the object as it is now, by its key, or forgets a deleted one. Returns what it is, or was last."""
     if after is not None:
         known[after.key] = after
         return after
     assert before is not None, "one of them exists"
-    known.pop(before.key, None)
+    if known.get(before.key) is before:  # else it has a successor
+        del known[before.key]
     return before

@@ -154,7 +154,10 @@ class SlicePublisher:
             try:
                 pause = await self._step()
             except _FAILED as error:
-                self._failed(_text(error))
+                text = _text(error)
+                if text != self.state.error:  # once in the log for each text until the slice is published
+                    _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
+                self.state = replace(self.state, published=False, error=text)
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, self._times.retry_seconds[1])
                 continue
@@ -172,6 +175,9 @@ class SlicePublisher:
         async with self._writing:
             await self._probe()
             await self._look_up()
+            if self._stored is None or not self._node_uid:
+                node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
+                self._node_uid = str(node["metadata"]["uid"])
             if self._withdrawn or not self._registrations.value:  # in the meantime
                 return None
             wanted, stored = slices.offered(devices, self._loss), self._stored
@@ -210,11 +216,6 @@ class SlicePublisher:
         return stored.content == sent or (sent, stored.content) == self._last
 
     async def _write(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> None:
-        if stored is None or not self._node_uid:
-            node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
-            self._node_uid = str(node["metadata"]["uid"])
-            if self._settled(wanted, stored):  # of an earlier process
-                return
         self._changed_at = self._clock()
         sent = slices.resource_slice(self._node, self._node_uid, wanted)
         try:
@@ -259,12 +260,6 @@ class SlicePublisher:
             self._loss = loss
             if loss is not None:
                 _log.error("slice_fields_dropped", reason=loss.sentence)
-
-    def _failed(self, text: str) -> None:
-        """A failure, once in the log for each text until the slice is published."""
-        if text != self.state.error:
-            _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
-        self.state = replace(self.state, published=False, error=text)
 
 
 def _text(error: BaseException) -> str:

@@ -102,7 +102,8 @@ class WaitingPods:
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
         wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
         if wait.ours is None:
-            wait.ours = await self._has_ours(pod.namespace, wait.missing)
+            found = [await find_shares(self._server, self._pool, pod.namespace, name) for name in wait.missing]
+            wait.ours = any(shares for _, shares in found)
         if not wait.ours:
             return
         wait.retries += 1
@@ -113,10 +114,3 @@ class WaitingPods:
         wait.tried.update(name for name in wait.missing if (pod.namespace, name) in held)
         wait.due_at += wait.pause_seconds - _FIRST_SECONDS
         wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
-
-    async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
-        for name in claims:
-            _, shares = await find_shares(self._server, self._pool, namespace, name)
-            if shares:
-                return True
-        return False
