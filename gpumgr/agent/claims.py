@@ -10,7 +10,6 @@
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -81,7 +80,7 @@ class NodeClaims:
         #: The claims that were prepared since this process runs.
         self._answered: set[str] = set()
 
-    async def prepare(self, claim: ClaimRef, *, deadline: float = math.inf, adopted: bool = False) -> Sequence[Allocation]:
+    async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
         pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
         try:

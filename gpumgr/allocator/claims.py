@@ -22,7 +22,6 @@ Share = tuple[str, str | None]
 ClaimPod = tuple[PodKey, str, PodView | None]
 
 _DEVICE_PREFIX = "gpu-"
-_ANOTHER = "delete the pod, so that kube-scheduler chooses another GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +153,10 @@ def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
         )
     if share.admin:
         return gpu
-    if gpu in node.unschedulable:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}; {_ANOTHER}")
-    if gpu not in node.rows:
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it; {_ANOTHER}")
+    why = node.unschedulable.get(gpu) or (None if gpu in node.rows else "the driver does not show it")
+    if why is not None:
+        remedy = "delete the pod, so that kube-scheduler chooses another GPU"
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {why}; {remedy}")
     return gpu
 
 

@@ -91,19 +91,13 @@ class DraSide:
             closed=_CLOSED if plugin else None,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
-        #: Registrations that the kubelet has confirmed; in `_registrations` 0 while there is none.
-        self._confirmed = 0
-        self._registrations = LatestValue(0)
-        self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
+        self._registration = LatestValue(LinkState())
+        self.publisher = SlicePublisher(server, node, self._devices, self._registration)
         self._driver, self.link = driver, driver.link
         if not plugin:
             driver.plugin.observe, driver.link.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
         self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
-
-    @property
-    def registered(self) -> bool:
-        return self.link.state.registered
 
     @property
     def states(self) -> Mapping[str, LinkState]:
@@ -117,8 +111,7 @@ class DraSide:
 
     def update(self) -> None:
         """The GPUs, their health or the mechanisms of new shares have changed."""
-        ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
-        registry = ledger.gpu_registry
+        registry, inventory = self._agent_state.ledger.gpu_registry, self._agent_state.inventory
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         text, shared = "+".join(self._enforcement.choice.mechanisms), self._settings.placement.share_mode
@@ -274,10 +267,9 @@ class DraSide:
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
-        if state.registrations > self._confirmed:
+        if state.registrations > self._registration.value.registrations:
             self._waiting_pods.retry_now()
-        self._confirmed = state.registrations
-        self._registrations.set(state.registrations if state.registered else 0)
+        self._registration.set(state)
         self._on_state(state)
 
 

@@ -208,7 +208,8 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
     while True:
         status = parts.read_model.status()
         in_grace = time.monotonic() - started < grace_seconds
-        if not ready and components.link.registered and (components.hardware_events.driver_up or not in_grace):
+        registered = all(state.registered for state in components.link.states.values())
+        if not ready and registered and (components.hardware_events.driver_up or not in_grace):
             ready = True
             notifier.ready(status)
             log.info("ready", status=status, seconds=round(time.monotonic() - started, 3))

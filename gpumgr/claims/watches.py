@@ -177,7 +177,7 @@ class ClaimWatches:
 
 
 def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:
-    """Keeps the object as it is now, by its key, or forgets a deleted one. Returns what it is, or was last."""
+    """Keeps the object as it is now, by its key, or removes a deleted one. Returns what it is, or was last."""
     if after is not None:
         known[after.key] = after
         return after

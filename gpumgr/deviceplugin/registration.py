@@ -120,10 +120,6 @@ class KubeletLink:
         self._daemons.append(group.create_task(forever(name, self._resources[key].keep), name=name))
 
     @property
-    def registered(self) -> bool:
-        return all(resource.state.registered for resource in self._resources.values())
-
-    @property
     def states(self) -> dict[str, LinkState]:
         return {key: resource.state for key, resource in self._resources.items()}
 

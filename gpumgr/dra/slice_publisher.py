@@ -24,6 +24,7 @@ from gpumgr.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, S
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.rpc.link_state import LinkState
 
 _log = structlog.get_logger(__name__)
 
@@ -57,8 +58,7 @@ class PublisherState:
 class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
 
-    `devices`: None until the hardware is known. `registrations` counts how often the kubelet has registered the driver; 0: it is not
-    registered.
+    `devices`: None until the hardware is known. `registration`: that of the driver.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class SlicePublisher:
         server: ApiServer,
         node: str,
         devices: LatestValue[tuple[SliceDevice, ...] | None],
-        registrations: LatestValue[int],
+        registration: LatestValue[LinkState],
         *,
         times: PublishTimes | None = None,
         watch_times: WatchTimes | None = None,
     ) -> None:
-        self._server, self._node, self._devices, self._registrations = server, node, devices, registrations
+        self._server, self._node, self._devices, self._registration = server, node, devices, registration
         self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slices.slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
@@ -100,7 +100,7 @@ class SlicePublisher:
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
             group.create_task(self._follow(self._devices), name="slice_devices")
-            group.create_task(self._follow(self._registrations), name="slice_registrations")
+            group.create_task(self._follow(self._registration), name="slice_registration")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
@@ -126,7 +126,7 @@ class SlicePublisher:
     async def _follow(self, latest: LatestValue[Any]) -> None:
         with latest.subscribe() as values:
             async for value in values:
-                if latest is self._registrations and value:
+                if latest is self._registration and value.registered:
                     self._registered_at = self._clock()
                 self._wake.set()
 
@@ -166,7 +166,7 @@ class SlicePublisher:
     async def _step(self) -> float | None:
         """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
         devices = self._devices.value
-        if devices is None or not self._registrations.value or self._withdrawn:
+        if devices is None or not self._registration.value.registered or self._withdrawn:
             return None
         if len(devices) > MAX_DEVICES:
             raise GpumgrError(
@@ -178,7 +178,7 @@ class SlicePublisher:
             if self._stored is None or not self._node_uid:
                 node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
                 self._node_uid = str(node["metadata"]["uid"])
-            if self._withdrawn or not self._registrations.value:  # in the meantime
+            if self._withdrawn or not self._registration.value.registered:  # in the meantime
                 return None
             wanted, stored = slices.offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):

@@ -224,7 +224,7 @@ def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
 
 
 async def serve_pages(server: AppServer, *, lost: str) -> None:
-    """A process whose port is taken works without its pages. `lost`: what is missing then."""
+    """The process works without its pages if the port is taken. `lost`: what is missing then."""
     try:
         await server.start()
     except ListenError as error:

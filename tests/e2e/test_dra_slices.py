@@ -24,6 +24,7 @@ from gpumgr.dra.slices import (
     stored_slice,
 )
 from gpumgr.kubeapi.client import ApiServer
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.topology.devices import Gpu, NodeSnapshot
 from gpumgr.topology.matrix import topology_from_matrix
 from tools.chart import objects, render
@@ -118,10 +119,13 @@ def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
     assert access.slice() is None
 
 
+REGISTERED = LatestValue(LinkState(registered=True, registrations=1))
+
+
 async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[SliceDevice, ...]) -> None:
     server = await ApiServer.connect(access.kubeconfig)
     wanted: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(first)
-    publisher = SlicePublisher(server, NODE, wanted, LatestValue(1))
+    publisher = SlicePublisher(server, NODE, wanted, REGISTERED)
     running = asyncio.create_task(publisher.run())
 
     async def stored(now: tuple[SliceDevice, ...]) -> Json:
@@ -145,7 +149,7 @@ async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[Sl
         assert (replaced["metadata"]["uid"], publisher.state.dropped) == (created["metadata"]["uid"], None)
         assert replaced["spec"]["devices"][0]["taints"][0]["timeAdded"]
         # A new process finds what it would send itself, and writes nothing.
-        again = SlicePublisher(server, NODE, wanted, LatestValue(1))
+        again = SlicePublisher(server, NODE, wanted, REGISTERED)
         repeating = asyncio.create_task(again.run())
         async with asyncio.timeout(30):
             while not again.state.published:  # noqa: ASYNC110 (the state of a daemon)

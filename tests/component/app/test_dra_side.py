@@ -1,6 +1,7 @@
 """What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
 
 import asyncio
+import math
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -265,7 +266,7 @@ async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is
         assert held(world) == {"a"}
         await kubelet.register()
         with pytest.raises(Refusal, match="takes no more claims"):
-            await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"))
+            await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"), deadline=math.inf)
 
 
 @pytest.mark.parametrize("fault", ["no pods", "no right"])
@@ -320,7 +321,7 @@ async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: 
     side = side_of(world, server, tmp_path)
     for name in ("a", "b", "c"):
         server.add(world, name, 0)
-        await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"))
+        await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"), deadline=math.inf)
     world.pods.views.clear()
     listings: list[Listing | Exception] = [KubeletError("no socket"), KeyError("pod")]
 
@@ -352,17 +353,17 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
     assert [each.shared for each in side._devices.value or ()] == [False, False]
     server.add(world, "a", 0)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
-        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
 
 
 async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that the kubelet connects again."""
     side = side_of(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer(), tmp_path)
     due: list[int] = []
-    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side._confirmed))
+    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side._registration.value.registrations))
     for registered, registrations in ((True, 1), (False, 1), (True, 1), (False, 1), (True, 2)):
         side._link_changed(LinkState(registered=registered, registrations=registrations))
-        assert side._registrations.value == (registrations if registered else 0)
+        assert side._registration.value.registered == registered
     assert due == [0, 1]
 
 
@@ -424,11 +425,11 @@ async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
         world.pods.synced = False
     async with running_side(world, folder, lost=reason == "lost") as (side, kubelet):
         await soon(lambda: f"{DRIVER}-reg.sock" not in kubelet.sockets())
-        assert not side.registered
+        assert not side.states[DRIVER].registered
         assert side.states[DRIVER].error
         world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
         await kubelet.register()
-        await soon(lambda: side.registered)
+        await soon(lambda: side.states[DRIVER].registered)
         assert side.states[DRIVER].error is None
 
 
@@ -436,7 +437,7 @@ async def prepared(world: World, folder: Path) -> Path:
     """A claim is prepared by an earlier process; the path of its CDI spec."""
     server = ClaimServer()
     server.add(world, "a", 0)
-    await side_of(world, server, folder).claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
+    await side_of(world, server, folder).claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
     (spec,) = (folder / "cdi").iterdir()
     return spec
 

@@ -62,6 +62,10 @@ class Link:
                 if condition():
                     return
 
+    @property
+    def registered(self) -> bool:
+        return all(state.registered for state in self.link.states.values())
+
     async def until_registrations(self, count: int) -> None:
         await self.until(lambda: all(state.registrations >= count for state in self.link.states.values()))
 
@@ -85,9 +89,9 @@ async def offered(kubelet: SimKubelet) -> None:
 
 async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder) as link:
-        await link.until(lambda: link.link.registered)
+        await link.until(lambda: link.registered)
         await offered(kubelet)
-        assert link.link.registered
+        assert link.registered
         assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
         assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
 
@@ -97,7 +101,7 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
             await link.until(lambda: all(state.error == "second" for state in link.link.states.values()))
             assert kubelet.registrations == []
-            await link.until(lambda: link.link.registered)
+            await link.until(lambda: link.registered)
             await offered(kubelet)
             assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
             assert link.asked == 4
@@ -119,7 +123,7 @@ async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKub
         await offered(kubelet)
         await link.link.stop(1)
         await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
-        assert not link.link.registered
+        assert not link.registered
         assert sorted(path.name for path in kubelet.plugin_folder.iterdir()) == ["kubelet.sock", "kubelet_internal_checkpoint"]
         assert [link.devices[kind].readers for kind in RESOURCES] == [0, 0]
 
@@ -133,7 +137,7 @@ async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:
             await link.until_registrations(restart)
             await offered(kubelet)
             assert FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock") not in (None, removed)
-        assert link.link.registered
+        assert link.registered
 
 
 async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_back_off(kubelet: SimKubelet) -> None:
@@ -189,7 +193,7 @@ async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> No
             await kubelet.until(lambda: len(kubelet.registrations) >= 8)
             kubelet.register_error = None
             await offered(kubelet)
-            await link.until(lambda: link.link.registered)
+            await link.until(lambda: link.registered)
             assert all(state.error is None for state in link.link.states.values())
     failures = [line for line in logs if line["event"] == "registration_failed"]
     assert len(failures) == 2

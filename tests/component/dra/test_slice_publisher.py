@@ -16,6 +16,7 @@ from gpumgr.dra.slice_publisher import PublishTimes, SlicePublisher
 from gpumgr.dra.slices import SliceDevice, Taint, resource_slice, slice_name
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import WatchTimes
+from gpumgr.rpc.link_state import LinkState
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import failure
 from gpumgr.topology.devices import Gpu
@@ -39,13 +40,17 @@ DEVICES = (device(0), device(1))
 
 
 class Stage:
-    """`devices` and `registrations` are what the publisher follows."""
+    """`devices` and `registration` are what the publisher follows."""
 
     def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, times: PublishTimes) -> None:
         self.sim, self.resources = sim, resources
         self.devices: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(DEVICES)
-        self.registrations = LatestValue(0)
-        self.publisher = SlicePublisher(server, NODE, self.devices, self.registrations, times=times, watch_times=WATCH)
+        self.registration = LatestValue(LinkState())
+        self.publisher = SlicePublisher(server, NODE, self.devices, self.registration, times=times, watch_times=WATCH)
+
+    def register(self, registrations: int) -> None:
+        """0: the registration is over."""
+        self.registration.set(LinkState(registered=bool(registrations), registrations=registrations))
 
     @property
     def slice(self) -> Any:
@@ -97,12 +102,12 @@ async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
         stage.devices.set((*DEVICES, device(2)))
         await stage.until(stage.publisher._reflector.synced.is_set)
         assert (stage.methods, stage.publisher.state.published) == ([], False)
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES, device(2)))
         (owner,) = stage.slice["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
         assert stage.publisher.state.devices == 3
-        stage.registrations.set(2)
+        stage.register(2)
         stage.devices.set((device(3),))
         await stage.settled(device(3).name)
         assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
@@ -111,7 +116,7 @@ async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
 async def test_no_devices_is_an_empty_list_and_unknown_hardware_is_nothing(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         stage.devices.set(None)
-        stage.registrations.set(1)
+        stage.register(1)
         stage.devices.set(())
         await stage.settled()
         assert stage.slice["spec"]["devices"] == []
@@ -123,7 +128,7 @@ async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_
         resources.put(resource_slice(NODE, "uid-node-1", DEVICES if same else DEVICES[:1], generation=7))
 
     async with staged(tmp_path, prepare=before) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         assert stage.slice["spec"]["pool"]["generation"] == 7
         # The watch may not have listed it yet: then it is found by a POST that is refused.
@@ -136,7 +141,7 @@ async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_
 async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp_path: Path) -> None:
     """Whichever comes first. The end of `notify_seconds` is far away."""
     async with staged(tmp_path, replace(AT_ONCE, notify_seconds=LONG)) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.remove(NAME)  # the registration was lately
         await stage.settled(*names(*DEVICES))
@@ -146,13 +151,13 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
         for _ in range(20):
             await asyncio.sleep(0)
         assert stage.slice is None
-        stage.registrations.set(2)
+        stage.register(2)
         await stage.settled(*names(*DEVICES))
 
 
 async def test_what_others_delete_is_back_without_a_registration(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.publisher._registered_at = float("-inf")
         stage.resources.remove(NAME)
@@ -162,13 +167,13 @@ async def test_what_others_delete_is_back_without_a_registration(tmp_path: Path)
 
 async def test_while_the_driver_is_not_registered_nothing_is_written(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
-        stage.registrations.set(0)
+        stage.register(0)
         stage.resources.remove(NAME)
         await stage.until(lambda: not stage.publisher._stored)
         assert stage.methods == ["POST"]
-        stage.registrations.set(2)
+        stage.register(2)
         await stage.settled(*names(*DEVICES))
 
 
@@ -179,11 +184,11 @@ async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_w
 
     async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
         asked.append(path)
-        stage.registrations.set(0)
+        stage.register(0)
         return await found(self, path, query=query)
 
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         found = ApiServer.find
         monkeypatch.setattr(ApiServer, "find", find)
@@ -193,13 +198,13 @@ async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_w
         await stage.until(lambda: asked and not stage.publisher._writing.locked())
         assert stage.methods == ["POST"]
         monkeypatch.undo()
-        stage.registrations.set(2)
+        stage.register(2)
         await stage.settled(*names(*DEVICES[:1]))
 
 
 async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.put({**stage.slice, "spec": {**stage.slice["spec"], "devices": []}})
         await stage.settled(*names(*DEVICES))
@@ -208,7 +213,7 @@ async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
 
 async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.answers += [failure(409, "Conflict", "modified")]
         stage.devices.set(DEVICES[:1])
@@ -218,7 +223,7 @@ async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -
 
 async def test_an_expired_watch_finds_the_deletion(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         await stage.until(lambda: stage.publisher._reflector._objects)
         await stage.sim.stop()
@@ -234,7 +239,7 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_pat
     async with staged(tmp_path) as stage:
         await stage.until(stage.publisher._reflector.synced.is_set)
         stage.resources.send_events(False)
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         assert not stage.publisher._reflector._objects
         await stage.sim.stop()
@@ -255,7 +260,7 @@ async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Pa
     now = [100.0]
     async with staged(tmp_path, replace(AT_ONCE, change_seconds=2.0)) as stage:
         stage.publisher._clock = lambda: now[0]
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         for number in range(5):
             stage.devices.set((device(number + 5),))
@@ -275,7 +280,7 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
     with capture_logs() as logs:
         async with staged(tmp_path) as stage:
             stage.resources.answers += [failure(422, "Invalid", sentence) for _ in range(3)]
-            stage.registrations.set(1)
+            stage.register(1)
             await stage.until(lambda: len(stage.methods) == 3)
             assert stage.publisher.state.error == f"HTTP 422: {sentence}"
             await stage.settled(*names(*DEVICES))
@@ -287,7 +292,7 @@ async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: 
     with capture_logs() as logs:
         async with staged(tmp_path) as stage:
             stage.devices.set(tuple(device(n) for n in range(65)))
-            stage.registrations.set(1)
+            stage.register(1)
             await stage.until(lambda: stage.publisher.state.error)
             assert not stage.methods
             most = tuple(device(n) for n in range(64))
@@ -300,7 +305,7 @@ async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: 
 async def test_the_api_server_comes_back(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         await stage.sim.stop()
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.until(lambda: stage.publisher.state.error)
         await stage.sim.start()
         await stage.settled(*names(*DEVICES))
@@ -308,7 +313,7 @@ async def test_the_api_server_comes_back(tmp_path: Path) -> None:
 
 async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
     async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.until(lambda: stage.publisher.state.error)
         assert "use Kubernetes 1.34 or later" in str(stage.publisher.state.error)
 
@@ -325,7 +330,7 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
         async with staged(tmp_path, prepare=off) as stage:
             wanted = (DEVICES[0], device(1, taints=(SICK,)))
             stage.devices.set(wanted)
-            stage.registrations.set(1)
+            stage.register(1)
             await stage.settled(*names(*left))
             assert gate in str(stage.publisher.state.dropped)
             assert all(names(*left) == [each["name"] for each in sent["spec"]["devices"]] for _, sent in stage.resources.writes)
@@ -339,7 +344,7 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
 
 async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tmp_path: Path) -> None:
     async with staged(tmp_path, replace(AT_ONCE, probe_seconds=LONG)) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.without = {"DRAConsumableCapacity"}
         stage.devices.set(DEVICES[:1])
@@ -352,11 +357,11 @@ async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tm
 
 async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.registrations.set(1)
+        stage.register(1)
         await stage.settled(*names(*DEVICES))
         assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
         stage.devices.set(())
-        stage.registrations.set(2)
+        stage.register(2)
         await stage.until(lambda: not stage.publisher._stored)
         assert (stage.slice, stage.publisher.state.published) == (None, False)
         assert await stage.publisher.withdraw(timeout_seconds=5.0) is True

@@ -1,6 +1,7 @@
 """ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
@@ -114,7 +115,7 @@ class Node:
 
     async def prepare(self, ref: ClaimRef) -> list[Device]:
         """What the kubelet is answered."""
-        return devices_of(await self.claims.prepare(ref), "node1")
+        return devices_of(await self.claims.prepare(ref, deadline=math.inf), "node1")
 
 
 @pytest.fixture
@@ -685,10 +686,10 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
     ref = node.claim("a", *shares, request=request_of_container)
     if refused:
         with pytest.raises(Refusal, match=r"container main of pod a uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
-            await node.claims.prepare(ref)
+            await node.claims.prepare(ref, deadline=math.inf)
         assert not node.world.ledger.allocations
     else:
-        await node.claims.prepare(ref)
+        await node.claims.prepare(ref, deadline=math.inf)
         assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
 
 
