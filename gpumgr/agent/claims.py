@@ -233,12 +233,7 @@ class NodeClaims:
         return held
 
     def _granted(
-        self,
-        claim: AllocatedClaim,
-        pods: Sequence[ClaimPod],
-        call: object,
-        adopted: bool,
-        ledger: Ledger,
+        self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
         """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
         if call not in self._preparing:

@@ -9,7 +9,7 @@ from aiohttp import web
 import gpumgr
 from gpumgr.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.claims.watches import ClaimWatches
-from gpumgr.metrics.text_format import Family, counter, gauge, label_text, page, render
+from gpumgr.metrics.text_format import Family, counter, gauge, page, render_all
 from gpumgr.scheduler.pages import Routes
 
 _BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
@@ -48,9 +48,5 @@ class ClaimsPages:
             _REFUSED: {(): self._controller.refused},
             _WRITES: {(about, outcome): self._controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
         }
-        rendered = (
-            render(family, {label_text(family.labels, key): value for key, value in series.items()})
-            for family, series in families.items()
-        )
-        body = page(rendered, openmetrics=False)
+        body = page(render_all(families), openmetrics=False)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -172,8 +172,7 @@ class ClaimWatches:
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state
-        alike = homogeneous(state.name, CORES_PER_GPU * len(found.gpus), 0)
-        return replace(state, gpus=found.gpus, topology=alike.topology)
+        return replace(state, gpus=found.gpus, topology=homogeneous(state.name, CORES_PER_GPU * len(found.gpus), 0).topology)
 
 
 def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:

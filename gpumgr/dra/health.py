@@ -36,8 +36,7 @@ class DraHealth:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock` is Unix time in seconds."""
-        self._pool, self._faults = pool, faults
-        self._repeat_seconds, self._clock = repeat_seconds, clock
+        self._pool, self._faults, self._repeat_seconds, self._clock = pool, faults, repeat_seconds, clock
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires."""

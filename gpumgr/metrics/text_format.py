@@ -6,7 +6,7 @@ A series has the same line in both formats, so it is rendered once; only the hea
 prometheus_client's own exposition of a custom collector takes 3 to 14 times as long (docs: benchmarks), more than the scrape goals allow.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,6 +57,12 @@ def render(family: Family, series: Mapping[str, float]) -> RenderedFamily:
     lines = [f"{name}{{{labels}}} {+value}\n" if labels else f"{name} {+value}\n" for labels, value in series.items()]
     # A pod's name with half a surrogate pair must not make the page fail.
     return RenderedFamily(family, "".join(lines).encode("utf-8", "replace"))
+
+
+def render_all(families: Mapping[Family, Mapping[tuple[str, ...], float]]) -> Iterator[RenderedFamily]:
+    """`families`: values of the labels -> value, for each family."""
+    for family, series in families.items():
+        yield render(family, {label_text(family.labels, values): value for values, value in series.items()})
 
 
 def render_metric(metric: Metric) -> RenderedFamily:

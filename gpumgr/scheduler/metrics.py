@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, di
 import gpumgr
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.summary import GPU_PARTS, PARTS, Totals
-from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
+from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, page, render_all, render_metric
 from gpumgr.scheduler.api import KINDS, Kind
 from gpumgr.scheduler.objects import Inventory
 from gpumgr.scheduler.overview import ClusterOverview
@@ -137,8 +137,7 @@ class SchedulerMetrics:
             _CORES: _by_model(totals, "cores", PARTS, shown, 0.01),
             _MEMORY: _by_model(totals, "memory", PARTS, shown, 1 << 20),
         }
-        for family, series in families.items():
-            yield render(family, {label_text(family.labels, key): value for key, value in series.items()})
+        return render_all(families)
 
 
 def outcome_of(result: object) -> str:
