@@ -181,6 +181,6 @@ def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | 
         known[after.key] = after
         return after
     assert before is not None, "one of them exists"
-    if known.get(before.key) is before:  # else it has a successor
+    if known.get(before.key) == before:  # else it has a successor
         del known[before.key]
     return before
