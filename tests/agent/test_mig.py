@@ -97,7 +97,8 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
         assert instances[0].uuid in str(line["reason"])
         assert node.ledger().of(None, pod.uid)
         node.control.set_mig_instances(2, dict(enumerate(instances)))
-        await node.agent.while_running(node.kubelet.until(lambda: offered(node)[PREFIX + "3g.20gb"] == 1))
+        again = {PREFIX + "3g.20gb": 1, PREFIX + "1g.5gb": 2}  # each resource has a stream of its own
+        await node.agent.while_running(node.kubelet.until(lambda: again.items() <= offered(node).items()))
         assert (await node.run(node.pod("more", mig("1g.5gb", 2)))).phase == "Running"
 
 
