@@ -1,11 +1,11 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from gpumgr.allocator.answer import GrantedGpu
-from gpumgr.allocator.ids import GpuRegistry, Masks
+from gpumgr.allocator.ids import NO_IDS, GpuRegistry, Masks
 from gpumgr.allocator.instances import MigStrategy, offered_instances
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
@@ -72,11 +72,6 @@ class Inventory:
     def _created(self, profile: MigProfile) -> bool:
         return not self.mig_on_demand or profile.name in self.mig_on_demand
 
-    def _accepts_mig_devices(self, gpu_registry: GpuRegistry) -> Set[GpuName]:
-        """The GPUs that accept no shares for their MIG mode alone."""
-        named = {gpu_registry.by_uuid[uuid].name for uuid in self.in_mig_mode if uuid in gpu_registry.by_uuid}
-        return named - self.quarantine.held.keys()
-
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
         """Name -> GPU, of those that the driver lists now."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
@@ -135,46 +130,31 @@ class Inventory:
                 reasons[name] = _NOT_IN_MIG_MODE
         return reasons
 
-    def closed(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """The same without the GPUs that accept MIG devices in spite of their MIG mode."""
-        open_ = (
-            self._accepts_mig_devices(gpu_registry)
-            & self.mig_profiles(gpu_registry).keys() - self._without_mig(gpu_registry).keys()
-        )
-        return {name: why for name, why in self.unschedulable_reasons(gpu_registry).items() if name not in open_}
-
-    def view(self, gpu_registry: GpuRegistry, *, policy: Policy, visible_blocks: Masks) -> NodeView:
+    def view(self, gpu_registry: GpuRegistry, *, policy: Policy = "binpack", visible_blocks: Masks = NO_IDS) -> NodeView:
         rows = {
             gpu_registry.by_uuid[g.uuid].name: row for row, g in enumerate(self.snapshot.gpus) if g.uuid in gpu_registry.by_uuid
         }
+        failures = self.failures(gpu_registry)
+        otherwise_closed = {*failures, *self.quarantine.held, *self._without_mig(gpu_registry)}
         return NodeView(
             topology=self.snapshot.topology,
             rows=rows,
             indices=self.indices(gpu_registry),
-            unschedulable={**self.unschedulable_reasons(gpu_registry), **self.failures(gpu_registry)},
+            unschedulable={**self.unschedulable_reasons(gpu_registry), **failures},
             visible_blocks=visible_blocks,
             policy=policy,
             instances=self.instances(gpu_registry),
-            in_mig_mode=self._accepts_mig_devices(gpu_registry),
+            in_mig_mode={
+                gpu.name for gpu in gpu_registry.gpus if gpu.uuid in self.in_mig_mode and gpu.name not in otherwise_closed
+            },
             shown=self.gpus(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),
         )
 
     def node_devices(self, ledger: Ledger, open_ids: Collection[AllocationId]) -> NodeDevices:
-        gpu_registry = ledger.gpu_registry
-        gpus = self.gpus(gpu_registry)
-        return node_devices(
-            ledger,
-            failed=self.failures(gpu_registry).keys(),
-            cordoned=self.unschedulable_reasons(gpu_registry).keys(),
-            numa_nodes={name: gpu.numa_node for name, gpu in gpus.items() if gpu.numa_node is not None},
-            memory_blocks={name: gpu.memory_blocks for name, gpu in gpus.items()},
-            replicas=self.replicas,
-            open_ids=open_ids,
-            instances=self.instances(gpu_registry),
-            in_mig_mode=self._accepts_mig_devices(gpu_registry),
-            mig_profiles=self.mig_profiles(gpu_registry),
-        )
+        registry = ledger.gpu_registry
+        failed = self.failures(registry).keys()
+        return node_devices(ledger, self.view(registry), failed=failed, replicas=self.replicas, open_ids=open_ids)
 
     def processes(
         self, gpu_registry: GpuRegistry, sample: NodeSample, started: Mapping[int, int]

@@ -15,8 +15,8 @@ class NodeView:
     `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
-    offered; `in_mig_mode`: the GPUs that accept no new containers because of their MIG mode alone. `mig_profiles`: the GPUs on which MIG
-    devices are created on demand, and of which profiles. `shown`: the GPUs that the driver describes now.
+    offered; `in_mig_mode`: the GPUs that are unschedulable because of their MIG mode alone: MIG devices are given there. `mig_profiles`:
+    the GPUs on which MIG devices are created on demand, and of which profiles. `shown`: the GPUs that the driver describes now.
     """
 
     topology: Topology

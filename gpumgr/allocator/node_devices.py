@@ -7,14 +7,13 @@
   them, once that container's own memory call has come or can't come any more (`open_ids`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from gpumgr.allocator.ids import NO_IDS, Masks, RegisteredGpu, lowest
+from gpumgr.allocator.ids import RegisteredGpu, lowest
 from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.node import NodeView
 from gpumgr.evaluators.mig import has_place, most_devices
-from gpumgr.topology.devices import MigProfile
 from gpumgr.units import BLOCK_MEBIBYTES, Amounts, GpuName
 
 
@@ -35,50 +34,42 @@ NodeDevices = tuple[GpuDevices, ...]
 
 def node_devices(
     ledger: Ledger,
+    node: NodeView,
     *,
     failed: Collection[GpuName],
-    cordoned: Collection[GpuName],
-    numa_nodes: Mapping[GpuName, int],
-    memory_blocks: Mapping[GpuName, int],
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
-    instances: Masks = NO_IDS,
-    in_mig_mode: Collection[GpuName] = (),
-    mig_profiles: Mapping[GpuName, Sequence[MigProfile]] = MappingProxyType({}),
 ) -> NodeDevices:
-    """`failed` GPUs do not work; `cordoned` ones accept no new containers. `memory_blocks` is what a GPU has now, which may be less than
-    when it was registered (ECC was turned on), and `replicas` how many each GPU may have now. `instances`: its MIG devices now; those
-    of GPUs that are cordoned because they are `in_mig_mode` accept containers, and so do replicas of those with `mig_profiles`, on which
-    MIG devices are created: as many as fit at most."""
+    """`failed`: those of the closed GPUs that do not work. `replicas`: how many each GPU may have now; one on which MIG devices are created
+    has as many as fit at most. A GPU may have less memory now than when it was registered (ECC was turned on)."""
     cores, blocks = ledger.held("core"), ledger.held("memory")
     result = []
     for registered in ledger.gpu_registry.gpus:
         gpu, claimed = registered.name, ledger.by_amount.get(registered.name, Amounts())
+        shown = node.shown.get(gpu)
         owner = ledger.exclusive.get(gpu)
         if gpu in failed:
             healthy = (0, 0)
-        elif gpu in cordoned:
+        elif gpu in node.unschedulable:
             healthy = (cores.get(gpu, 0), blocks.get(gpu, 0))
         elif owner is not None and owner.id not in open_ids:
             healthy = (registered.all_ids("core"), blocks.get(gpu, 0))
         else:
-            present = registered.all_ids("memory") & (1 << memory_blocks.get(gpu, registered.memory_blocks)) - 1
+            present = registered.all_ids("memory") & (1 << (shown or registered).memory_blocks) - 1
             healthy = (registered.all_ids("core"), present | blocks.get(gpu, 0))
         if claimed != Amounts():
             claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
             healthy = (_less(healthy[0], cores.get(gpu, 0), claimed.cores), _less(healthy[1], blocks.get(gpu, 0), claimed_blocks))
         held = ledger.held("replica").get(gpu, 0)
         left, number = ledger.available(gpu), min(replicas, registered.replicas)
-        spare = gpu not in cordoned and min(left.cores, left.memory_mebibytes) > 0
-        if profiles := mig_profiles.get(gpu):
-            number = min(number, most_devices(profiles))
-            spare = (gpu not in cordoned or gpu in in_mig_mode) and has_place(profiles, ledger.used(gpu).slices)
+        spare = min(left.cores, left.memory_mebibytes) > 0
+        if profiles := node.mig_profiles.get(gpu):
+            number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
+        spare = spare and node.closed(gpu, "replica") is None
         healthy_replicas = 0 if gpu in failed else held | ((1 << number) - 1 if spare else 0)
-        open_instances = (
-            ledger.held("mig").get(gpu, 0) if gpu in cordoned and gpu not in in_mig_mode else registered.all_ids("mig")
-        )
-        healthy_instances = 0 if gpu in failed else instances.get(gpu, 0) & open_instances
-        result.append(GpuDevices(registered, *healthy, healthy_replicas, healthy_instances, numa_nodes.get(gpu)))
+        open_instances = ledger.held("mig").get(gpu, 0) if node.closed(gpu, "mig") else registered.all_ids("mig")
+        healthy_instances = 0 if gpu in failed else node.instances.get(gpu, 0) & open_instances
+        result.append(GpuDevices(registered, *healthy, healthy_replicas, healthy_instances, shown.numa_node if shown else None))
     return tuple(result)
 
 

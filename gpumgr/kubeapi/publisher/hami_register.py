@@ -63,8 +63,7 @@ class RegisterReporter(NodeAnnotationReporter):
 
     def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
         view, registry = report.view, report.view.ledger.gpu_registry
-        failed, unschedulable = view.inventory.failures(registry), view.inventory.closed(registry)
-        on_demand = view.inventory.mig_profiles(registry)
+        closed, on_demand = view.node.out_of_service, view.node.mig_profiles
         others = {key: each for key, each in view.ledger.allocations.items() if not self._of_hami(each)}
         foreign = Ledger(gpu_registry=registry, allocations=others)
         made = []
@@ -74,7 +73,7 @@ class RegisterReporter(NodeAnnotationReporter):
             cores = max(0, CORES_PER_GPU - held.cores)
             taken = sum(name in each.held("replica") for each in others.values())
             profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]
-            offered = name not in failed and name not in unschedulable and not (gpu.mig_enabled and not profiles)
+            offered = name not in closed and not (gpu.mig_enabled and not profiles)
             count = min(self._count, most_devices(profiles)) if profiles else max(0, self._count - taken)
             # Scaling has no meaning for MIG devices.
             memory_scaling, core_scaling = (1.0, 1.0) if profiles else self._scaling

@@ -140,7 +140,7 @@ def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
     mig_mode = [gpu.uuid for gpu in snapshot.gpus]
     cordoned = dict.fromkeys(mig_mode, "MIG is enabled")
     inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=(), cordoned=cordoned, in_mig_mode=mig_mode, **changes)
-    return replace(view, inventory=inventory)
+    return replace(view, inventory=inventory, node=inventory.view(view.ledger.gpu_registry))
 
 
 def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:

@@ -214,7 +214,7 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
     node = Node()
     for in_mig_mode, cordoned in ((mig_mode, False), ([], True)):
         changed = replace(inventory, cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
-        node.report = replace(node.report, view=replace(view, inventory=changed))
+        node.report = replace(node.report, view=replace(view, inventory=changed, node=changed.view(view.ledger.gpu_registry)))
         node.reporter.report()
         (gpu, _) = node.inventory.gpus
         created = [each.name for each in gpu.mig_profiles if each.starts]

@@ -133,7 +133,10 @@ def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> N
         grant((quarantined, ledger), "MIG-b")
     cordoned = replace(inventory, cordoned={uuid: "an operator"})
     assert healthy(cordoned, ledger) == [0b01, 0b1]
-    assert healthy(replace(inventory, failed={uuid: "XID 79"}, in_mig_mode=[uuid]), ledger) == [0, 0b1]
+    failed = replace(in_mode, failed={uuid: "its device node is missing"})
+    assert healthy(failed, ledger) == [0, 0b1]
+    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: its device node is missing"):
+        grant((failed, ledger), "MIG-b")
     for each in (cordoned, replace(cordoned, quarantine=quarantined.quarantine)):
         with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: an operator"):
             grant((each, ledger), "MIG-b")

@@ -2,7 +2,9 @@
 
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.node_devices import GpuDevices, node_devices
+from gpumgr.topology.devices import Topology
 from gpumgr.units import Amounts
 
 UUID = "GPU-0000000a-0000-0000-0000-000000000000"
@@ -13,10 +15,8 @@ def devices(*allocations: Allocation, replicas: int, failed: bool = False, cordo
     ledger = Ledger(GpuRegistry().register(UUID, 1000, 10), {a.id: a for a in allocations})
     (found,) = node_devices(
         ledger,
+        NodeView(topology=Topology((), ()), unschedulable={GPU: "closed"} if failed or cordoned else {}),
         failed=[GPU] * failed,
-        cordoned=[GPU] * cordoned,
-        numa_nodes={},
-        memory_blocks={},
         replicas=replicas,
     )
     return found
