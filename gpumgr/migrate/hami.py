@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami_config import Config
-from gpumgr.migrate.hami_request import advise, gpu_sizes, requests, specs, switched_off
+from gpumgr.migrate.hami_request import advise, requests, smallest_gpu, specs, switched_off
 from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
@@ -76,10 +76,10 @@ def pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def _sentences(pods: Sequence[Pod], config: Config, found: HamiState) -> Iterator[str]:
-    gpu_mebibytes = min(gpu_sizes(found.annotations or {}, config.memory_scaling).values(), default=None)
+    gpu_mebibytes = smallest_gpu(found.annotations or {}, config.memory_scaling)
     for pod in pods:
         for container, asked in requests(pod.spec, pod.metadata.annotations, config.resources):
-            yield f"{pod.full_name} ({container}): {advise(asked, gpu_mebibytes).describe()}"
+            yield f"{pod.full_name} ({container}): {advise(asked, gpu_mebibytes)}"
         if policies := [key for key in _POLICIES if key in pod.metadata.annotations]:
             yield f"{pod.full_name}: only pods of `gpumgr scheduler` are placed by {', '.join(policies)}"
         if any(switched_off(container) for container in pod.spec.all_containers):

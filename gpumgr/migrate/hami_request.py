@@ -5,7 +5,6 @@ Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on different G
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -16,21 +15,6 @@ from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """The request to write for gpumgr; None: a person must choose. `remarks` name the differences."""
-
-    cores: int | None
-    memory_blocks: int | None = None
-    remarks: tuple[str, ...] = ()
-
-    def describe(self) -> str:
-        parts = [f"{CORE_RESOURCE}: {self.cores or 'N (1 to 99)'}"]
-        if self.cores is None or self.cores < CORES_PER_GPU:
-            parts.append(f"{MEMORY_RESOURCE}: {self.memory_blocks or 'N (blocks of 256 MiB)'}")
-        return ", ".join(parts) + "".join(f"; {remark}" for remark in self.remarks)
 
 
 def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]:
@@ -56,23 +40,20 @@ def requests(
         yield name, _as_granted(request, gpus)
 
 
-def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[str, int]:
-    """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation cannot be parsed."""
+def smallest_gpu(annotations: Mapping[str, Any], memory_scaling: float) -> int | None:
+    """MiB of the smallest GPU that HAMi registered on the node; None: there is none, or the annotation can't be read."""
     try:
-        listed = decode_register(str(annotations.get(REGISTER) or "[]"))
+        sizes = [gpu.memory_mebibytes for gpu in decode_register(str(annotations.get(REGISTER) or "[]")) if gpu.memory_mebibytes]
     except ValueError:
-        return {}
-    return {
-        gpu.uuid: int(gpu.memory_mebibytes / (memory_scaling if memory_scaling > 0 else 1))
-        for gpu in listed
-        if gpu.memory_mebibytes
-    }
+        return None
+    return int(min(sizes) / (memory_scaling if memory_scaling > 0 else 1)) if sizes else None
 
 
-def advise(asked: ReplicaRequest, gpu_mebibytes: int | None) -> Advice:
-    """`gpu_mebibytes`: the memory of the node's smallest GPU, None if it is not known."""
+def advise(asked: ReplicaRequest, gpu_mebibytes: int | None) -> str:
+    """The request to write for gpumgr, with N where a person must choose, and the differences. `gpu_mebibytes`: the memory of the node's
+    smallest GPU, None if it is not known."""
     if asked.count > 1 or asked.whole:
-        return Advice(cores=CORES_PER_GPU * asked.count, remarks=tuple(_remarks_of_whole(asked, gpu_mebibytes)))
+        return "; ".join([f"{CORE_RESOURCE}: {CORES_PER_GPU * asked.count}", *_remarks_of_whole(asked, gpu_mebibytes)])
     remarks = []
     memory, cores = asked.memory_mebibytes, asked.cores or None
     if memory is None and gpu_mebibytes is not None:
@@ -84,7 +65,8 @@ def advise(asked: ReplicaRequest, gpu_mebibytes: int | None) -> Advice:
         if memory is not None and gpu_mebibytes:
             cores = max(1, min(CORES_PER_GPU - 1, ceil(100 * memory / gpu_mebibytes)))
             remarks.append("here it is as large as its part of the memory")
-    return Advice(cores=cores, memory_blocks=_blocks(memory, gpu_mebibytes), remarks=tuple(remarks))
+    blocks = _blocks(memory, gpu_mebibytes) or "N (blocks of 256 MiB)"
+    return "; ".join([f"{CORE_RESOURCE}: {cores or 'N (1 to 99)'}, {MEMORY_RESOURCE}: {blocks}", *remarks])
 
 
 def _remarks_of_whole(asked: ReplicaRequest, gpu_mebibytes: int | None) -> Iterator[str]:

@@ -9,13 +9,7 @@ import pytest
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources
-from gpumgr.migrate.hami_request import (
-    Advice,
-    advise,
-    gpu_sizes,
-    requests,
-    switched_off,
-)
+from gpumgr.migrate.hami_request import advise, requests, smallest_gpu, switched_off
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 
 GPU = 16384
@@ -44,25 +38,18 @@ def parsed(kind: type[T], document: dict[str, Any]) -> T:
     ],
 )
 def test_advice(wish: ReplicaRequest, cores: int, blocks: int | None, remark: str | None) -> None:
-    advice = advise(wish, GPU)
-    assert (advice.cores, advice.memory_blocks) == (cores, blocks)
-    assert (remark or "") in "; ".join(advice.remarks)
-    assert bool(advice.remarks) == (remark is not None)
+    memory = f", tencent.com/vcuda-memory: {blocks}" if blocks else ""
+    request, _, remarks = advise(wish, GPU).partition("; ")
+    assert request == f"tencent.com/vcuda-core: {cores}{memory}"
+    assert (remark or "") in remarks
+    assert bool(remarks) == (remark is not None)
 
 
 def test_without_the_gpus_size_dependent_values_are_left_to_the_operator() -> None:
-    assert advise(ReplicaRequest(count=1, memory_mebibytes=4096, cores=30), None) == Advice(cores=30, memory_blocks=16)
+    known = advise(ReplicaRequest(count=1, memory_mebibytes=4096, cores=30), None)
+    assert known == "tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 16"
     unknown = advise(ReplicaRequest(count=1, memory_percent=50), None)
-    assert (unknown.cores, unknown.memory_blocks) == (None, None)
-    assert unknown.describe().startswith("tencent.com/vcuda-core: N (1 to 99), tencent.com/vcuda-memory: N (blocks of 256 MiB); ")
-
-
-def test_words() -> None:
-    assert (
-        advise(ReplicaRequest(count=1, memory_mebibytes=3000, cores=30), GPU).describe()
-        == "tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 12"
-    )
-    assert advise(ReplicaRequest(count=1, cores=100), GPU).describe() == "tencent.com/vcuda-core: 100"
+    assert unknown.startswith("tencent.com/vcuda-core: N (1 to 99), tencent.com/vcuda-memory: N (blocks of 256 MiB); ")
 
 
 def container(**limits: Any) -> dict[str, Any]:
@@ -116,13 +103,13 @@ def test_with_a_text_that_is_none_of_hamis_the_request_counts(text: str) -> None
     ]
 
 
-def test_sizes_of_the_nodes_gpus() -> None:
+def test_the_size_of_the_nodes_smallest_gpu() -> None:
     registered = json.dumps([{"id": "GPU-a", "devmem": 32768}, {"id": "GPU-b", "devmem": 16384}])
-    assert gpu_sizes({REGISTER: registered}, 1.0) == {"GPU-a": 32768, "GPU-b": 16384}
-    assert gpu_sizes({REGISTER: registered}, 2.0) == {"GPU-a": 16384, "GPU-b": 8192}
-    assert gpu_sizes({REGISTER: "GPU-a,10,7680,100,NVIDIA-Tesla P4,0,true:"}, 1.0) == {"GPU-a": 7680}
+    assert smallest_gpu({REGISTER: registered}, 1.0) == 16384
+    assert smallest_gpu({REGISTER: registered}, 2.0) == 8192
+    assert smallest_gpu({REGISTER: "GPU-a,10,7680,100,NVIDIA-Tesla P4,0,true:"}, 1.0) == 7680
     for broken in ("GPU-a,10,7680,100:", "[1]", "{}", '[{"id": "GPU-a"}]'):
-        assert gpu_sizes({REGISTER: broken}, 1.0) == {}
+        assert smallest_gpu({REGISTER: broken}, 1.0) is None
 
 
 def test_a_container_without_hamis_library() -> None:
