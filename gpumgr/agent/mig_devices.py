@@ -1,11 +1,12 @@
-"""Creates the MIG devices of containers, and destroys those that no container has (setting hami.operating_mode).
+"""Creates the MIG devices of containers, and destroys those that no container has (setting hami.operating_mode). Reports MIG devices that
+are gone though a container holds them, also those of static MIG.
 
 A MIG device is created while its container is admitted, since the answer names its UUID. It belongs to an allocation from the commit
 on: what a crash leaves between the two is destroyed later. One with processes is never destroyed.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -88,13 +89,13 @@ class MigDevices:
     async def restore(self, allocation: Allocation) -> Allocation:
         """To be called when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs are
         others then, the container must get them by CDI, since its environment names the former ones. Raises Refusal."""
-        if not await self._gone(allocation):
+        if not await self._gone(allocation.mig_devices):
             return allocation
         async with self._agent_state.lock:
             current = self._agent_state.ledger.allocations.get(allocation.id)
             if current is None:
                 raise Refusal("conflict", "the container's allocation was freed: its pod has ended")
-            gone = await self._gone(current)
+            gone = await self._gone(current.mig_devices)
             made: dict[str, MigDevice] = {}
             for device in gone:
                 made[device.uuid] = new = await self._create(device)
@@ -133,10 +134,12 @@ class MigDevices:
         for uuid, slices in self._failed:
             blocked[uuid] = blocked.get(uuid, 0) | slices
         await self._agent_state.set_mig_blocked(blocked)
-        present = {each.uuid for gpu in gpus.values() for each in gpu.mig_instances}
+        shown = inventory.gpus(ledger.gpu_registry)
+        present = {each.uuid for gpu in shown.values() for each in gpu.mig_instances}
         for allocation in [*ledger.allocations.values()]:
-            if any(device.uuid not in present for device in allocation.mig_devices):
-                found |= await self._report_gone(allocation)
+            missing = [each for each in _devices(ledger, allocation) if each.gpu in shown and each.uuid not in present]
+            for device in await self._gone(missing):
+                found[device.uuid] = self._report_gone(allocation, device)
         self._reported = found
 
     async def _create(self, device: MigDevice) -> MigDevice:
@@ -168,11 +171,8 @@ class MigDevices:
                 return None
             if not self._may_destroy(device):
                 return "the ledger was lost and is incomplete: a container may have it"
-            # The last snapshot may be older than its end.
-            present = await self._asked(self._driver.mig_instances(gpu))
-            if present is not None and device not in {each.uuid for each in present}:
-                return None
-            return await self._destroy(gpu, device)
+            present = await self._present(gpu)
+            return None if present is not None and device not in present else await self._destroy(gpu, device)
 
     def _may_destroy(self, device: str) -> bool:
         return device not in _held(self._agent_state.ledger) and (not self._keeping or device in self._created)
@@ -203,30 +203,24 @@ class MigDevices:
         log.info("mig_mode_enabled", gpu=gpu)
         return {}
 
-    async def _report_gone(self, allocation: Allocation) -> Mapping[str, str]:
-        found = {}
-        for device in await self._gone(allocation):
-            found[device.uuid] = why = f"{_sentence(device)}, and {allocation.describe()} holds it"
-            if device.uuid not in self._reported:
-                log.error("mig_device_gone", gpu=device.gpu, holder=allocation.describe(), reason=why)
-                entry = HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why)
-                self._agent_state.history.add_unless_repeated(about(allocation, entry))
-        return found
+    def _report_gone(self, allocation: Allocation, device: MigDevice) -> str:
+        why = f"{_sentence(device)}, and {allocation.describe()} holds it"
+        if device.uuid not in self._reported:
+            log.error("mig_device_gone", gpu=device.gpu, holder=allocation.describe(), reason=why)
+            entry = HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why)
+            self._agent_state.history.add_unless_repeated(about(allocation, entry))
+        return why
 
-    async def _gone(self, allocation: Allocation) -> list[MigDevice]:
-        """The MIG devices of the allocation that the driver does not have. It is asked now, since the last snapshot may be older."""
+    async def _gone(self, devices: Sequence[MigDevice]) -> list[MigDevice]:
+        """Those that the driver does not have. The health of a GPU that does not answer has the reason."""
         registry = self._agent_state.ledger.gpu_registry
-        present = set[str]()
-        for gpu in {device.gpu for device in allocation.mig_devices}:
-            found = await self._asked(self._driver.mig_instances(registry.by_name[gpu].uuid))
-            # The health of a GPU that does not answer has the reason.
-            present |= {each.uuid for each in found} if found is not None else {device.uuid for device in allocation.mig_devices}
-        return [device for device in allocation.mig_devices if device.uuid not in present]
+        present = {gpu: await self._present(registry.by_name[gpu].uuid) for gpu in {device.gpu for device in devices}}
+        return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]
 
-    async def _asked(self, call: Awaitable[tuple[MigInstance, ...]]) -> tuple[MigInstance, ...] | None:
-        """None: the GPU does not answer."""
+    async def _present(self, gpu: str) -> Collection[str] | None:
+        """The MIG devices that the GPU has now: the last snapshot may be older. None: it does not answer."""
         try:
-            return await call
+            return {each.uuid for each in await self._driver.mig_instances(gpu)}
         except NvmlError:
             return None
 
@@ -235,6 +229,16 @@ def _gpus(ledger: Ledger, inventory: Inventory) -> Mapping[str, Gpu]:
     """Name -> GPU on which MIG devices are created."""
     shown = inventory.gpus(ledger.gpu_registry)
     return {name: shown[name] for name in inventory.mig_profiles(ledger.gpu_registry)}
+
+
+def _devices(ledger: Ledger, allocation: Allocation) -> list[MigDevice]:
+    """Those that were created for the container, and those of static MIG that it holds."""
+    static = [
+        MigDevice(gpu=gpu, profile=each.profile, memory_slices=0, uuid=each.uuid)
+        for gpu, mask in allocation.held("mig").items()
+        for each in ledger.gpu_registry.by_name[gpu].held_instances(mask)
+    ]
+    return [*static, *allocation.mig_devices]
 
 
 def _held(ledger: Ledger) -> set[str]:

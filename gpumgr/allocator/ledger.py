@@ -53,8 +53,8 @@ class ClaimRequest(ClaimRef):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigDevice:
-    """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n. The UUID is empty, and
-    the driver's ids are -1, until it exists."""
+    """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n; 0: not known. The UUID is
+    empty, and the driver's ids are -1, until it exists."""
 
     gpu: GpuName
     profile: str
@@ -69,7 +69,8 @@ class MigDevice:
         return (self.memory_slices & -self.memory_slices).bit_length() - 1
 
     def __str__(self) -> str:
-        return f"{self.profile} at slice {self.start}" + (f" ({self.uuid})" if self.uuid else "")
+        place = f" at slice {self.start}" if self.memory_slices else ""
+        return f"{self.profile}{place}" + (f" ({self.uuid})" if self.uuid else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

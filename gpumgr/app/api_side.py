@@ -98,7 +98,6 @@ class ApiSide:
             register = RegisterReporter(
                 self.publisher.node.annotate,
                 scheduler=hami.scheduler,
-                count=hami.device_split_count,
                 scaling=scaling,
                 report=readers.report,
                 pods=self.pods,

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import structlog
 
-from gpumgr.agent.history import about
-from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
@@ -61,8 +59,8 @@ class HardwareEvents:
         self._reported: dict[str, str] | None = None
         #: Indices of the reported GPUs without a name; None: none was looked for since the start.
         self._nameless: frozenset[int] | None = None
-        #: Reported sentences about MIG devices.
-        self._instance_problems: set[str] = set()
+        #: Why MIG devices can't be offered, as it was reported.
+        self._mig_obstacle: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
         self.down_reason = None
@@ -71,7 +69,7 @@ class HardwareEvents:
         self._check_device_nodes()
         await self._publish_health()
         self._report_nameless()
-        self._report_instances()
+        self._report_obstacle()
         self._keep(NodeSample())
         self.known.set()
 
@@ -151,29 +149,12 @@ class HardwareEvents:
             add(HistoryEntry(what="gpu", code="not_readable", why=nameless[index].sentence))
         self._nameless = frozenset(nameless)
 
-    def _report_instances(self) -> None:
-        """Reports why MIG devices can't be offered by the strategy single, and which ones are gone though a container holds them. What
-        does not change is reported once."""
-        agent_state, before = self._agent_state, self._instance_problems
-        inventory, ledger = agent_state.inventory, agent_state.ledger
-        obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
-        self._instance_problems = {obstacle} if obstacle else set()
-        if obstacle and obstacle not in before:
-            log.error("mig_devices_not_offered", mig_strategy="single", reason=obstacle)
-        present = {each.uuid for gpu in inventory.snapshot.gpus for each in gpu.mig_instances}
-        listed = {gpu.uuid for gpu in inventory.snapshot.gpus}
-        for allocation in ledger.allocations.values():
-            for gpu, mask in allocation.held("mig").items():
-                registered = ledger.gpu_registry.by_name[gpu]
-                for instance in registered.held_instances(mask):
-                    if registered.uuid not in listed or instance.uuid in present:
-                        continue
-                    why = f"MIG device {instance.profile} {instance.uuid}, which {allocation.describe()} holds, does not exist any more"
-                    self._instance_problems.add(why)
-                    if why not in before:
-                        log.error("mig_device_gone", gpu=gpu, holder=allocation.describe(), reason=why)
-                        entry = about(allocation, HistoryEntry(what="event", code=MIG_DEVICE_GONE, why=why))
-                        agent_state.history.add_unless_repeated(entry)
+    def _report_obstacle(self) -> None:
+        """Logs why MIG devices can't be offered by the strategy single, when that changes."""
+        inventory, before = self._agent_state.inventory, self._mig_obstacle
+        self._mig_obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
+        if self._mig_obstacle and self._mig_obstacle != before:
+            log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
 
     def _check_device_nodes(self) -> None:
         """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""

@@ -36,14 +36,13 @@ HANDSHAKE_SECONDS: Final = 30.0
 
 
 class RegisterReporter(NodeAnnotationReporter):
-    """`scheduler` "legacy": HAMi up to 2.4. `count`: how many containers may share a GPU. `now` returns local time."""
+    """`scheduler` "legacy": HAMi up to 2.4. `now` returns local time."""
 
     def __init__(
         self,
         annotate: Annotate,
         *,
         scheduler: Literal["current", "legacy"],
-        count: int,
         scaling: Scaling,
         report: Callable[[], NodeReport],
         pods: Pods,
@@ -51,7 +50,7 @@ class RegisterReporter(NodeAnnotationReporter):
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         super().__init__(annotate, report=report, pods=pods, clock=clock)
-        self._legacy, self._count, self._scaling, self._now = scheduler == "legacy", count, scaling, now
+        self._legacy, self._scaling, self._now = scheduler == "legacy", scaling, now
 
     def write(self, report: NodeReport) -> None:
         gpus, snapshot = self._gpus(report), report.view.inventory.snapshot
@@ -74,7 +73,8 @@ class RegisterReporter(NodeAnnotationReporter):
             taken = sum(name in each.held("replica") for each in others.values())
             profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]
             offered = name not in closed and not (gpu.mig_enabled and not profiles)
-            count = min(self._count, most_devices(profiles)) if profiles else max(0, self._count - taken)
+            replicas = view.inventory.replicas
+            count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
             # Scaling has no meaning for MIG devices.
             memory_scaling, core_scaling = (1.0, 1.0) if profiles else self._scaling
             # HAMi's scheduler gives an exclusive GPU, 100 cores, where so many are left; beside another pod the agent refuses it.
