@@ -57,11 +57,11 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             container=e.container,
             resource=kind,
             device_ids=e.device_ids,
-            allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
-            mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
-            cdi=bool(e.response.cdi_devices) if e.response else False,
-            amounts=amounts_in(e.response.annotations) if e.response else ({}, {}),
-            mig_devices=mig_devices_in(e.response.annotations) if e.response else (),
+            allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}),
+            mechanisms=mechanisms_in(e.response.annotations),
+            cdi=bool(e.response.cdi_devices),
+            amounts=amounts_in(e.response.annotations),
+            mig_devices=mig_devices_in(e.response.annotations),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None

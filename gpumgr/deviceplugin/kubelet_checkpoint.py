@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry:
-    """The devices of one resource that a container holds. `response` is None if the recorded response can't be read."""
+    """The devices of one resource that a container holds. `response` is empty if the recorded response can't be read."""
 
     pod_uid: str
     container: str
     resource: str
     device_ids: tuple[str, ...]
-    response: ContainerResponse | None
+    response: ContainerResponse
 
 
 class _Entry(msgspec.Struct):
@@ -112,9 +112,9 @@ def _entry(entry: _Entry) -> CheckpointEntry:
         case listed:
             ids = tuple(listed or ())
     try:
-        response = decode_container_response(entry.AllocResp) if entry.AllocResp is not None else None
+        response = decode_container_response(entry.AllocResp or b"")
     except WireError:
-        response = None
+        response = ContainerResponse()
     return CheckpointEntry(
         pod_uid=entry.PodUID,
         container=entry.ContainerName,

@@ -127,6 +127,14 @@ def parse_quantity(text: str) -> int:
     return int(value)
 
 
+def quantity_or_0(text: str) -> int:
+    """The same; 0 for a text that it does not read."""
+    try:
+        return parse_quantity(text)
+    except ValueError:
+        return 0
+
+
 def parse_milli(text: str) -> int:
     """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
     return ceil(_decimal(text) * 1000)

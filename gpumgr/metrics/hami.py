@@ -1,7 +1,7 @@
 """HAMi's gauges for its dashboards, under their new and their old names.
 
 Source: HAMi's vGPUmonitor and scheduler. All have `zone="vGPU"`, and `_ratio` goes from 0 to 100. Not included: what only HAMi's library
-in the container measures (the parts of used memory, when a kernel last ran), MIG, which is not offered, and quotas.
+in the container measures (the parts of used memory, when a kernel last ran), MIG devices and quotas.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from gpumgr.topology.devices import Gpu, GpuSample
 from gpumgr.units import CORES_PER_GPU, GpuName
 from gpumgr.usage.node_use import ContainerUse
 
-_ON_HOST: Final = ("node", "device_index", "device_uuid", "device_type")
 _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")
 _IN_CONTAINER: Final = ("namespace", "pod", "container", "vdevice_index", "device_uuid")
 _OF_POD: Final = ("namespace", "node", "pod", "container_index", "device_uuid")
@@ -49,9 +48,10 @@ def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> It
     """`pods` are the known pods of the node: only they have the index of a container in its pod."""
     ledger = report.view.ledger
     shown = report.view.inventory.gpus(ledger.gpu_registry)
+    labels = {name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()}
     if report.nvml_up and report.sample is not None:
-        yield from _on_host(report.sample.gpus, shown, node)
-    yield from _on_gpus(ledger, shown, node)
+        yield from _on_host({at: report.sample.gpus.get(shown[name].uuid) for name, at in labels.items()})
+    yield from _on_gpus(ledger, shown, labels)
     uses = report.use.containers.values() if report.use and report.nvml_up else ()
     yield from _in_containers(uses, ledger.allocations, shown)
     yield from _of_pods(ledger, pods, node)
@@ -70,34 +70,31 @@ def _twins(
             )
 
 
-def _on_host(samples: Mapping[str, GpuSample], shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    sampled = [((node, str(g.index), g.uuid, device_type(g.model)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
-    used: Series = {values: sample.memory_used_bytes for values, sample in sampled}
-    yield from _twins("hami_host_gpu_memory_used_bytes", "HostGPUMemoryUsage", "Memory in use on the GPU.", _ON_HOST, used)
-    busy: Series = {values: percent(sample.utilization_ratio) for values, sample in sampled}
+def _on_host(samples: Mapping[Values, GpuSample | None]) -> Iterator[RenderedFamily]:
+    sampled = {values: sample for values, sample in samples.items() if sample is not None}
+    used = {values: sample.memory_used_bytes for values, sample in sampled.items()}
+    yield from _twins("hami_host_gpu_memory_used_bytes", "HostGPUMemoryUsage", "Memory in use on the GPU.", _ON_GPU, used)
+    busy = {values: percent(sample.utilization_ratio) for values, sample in sampled.items()}
     about = "Percentage of the time in which a kernel ran on the GPU."
-    yield from _twins("hami_host_gpu_utilization_ratio", "HostCoreUtilization", about, _ON_HOST, busy)
-    copying: Series = {values[1:]: percent(sample.memory_copy_ratio) for values, sample in sampled}
+    yield from _twins("hami_host_gpu_utilization_ratio", "HostCoreUtilization", about, _ON_GPU, busy)
+    copying = {values[1:]: percent(sample.memory_copy_ratio) for values, sample in sampled.items()}
     about = "Percentage of the time in which memory was read or written."
-    yield from _twins("hami_host_gpu_memory_controller_utilization_ratio", None, about, _ON_HOST[1:], copying)
+    yield from _twins("hami_host_gpu_memory_controller_utilization_ratio", None, about, _ON_GPU[1:], copying)
 
 
-def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
-    labels: dict[GpuName, Values] = {
-        name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()
-    }
+def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], labels: Mapping[GpuName, Values]) -> Iterator[RenderedFamily]:
     memory = granted_mebibytes(ledger)
-    sizes: Series = {labels[name]: gpu.memory_bytes for name, gpu in shown.items()}
+    sizes = {labels[name]: gpu.memory_bytes for name, gpu in shown.items()}
     yield from _twins("hami_gpu_memory_limit_bytes", "GPUDeviceMemoryLimit", "Memory of the GPU.", _ON_GPU, sizes)
-    full: Series = dict.fromkeys(labels.values(), CORES_PER_GPU)
+    full = dict.fromkeys(labels.values(), CORES_PER_GPU)
     yield from _twins("hami_gpu_core_limit_ratio", "GPUDeviceCoreLimit", "Cores of the GPU, in percent.", _ON_GPU, full)
-    about, with_cores = "Memory that containers hold.", (*_ON_GPU[:3], "device_cores", _ON_GPU[3])
-    held: Series = {(*at[:3], str(CORES_PER_GPU), at[3]): memory[name] << 20 for name, at in labels.items()}
+    about, with_cores = "Memory that containers hold.", (*_ON_GPU, "device_cores")
+    held = {(*at, str(CORES_PER_GPU)): memory[name] << 20 for name, at in labels.items()}
     yield from _twins("hami_gpu_memory_allocated_bytes", "GPUDeviceMemoryAllocated", about, with_cores, held)
     holders = Counter(name for allocation in ledger.allocations.values() for name in allocation.places)
-    sharing: Series = {at: holders[name] for name, at in labels.items()}
+    sharing = {at: holders[name] for name, at in labels.items()}
     yield from _twins("hami_gpu_shared_count", "GPUDeviceSharedNum", "Containers on the GPU.", _ON_GPU, sharing)
-    taken: Series = {at: ledger.used(name).cores for name, at in labels.items()}
+    taken = {at: ledger.used(name).cores for name, at in labels.items()}
     about = "Percentage of the GPU's cores that containers hold."
     yield from _twins("hami_gpu_core_allocated_ratio", "GPUDeviceCoreAllocated", about, _ON_GPU, taken)
 

@@ -11,7 +11,7 @@ from typing import Any
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER, decode_register
-from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.kubeapi.pods import quantity_or_0
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources, placed_by_hami, replica_request
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
@@ -88,7 +88,7 @@ def _asked(container: KubernetesContainer, resources: ReplicaResources) -> Repli
     wanted = {**container.resources.requests, **container.resources.limits}
     if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the number
         wanted = {resources.count_resource: 1, **wanted}
-    return replica_request(wanted, resources, _quantity)
+    return replica_request(wanted, resources, quantity_or_0)
 
 
 def _as_granted(asked: ReplicaRequest, given: Sequence[NamedGpu]) -> ReplicaRequest:
@@ -98,13 +98,6 @@ def _as_granted(asked: ReplicaRequest, given: Sequence[NamedGpu]) -> ReplicaRequ
         return ReplicaRequest(count=len(given), cores=CORES_PER_GPU)
     memory, cores = max(each.memory_mebibytes for _, each in given), max(each.cores for _, each in given)
     return ReplicaRequest(count=len(given), memory_mebibytes=memory, cores=cores)
-
-
-def _quantity(text: str) -> int:
-    try:
-        return parse_quantity(text)
-    except ValueError:
-        return 0
 
 
 def switched_off(container: KubernetesContainer) -> bool:

@@ -24,7 +24,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_inventory,
     decode_placement,
 )
-from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
+from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import node_policy_of, policy_of
@@ -190,10 +190,7 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tupl
 
 
 def _quantity(capacity: Mapping[str, object], resource: str) -> int:
-    try:
-        return parse_quantity(str(capacity.get(resource, "0")))
-    except ValueError:
-        return 0
+    return quantity_or_0(str(capacity.get(resource, "0")))
 
 
 def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:

@@ -30,7 +30,7 @@ def entry(device_ids: object, answer: bytes | None = None) -> dict[str, Any]:
     }
 
 
-def expected(*device_ids: str, response: ContainerResponse | None = RESPONSE) -> CheckpointEntry:
+def expected(*device_ids: str, response: ContainerResponse = RESPONSE) -> CheckpointEntry:
     return CheckpointEntry(pod_uid="uid-1", container="main", resource=CORE_RESOURCE, device_ids=device_ids, response=response)
 
 
@@ -68,7 +68,7 @@ def test_later_fields_are_ignored() -> None:
 
 def test_an_unreadable_answer_costs_only_itself() -> None:
     text = json.dumps({"Data": {"PodDeviceEntries": [entry(["a-c00"], answer=b"\x0a\x7f")]}})
-    assert parse_kubelet_checkpoint(text.encode()) == (expected("a-c00", response=None),)
+    assert parse_kubelet_checkpoint(text.encode()) == (expected("a-c00", response=ContainerResponse()),)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"Data": 3}', '{"Data": {"PodDeviceEntries": [{}]}}', "\ud800"])
