@@ -68,16 +68,14 @@ class MigDevices:
 
     async def create(self, allocation: Allocation) -> Allocation:
         """The allocation with all its MIG devices created. The caller holds the agent state's lock. Raises Refusal; then none was."""
-        for number, device in enumerate(allocation.mig_devices):
-            if device.uuid:
-                continue
-            before, after = allocation.mig_devices[:number], allocation.mig_devices[number + 1 :]
+        devices: list[MigDevice] = []
+        for device in allocation.mig_devices:
             try:
-                allocation = replace(allocation, mig_devices=(*before, await self._create(device), *after))
+                devices.append(device if device.uuid else await self._create(device))
             except Refusal:
-                await self.discard(allocation)
+                await self.discard(replace(allocation, mig_devices=tuple(devices)))
                 raise
-        return replace(allocation, why=_why(allocation.why, allocation.mig_devices))
+        return replace(allocation, mig_devices=tuple(devices), why=_why(allocation.why, devices))
 
     async def discard(self, allocation: Allocation) -> None:
         """Destroys the MIG devices of an allocation that was not committed. The caller holds the agent state's lock."""

@@ -72,7 +72,7 @@ def grant_replicas(
         device_ids={"replica": masks},
         limits=limits_on(ledger.gpu_registry, wanted, shared),
         granted_at=now,
-        why=f"{why}; MIG {', '.join(map(str, devices))}" if devices else why,
+        why=why,
         mig_devices=devices,
     )
     after = ledger.occupy(allocation)

@@ -112,9 +112,7 @@ def read_mig_profiles(nvml: Binding, gpu: Handle, total_bytes: int) -> tuple[Mig
     profiles = []
     for number, info in read_profile_infos(nvml, gpu):
         memory_mebibytes, slices = int(info.memorySizeMB), int(info.sliceCount)
-        name = getattr(info, "name", "")
-        name = name.decode(errors="replace") if isinstance(name, bytes) else name
-        name = name.rpartition(" ")[2]  # "MIG 1g.10gb"
+        name = getattr(info, "name", "").rpartition(" ")[2]  # of "MIG 1g.10gb"
         name = name or profile_name(slices, slices, memory_bytes=memory_mebibytes << 20, total_bytes=total_bytes)
         if number not in _PLAIN_PROFILES or not _PLAIN_NAME.fullmatch(name):
             continue
