@@ -6,9 +6,11 @@ pkg/device/devices.go: EncodePodSingleDevice.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
 
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -19,22 +21,37 @@ HAMI_NODE: Final = "hami.io/vgpu-node"
 HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
 _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 
+ResourceName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+        max_length=317,
+        extra={"allowed": "the name of an extended resource, such as nvidia.com/gpu"},
+    ),
+]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaResources:
-    """HAMi's resource names and defaults, by the keys of the settings' section hami. `default_memory` is in MiB, 0: all memory.
-    `memory_factor`: MiB of one unit that a container requests. `disable_core_limit`: cores are neither counted nor limited."""
 
-    count_resource: str = "nvidia.com/gpu"
-    memory_resource: str = "nvidia.com/gpumem"
-    memory_percentage_resource: str = "nvidia.com/gpumem-percentage"
-    core_resource: str = "nvidia.com/gpucores"
-    priority_resource: str = "nvidia.com/priority"
-    default_memory: int = 0
-    default_cores: int = 0
-    memory_factor: int = 1
-    device_memory_scaling: float = 1.0
-    device_core_scaling: float = 1.0
+class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
+    """HAMi's resource names and defaults: keys of the settings' section hami."""
+
+    #: The resource that counts GPUs, ...
+    count_resource: ResourceName = "nvidia.com/gpu"
+    #: ... and what a container gets of each of them: memory in MiB, or in percent, and cores in percent.
+    memory_resource: ResourceName = "nvidia.com/gpumem"
+    memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
+    core_resource: ResourceName = "nvidia.com/gpucores"
+    #: The resource by which a container has its priority on a GPU.
+    priority_resource: ResourceName = "nvidia.com/priority"
+    #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
+    default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
+    #: MiB of one unit of memory_resource.
+    memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
+    #: it requests, but together they may need more than the GPU has.
+    device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    #: Neither count nor limit the cores of shares.
     disable_core_limit: bool = False
 
     @property

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-import msgspec
-
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings import Settings
 from gpumgr.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
@@ -47,4 +45,4 @@ def inner_names(settings: Settings) -> Mapping[str, str]:
 
 def replica_resources(settings: Settings) -> ReplicaResources | None:
     """None: requests of HAMi's resources are not this agent's."""
-    return msgspec.convert(settings.hami, ReplicaResources, from_attributes=True) if "replica" in offered(settings) else None
+    return settings.hami if "replica" in offered(settings) else None

@@ -1,4 +1,7 @@
-"""Every setting: name, type, bounds, default and meaning. `config/gpumgr.yaml` documents the same; a test compares them."""
+"""Every setting: name, type, bounds, default and meaning. `config/gpumgr.yaml` documents the same; a test compares them.
+
+What pods request by HAMi's resources has its keys from `gpumgr.kubeapi.replica_requests`.
+"""
 
 import socket
 from collections.abc import Mapping
@@ -8,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, inspect
+
+from gpumgr.kubeapi.replica_requests import ReplicaResources
 
 _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
 
@@ -42,14 +47,6 @@ NodeLabel = Annotated[
     ),
 ]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", extra={"allowed": "64 hexadecimal digits, as sha256sum prints them"})]
-ResourceName = Annotated[
-    str,
-    Meta(
-        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
-        max_length=317,
-        extra={"allowed": "the name of an extended resource, such as nvidia.com/gpu"},
-    ),
-]
 MigProfileName = Annotated[
     str, Meta(pattern=r"^[1-9]g\.[1-9][0-9]*gb$", extra={"allowed": "the name of a MIG profile, such as 1g.10gb"})
 ]
@@ -75,28 +72,11 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     unhealthy_taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
 
 
-class HamiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: The resource that counts GPUs, ...
-    count_resource: ResourceName = "nvidia.com/gpu"
-    #: ... and what a container gets of each of them: memory in MiB, or in percent, and cores in percent.
-    memory_resource: ResourceName = "nvidia.com/gpumem"
-    memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
-    core_resource: ResourceName = "nvidia.com/gpucores"
-    #: The resource by which a container has its priority on a GPU.
-    priority_resource: ResourceName = "nvidia.com/priority"
+class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
+    """The keys of ReplicaResources, which say what pods request, and those of the node."""
+
     #: How many containers may share a GPU.
     device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
-    #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
-    default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
-    default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
-    #: MiB of one unit of memory_resource.
-    memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
-    #: it requests, but together they may need more than the GPU has.
-    device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    #: Neither count nor limit the cores of shares.
-    disable_core_limit: bool = False
     #: mig: each container gets MIG devices, which are created for it on GPUs that support MIG; other GPUs are shared as with hami-core.
     operating_mode: Literal["hami-core", "mig"] = "hami-core"
     #: The profiles of these MIG devices, such as 1g.10gb. Empty: all that the GPU has.

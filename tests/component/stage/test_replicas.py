@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
+import msgspec
 import pytest
 
 from gpumgr.app.recovery import ours_of
@@ -188,7 +189,7 @@ async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
 
 async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
     """vcuda pods beside it never get memory that the GPU does not have."""
-    scaled = replace(HAMI, device_memory_scaling=2.0, device_core_scaling=1.5)
+    scaled = msgspec.structs.replace(HAMI, device_memory_scaling=2.0, device_core_scaling=1.5)
     async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=scaled) as node:
         await node.run_all(node.pod("a", hami(gpumem=3001, gpucores=50)), node.pod("b", hami(gpumem_percentage=50)))
         a, b = (node.ledger.of(("team", name))[0] for name in ("a", "b"))
@@ -295,7 +296,9 @@ async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(fo
 
 @pytest.mark.hami_bug("B27: with scaled cores a container of 100 shares its GPU")
 async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=replace(HAMI, device_core_scaling=1.5)) as node:
+    async with stage(
+        folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=msgspec.structs.replace(HAMI, device_core_scaling=1.5)
+    ) as node:
         await node.run_all(node.pod("a", hami(gpumem=100, gpucores=10)))
         status = await node.run(node.pod("b", hami(gpumem=100, gpucores=100)))
         assert "is not entirely free: team/a (main) has a part of it" in (status.message or "")

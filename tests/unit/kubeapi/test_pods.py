@@ -1,7 +1,6 @@
 """What is read of a pod: its MIG devices, its priority, whether it is to be deleted, and whether one of its containers has started."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from gpumgr.kubeapi.pods import parse_pod
@@ -27,7 +26,7 @@ def test_the_priority_is_hamis_resource(limits: dict[str, str | int], priority: 
     containers = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1", **limits}}}]
     pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {"containers": containers}}
     assert [each.priority for each in parse_pod(pod, HAMI).containers] == [priority]
-    assert [each.priority for each in parse_pod(pod, replace(HAMI, priority_resource="other")).containers] == [1]
+    assert [each.priority for each in parse_pod(pod, msgspec.structs.replace(HAMI, priority_resource="other")).containers] == [1]
 
 
 @pytest.mark.parametrize("timestamp", [None, "2026-11-01T10:00:00Z"])

@@ -1,18 +1,9 @@
 """What the settings of HAMi's resources mean for the parts that read requests."""
 
-from dataclasses import asdict
-
 import msgspec
 
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import HamiSettings, Settings
-
-
-def test_each_name_and_default_of_requests_is_a_setting() -> None:
-    """The scheduler and doctor --cluster have no settings of the node: they use the defaults."""
-    names, defaults = asdict(ReplicaResources()), msgspec.structs.asdict(HamiSettings())
-    assert names.items() <= defaults.items()
 
 
 def test_the_settings_are_used_where_the_resources_are_offered() -> None:
@@ -20,6 +11,4 @@ def test_the_settings_are_used_where_the_resources_are_offered() -> None:
     changed = HamiSettings(count_resource="example.com/gpu", memory_factor=256, device_core_scaling=2.0, disable_core_limit=True)
     hami = msgspec.structs.replace(settings, hami=changed, node=msgspec.structs.replace(settings.node, profile="hami"))
     assert replica_resources(settings) is None
-    assert replica_resources(hami) == ReplicaResources(
-        count_resource="example.com/gpu", memory_factor=256, device_core_scaling=2.0, disable_core_limit=True
-    )
+    assert replica_resources(hami) == changed
