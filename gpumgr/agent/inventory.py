@@ -12,6 +12,7 @@ from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.node_devices import NodeDevices, node_devices
 from gpumgr.allocator.quarantine import Process, Quarantine
 from gpumgr.evaluators.mig import without_places
+from gpumgr.evaluators.replicas import Scaling
 from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import GpuName
@@ -28,9 +29,10 @@ class Inventory:
 
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
     `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their MIG mode.
-    `replicas`: how many of each GPU are offered, `mig_strategy`: which MIG devices are. `mig_on_demand`: the profiles of the MIG devices
-    that are created for containers, instead of sharing such GPUs (empty: all); None: none are. `mig_blocked`: GPU's UUID -> memory
-    slices, as bits, at which none can be created now, for example because of a MIG device that has processes and no container.
+    `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
+    are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
+    all); None: none are. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be created now, for example because of a
+    MIG device that has processes and no container.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -38,6 +40,7 @@ class Inventory:
     cordoned: Mapping[str, str] = field(default_factory=dict)
     quarantine: Quarantine = field(default_factory=Quarantine)
     replicas: int = 0
+    scaling: Scaling = (1.0, 1.0)
     mig_strategy: MigStrategy = "none"
     mig_on_demand: Collection[str] | None = None
     mig_blocked: Mapping[str, int] = field(default_factory=dict)

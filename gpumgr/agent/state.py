@@ -14,7 +14,6 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.allocator import quarantine
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.instances import MigStrategy
 from gpumgr.allocator.ledger import AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import Process, Quarantine
@@ -39,7 +38,7 @@ class AgentState:
 
     `ledger` may be ahead of the disk by frees only; the next grant is committed with them. `before_offer` is awaited under `lock`
     whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that the ledger has no longer.
-    `replicas` of each GPU are offered, and MIG devices by `mig_strategy`; `mig_on_demand`: see Inventory.
+    `inventory`: what is offered of GPUs, without any.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class AgentState:
         history: History | None = None,
         on_freed: Callable[[AllocationId], None] = lambda _: None,
         before_offer: Callable[[], Awaitable[None]] | None = None,
-        replicas: int = 0,
-        mig_strategy: MigStrategy = "none",
-        mig_on_demand: Collection[str] | None = None,
+        inventory: Inventory | None = None,
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
         self.ledger = ledger
-        self.inventory = Inventory(replicas=replicas, mig_strategy=mig_strategy, mig_on_demand=mig_on_demand)
+        self.inventory = inventory or Inventory()
         self.meter = meter
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock

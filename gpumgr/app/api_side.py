@@ -81,8 +81,7 @@ class ApiSide:
                 failed.put_nowait(after)
 
         self.pods.subscribe(changed)
-        node, hami = components.settings.node.name, components.settings.hami
-        scaling = hami.device_memory_scaling, hami.device_core_scaling
+        node, scheduler = components.settings.node.name, components.settings.hami.scheduler
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher.node, report=readers.report)
         inventory = InventoryReporter(
@@ -91,14 +90,12 @@ class ApiSide:
             pods=self.pods,
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
-            scaling=scaling,
         )
         reporters = [("inventory_reporter", inventory.run)]
-        if "replica" in offered(components.settings) and hami.scheduler != "none":
+        if "replica" in offered(components.settings) and scheduler != "none":
             register = RegisterReporter(
                 self.publisher.node.annotate,
-                scheduler=hami.scheduler,
-                scaling=scaling,
+                scheduler=scheduler,
                 report=readers.report,
                 pods=self.pods,
             )

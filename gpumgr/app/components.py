@@ -17,6 +17,7 @@ from gpumgr.accounting.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitW
 from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
@@ -170,9 +171,12 @@ class Components:
             clock=time.monotonic,
             on_freed=self._freed,
             before_offer=lambda: self._take_over.before_offer(),
-            replicas=profile.replicas(self.settings),
-            mig_strategy=self.settings.node.mig_strategy,
-            mig_on_demand=profile.mig_on_demand(self.settings),
+            inventory=Inventory(
+                replicas=profile.replicas(self.settings),
+                scaling=(self.settings.hami.device_memory_scaling, self.settings.hami.device_core_scaling),
+                mig_strategy=self.settings.node.mig_strategy,
+                mig_on_demand=profile.mig_on_demand(self.settings),
+            ),
         )
 
     def _make_nvml(self) -> Nvml:

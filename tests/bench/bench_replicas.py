@@ -56,7 +56,7 @@ def passes(node: Stage) -> Mapping[str, list[float]]:
         written.append(value or "")
 
     reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
-        "register": RegisterReporter(annotate, scheduler="current", scaling=(1.0, 1.0), report=lambda: current[0], pods=pods),
+        "register": RegisterReporter(annotate, scheduler="current", report=lambda: current[0], pods=pods),
         "inventory": InventoryReporter(
             annotate, report=lambda: current[0], pods=pods, enforcement=lambda: "mps", topology_manager="none"
         ),

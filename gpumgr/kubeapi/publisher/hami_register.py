@@ -15,7 +15,6 @@ from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.evaluators.constraints import device_type
 from gpumgr.evaluators.mig import most_devices, without_places
-from gpumgr.evaluators.replicas import Scaling
 from gpumgr.kubeapi.hami_mig import registered_profiles
 from gpumgr.kubeapi.hami_node import (
     HANDSHAKE,
@@ -43,14 +42,13 @@ class RegisterReporter(NodeAnnotationReporter):
         annotate: Annotate,
         *,
         scheduler: Literal["current", "legacy"],
-        scaling: Scaling,
         report: Callable[[], NodeReport],
         pods: Pods,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         super().__init__(annotate, report=report, pods=pods, clock=clock)
-        self._legacy, self._scaling, self._now = scheduler == "legacy", scaling, now
+        self._legacy, self._now = scheduler == "legacy", now
 
     def write(self, report: NodeReport) -> None:
         gpus, snapshot = self._gpus(report), report.view.inventory.snapshot
@@ -76,7 +74,7 @@ class RegisterReporter(NodeAnnotationReporter):
             replicas = view.inventory.replicas
             count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
             # Scaling has no meaning for MIG devices.
-            memory_scaling, core_scaling = (1.0, 1.0) if profiles else self._scaling
+            memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
             # HAMi's scheduler gives an exclusive GPU, 100 cores, where so many are left; beside another pod the agent refuses it.
             scaled = int(cores * core_scaling)
             if any(not each.admin for each in foreign.on(name)):

@@ -18,7 +18,6 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
-from gpumgr.evaluators.replicas import Scaling
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     Inventory,
@@ -38,7 +37,7 @@ _MAX_TEXT: Final = 256
 
 
 class InventoryReporter(NodeAnnotationReporter):
-    """`enforcement` returns the text of gpumgr.io/enforcement. `scaling` counts if the node offers replicas."""
+    """`enforcement` returns the text of gpumgr.io/enforcement."""
 
     def __init__(
         self,
@@ -48,11 +47,10 @@ class InventoryReporter(NodeAnnotationReporter):
         pods: Pods,
         enforcement: Callable[[], str],
         topology_manager: TopologyManagerPolicy,
-        scaling: Scaling = (1.0, 1.0),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(annotate, report=report, pods=pods, clock=clock)
-        self._enforcement, self._topology_manager, self._scaling = enforcement, topology_manager, scaling
+        self._enforcement, self._topology_manager = enforcement, topology_manager
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
 
@@ -88,7 +86,7 @@ class InventoryReporter(NodeAnnotationReporter):
             other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
             slices=slices_of(other),
             other_replicas={uid: each for uid, each in replicas.items() if any(each)} or UNSET,
-            scaling=self._scaling if view.inventory.replicas else UNSET,
+            scaling=view.inventory.scaling if view.inventory.replicas else UNSET,
         )
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:

@@ -24,10 +24,6 @@ from .test_inventory import LOW, pod
 MEBIBYTES = 256 * BLOCKS
 
 
-def offering_replicas(view: AgentView) -> NodeReport:
-    return NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=10)))
-
-
 @dataclass
 class Node:
     scheduler: Literal["current", "legacy"] = "current"
@@ -38,21 +34,24 @@ class Node:
     written: list[tuple[str, str | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.report = offering_replicas(view_of())
+        self.report = self.offering(view_of())
         self.reporter = RegisterReporter(
             lambda *written: self.written.append(written),
             scheduler=self.scheduler,
-            scaling=(self.memory_scaling, self.core_scaling),
             report=lambda: self.report,
             pods=self.pods,
             clock=self.clock,
             now=lambda: datetime(2026, 1, 2, 3, 4, 5),
         )
 
+    def offering(self, view: AgentView) -> NodeReport:
+        scaling = self.memory_scaling, self.core_scaling
+        return NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=10, scaling=scaling)))
+
     def look(self, *allocations: Allocation, seconds: float = 1.0, **view: Any) -> list[str]:
         """The keys that are written one second later, with this state."""
         self.clock.now += seconds
-        self.report = offering_replicas(view_of(*allocations, **view))
+        self.report = self.offering(view_of(*allocations, **view))
         before = len(self.written)
         self.reporter.report()
         return [key for key, _ in self.written[before:]]
@@ -148,7 +147,7 @@ def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
 
 def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:
     node = Node(memory_scaling=2.0)
-    node.report = offering_replicas(mig_view())
+    node.report = node.offering(mig_view())
     node.reporter.report()
     gpu = node.gpus[0]
     assert (gpu["mode"], gpu["count"], gpu["devmem"], gpu["devcore"], gpu["health"]) == ("mig", 7, MIG_MEBIBYTES, 100, True)
@@ -157,7 +156,7 @@ def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_
         "name": "3g.40gb", "memoryMB": 40448, "core": 42, "sliceCount": 3,
         "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}],
     }  # fmt: skip
-    node.report = offering_replicas(mig_view(mig_blocked={uuid_of(0): 0b1111_0000}))
+    node.report = node.offering(mig_view(mig_blocked={uuid_of(0): 0b1111_0000}))
     node.reporter.report()
     profiles = {each["name"]: each["placements"] for each in node.gpus[0]["migProfiles"]}
     assert (profiles["3g.40gb"], "7g.80gb" in profiles) == ([{"start": 0, "size": 4}], False)

@@ -39,7 +39,6 @@ class Node:
             pods=self.pods,
             enforcement=lambda: "mps",
             topology_manager="none",
-            scaling=(2.0, 1.5),
             clock=self.clock,
         )
 
@@ -229,7 +228,7 @@ def test_replicas_are_written_always_and_factors_where_replicas_are_offered() ->
     node.look()
     assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [0, 0])
     view = node.report.view
-    node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=5)))
+    node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=5, scaling=(2.0, 1.5))))
     node.reporter.report()
     assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == ((2.0, 1.5), [5, 5])
 

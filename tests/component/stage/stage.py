@@ -11,6 +11,7 @@ from typing import Any
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
@@ -270,8 +271,7 @@ async def stage(
             runs=still_runs,
             policy="binpack",
             clock=clock,
-            replicas=10 if "replica" in kinds else 0,
-            mig_on_demand=mig_profiles if mig else None,
+            inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )
         admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
