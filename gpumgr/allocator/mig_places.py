@@ -60,7 +60,7 @@ def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
     """The MIG devices that the pod's init containers leave with these replicas, and that are large enough."""
-    left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init] if caller.pod or caller.uid else []
+    left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]
 

@@ -10,7 +10,7 @@
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpumgr.allocator.callers import Caller
@@ -121,17 +121,15 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
 def _choose(
     node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
 ) -> Choice:
-    registered = [gpu.name for gpu in ledger.gpu_registry.gpus]
     follow = _follow(caller, wanted)
-    probe = _probe(ledger, caller, follow, registered)
+    probe = _probe(ledger, caller, follow, node.rows)
     after = ledger.occupy(probe)
     free = request.free(ledger)
     capacities, problems = list[GpuCapacity](), list[str]()
     for row, gpu in sorted(node.gpu_of_row.items()):
-        left = ledger.available(gpu) if gpu in registered else Amounts()
+        left = ledger.available(gpu)
         problem = (
             node.closed(gpu, "replica")
-            or ("is not offered yet" if gpu not in registered else None)
             or (
                 obstacle_to_devices(node, ledger, caller, gpu, request.must.get(gpu, 0), follow)
                 if gpu in node.mig_profiles
@@ -189,7 +187,7 @@ def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
     return found
 
 
-def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Sequence[GpuName]) -> Allocation:
+def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
     """The caller's allocation on all of these GPUs, with the most of these requests on each."""
     most = dict.fromkeys(gpus, Amounts())
     for each in wanted:
