@@ -314,7 +314,7 @@ async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folde
     async with mig_stage(folder, profiles=["1g.99gb"]) as (node, _):
         status = await node.run(node.pod("a", hami(gpumem=5000)))
         assert status.phase == "Failed"
-        (reason,) = node.agent.view().node.unschedulable.values()
+        (reason,) = node.agent.view().node.out_of_service.values()
         assert reason.startswith("hami.mig_profiles has none of its profiles, which are 7g.80gb, 4g.40gb")
 
 
