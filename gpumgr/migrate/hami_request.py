@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER, decode_register
 from gpumgr.kubeapi.pods import quantity_or_0
@@ -19,12 +20,11 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_R
 
 def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]:
     """The containers of a pod, in the order in which the kubelet allocates, with what they request."""
-    init = ["sidecar" if each.restart_policy == "Always" else "init" for each in pod_spec.init_containers]
-    kinds: list[Any] = [*init, *("app" for _ in pod_spec.containers)]
-    return [
-        ContainerSpec(name=each.name or "?", kind=kind, replicas=_asked(each, resources))
-        for each, kind in zip(pod_spec.all_containers, kinds, strict=True)
+    found: list[tuple[KubernetesContainer, ContainerKind]] = [
+        (each, "sidecar" if each.restart_policy == "Always" else "init") for each in pod_spec.init_containers
     ]
+    found += [(each, "app") for each in pod_spec.containers]
+    return [ContainerSpec(name=each.name or "?", kind=kind, replicas=_asked(each, resources)) for each, kind in found]
 
 
 def requests(
