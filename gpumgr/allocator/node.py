@@ -41,7 +41,7 @@ class NodeView:
 
     @property
     def out_of_service(self) -> Mapping[GpuName, str]:
-        """GPU -> why it accepts no new containers at all. One on which MIG devices are created on demand does."""
+        """GPU -> why it accepts neither shares nor MIG devices that are created on demand."""
         return {gpu: why for gpu, why in self.unschedulable.items() if self.closed(gpu, "replica")}
 
     def label(self, gpu: GpuName) -> str:

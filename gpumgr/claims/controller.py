@@ -29,7 +29,7 @@ _PAUSE_SECONDS: Final = 0.1
 _EVENT_SECONDS: Final = 60.0
 #: Events of one look; the others follow with the next one, after templates and gates.
 _MAX_EVENTS: Final = 50
-#: For the UID of a template that exists, and that the watch has not shown yet.
+#: For the UID of a template that was created, until the watch shows it, or the next sweep.
 _UNSEEN: Final = ""
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
@@ -137,10 +137,10 @@ class ClaimsController:
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
         for key in used_at.keys() - templates.keys():
             del used_at[key]
+        for key in [key for key, each in templates.items() if each.uid == _UNSEEN]:  # it may have been deleted by now
+            del templates[key]
         for key, each in list(templates.items()):
-            if each.uid == _UNSEEN:  # it may have been deleted by now
-                del templates[key]
-            elif each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
+            if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
                 path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
                 if await self._write("sweep", "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
                     _log.info("template_deleted", namespace=key[0], template=key[1])

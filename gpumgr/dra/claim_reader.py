@@ -81,7 +81,8 @@ class ClaimReader:
                     except GpumgrError as failure:  # they may be in the middle of being replaced
                         why = str(failure)
             except API_FAILURES as error:
-                if not why or type(error) is not TimeoutError:  # of a last try that was cut short, which says nothing
+                # The timeout of a last try that was cut short says nothing.
+                if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
                     why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])

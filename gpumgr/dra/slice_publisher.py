@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import structlog
 
@@ -99,8 +99,8 @@ class SlicePublisher:
         """Until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
-            group.create_task(self._follow(self._devices), name="slice_devices")
-            group.create_task(self._follow(self._registration), name="slice_registration")
+            group.create_task(self._follow_devices(), name="slice_devices")
+            group.create_task(self._follow_registration(), name="slice_registration")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
@@ -111,6 +111,7 @@ class SlicePublisher:
             async with asyncio.timeout(timeout_seconds), self._writing:
                 if await self._server.send("DELETE", f"{SLICES}/{self._name}", {}, but=(404,)):
                     _log.info("slice_withdrawn", slice=self._name)
+                self.state = replace(self.state, published=False)  # a write may have ended in the meantime
                 return True
         except _FAILED as error:
             text = _text(error)
@@ -123,11 +124,18 @@ class SlicePublisher:
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 
-    async def _follow(self, latest: LatestValue[Any]) -> None:
-        with latest.subscribe() as values:
-            async for value in values:
-                if latest is self._registration and value.registered:
+    async def _follow_devices(self) -> None:
+        with self._devices.subscribe() as changes:
+            async for _ in changes:
+                self._wake.set()
+
+    async def _follow_registration(self) -> None:
+        before = LinkState()
+        with self._registration.subscribe() as states:
+            async for state in states:
+                if state.registered and (not before.registered or state.registrations != before.registrations):
                     self._registered_at = self._clock()
+                before = state
                 self._wake.set()
 
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
@@ -174,7 +182,7 @@ class SlicePublisher:
             )
         async with self._writing:
             await self._probe()
-            await self._look_up()
+            looked_up = await self._look_up()
             if self._stored is None or not self._node_uid:
                 node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
                 self._node_uid = str(node["metadata"]["uid"])
@@ -191,16 +199,22 @@ class SlicePublisher:
             self._pause = self._times.retry_seconds[0]
             reason = self._loss.sentence if self._loss is not None else None
             self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
+        if not looked_up:
+            return self._times.retry_seconds[1]
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
 
-    async def _look_up(self) -> None:
-        """After a list: does the slice still exist?"""
+    async def _look_up(self) -> bool:
+        """After a list: does the slice still exist? False: that is not known, which is no reason to report it as not published."""
         lists, before = self._lists, self._stored
-        if lists == self._compared:
-            return
-        if before is not None and await self._server.find(f"{SLICES}/{self._name}") is None and self._stored is before:
-            self._deleted()
+        if lists != self._compared and before is not None:
+            try:
+                found = await self._server.find(f"{SLICES}/{self._name}")
+            except _FAILED:
+                return False
+            if found is None and self._stored is before:
+                self._deleted()
         self._compared = lists
+        return True
 
     def _due(self, stored: StoredSlice | None) -> float:
         """When a write may happen."""

@@ -36,8 +36,8 @@ _TRY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A pod that waits for the claims `missing`. `ours` None: it is not known yet whether one of them is of this driver. `tried`: its
-    retries since the last registration, for each claim that the ledger holds."""
+    """A pod, and the claims that it waits for. `ours` None: it is not known yet whether one of them is of this driver. `tried`: its retries
+    since the last registration, for each claim that the ledger holds."""
 
     due_at: float
     pause_seconds: float
@@ -93,6 +93,8 @@ class WaitingPods:
             lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
             known = {name for name in lacking if (pod.namespace, name) in held}
             missing = lacking - {name for name in known if wait.tried[name] >= _HELD_RETRIES}
+            if missing and not wait.missing:
+                wait.due_at, wait.pause_seconds = now + _FIRST_SECONDS, _FIRST_SECONDS
             if missing != wait.missing:
                 wait.missing, wait.ours = missing, bool(missing & known) or None
             if missing and wait.due_at <= now and wait.ours is not False:
@@ -102,8 +104,13 @@ class WaitingPods:
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
         wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
         if wait.ours is None:
-            found = [await find_shares(self._server, self._pool, pod.namespace, name) for name in wait.missing]
-            wait.ours = any(shares for _, shares in found)
+            for name in sorted(wait.missing):
+                _, shares = await find_shares(self._server, self._pool, pod.namespace, name)
+                if shares:
+                    wait.ours = True
+                    break
+            else:
+                wait.ours = False
         if not wait.ours:
             return
         wait.retries += 1

@@ -135,8 +135,8 @@ class Enforcer:
                         await backend.start(tenant)
                 if allocation.cdi:
                     text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
-                    # Not in another thread: the folder is in memory (/var/run/cdi), and the threads of many claims at once would
-                    # wait for each other longer than a write takes.
+                    # Not in another thread: by default the folder is in memory (/var/run/cdi), and the threads of many claims at
+                    # once would wait for each other longer than a write takes.
                     self._write_spec(allocation.id, text)
             except OSError as error:
                 where = f" {error.filename}" if error.filename else ""

@@ -60,7 +60,8 @@ class InventoryReporter(NodeAnnotationReporter):
     def _inventory(self, report: NodeReport) -> Inventory:
         view = report.view
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
-        failed, closed, on_demand = view.inventory.failures(registry), view.node.out_of_service, view.node.mig_profiles
+        failed, on_demand = view.inventory.failures(registry), view.node.mig_profiles
+        cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
         other = self._other(view, {name: position for position, name in enumerate(names) if name})
         replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
@@ -75,7 +76,7 @@ class InventoryReporter(NodeAnnotationReporter):
                     memory=gpu.memory_bytes >> 20,
                     numa=-1 if gpu.numa_node is None else gpu.numa_node,
                     healthy=bool(name) and name not in failed,
-                    cordoned=name in closed and name not in failed,
+                    cordoned=name in cordoned,
                     index=UNSET if gpu.index == position else gpu.index,
                     replicas=UNSET if name in on_demand else view.inventory.replicas,
                     mig=mig_rows(on_demand.get(name, ())),

@@ -97,6 +97,8 @@ def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
     assert found.topology() == snapshot_of(2, nvlinks=4).topology
     node.look(cordoned={uuid_of(1): "by the operator"})
     assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (True, True)]
+    node.look(cordoned={uuid_of(1): "by the operator"}, failed={uuid_of(1): "XID 79"})
+    assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (False, True)]
 
 
 def test_a_gpu_that_cannot_be_described_leaves_a_gap_in_the_indices() -> None:

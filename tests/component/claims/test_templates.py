@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gpumgr.claims.objects import WatchedTemplate
 from gpumgr.settings.schema import ClaimsSettings
 from tests.component.scheduler.conftest import Clock, until
 
@@ -134,3 +135,25 @@ async def test_a_template_that_another_replica_has_created_is_not_created_again(
     assert stage.controller.writes["template", "ok"] == 2, "the one that was refused, and that of the other pod"
     stage.clock.now += 61  # it was deleted before the watch has shown it
     await until(lambda: stage.dra.templates == ["team/vcuda-c0-10-4", f"team/{NAME}"])
+
+
+@pytest.mark.parametrize("ends", ["shown", "shown and deleted"])
+async def test_a_template_that_the_watch_shows_during_a_sweep_is_what_the_watch_says(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    idle, made = ("team", "vcuda-c0-1-1"), ("team", NAME)
+    templates = stage.watches.templates
+
+    async def write(*_: object, **__: object) -> bool:
+        if ends == "shown":
+            templates[made] = WatchedTemplate(uid="real", key=made, managed=True)
+        else:
+            templates.pop(made, None)
+        return True
+
+    monkeypatch.setattr(stage.controller, "_write", write)
+    templates[idle] = WatchedTemplate(uid="idle", key=idle, managed=True)
+    templates[made] = WatchedTemplate(uid="", key=made, managed=True)
+    stage.watches.used_at |= {idle: float("-inf"), made: stage.clock.now}
+    await stage.controller._sweep()
+    assert (made in templates) is (ends == "shown")

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.aio import LatestValue
 from gpumgr.dra.slice_publisher import PublishTimes, SlicePublisher
 from gpumgr.dra.slices import SliceDevice, Taint, resource_slice, slice_name
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.rpc.link_state import LinkState
 from gpumgr.sim.apiserver import SimApiServer
@@ -250,6 +250,61 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_pat
         await stage.until(lambda: stage.slice is not None)
         await stage.settled(*names(*DEVICES))
         assert stage.methods == ["POST", "POST"]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    asked = list[bool]()
+
+    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        asked.append(stage.publisher.state.published)
+        if len(asked) <= failures:
+            raise AnswerError("HTTP 500: etcd has no leader", status=500)
+        return await found(self, path, query=query)
+
+    found = ApiServer.find
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        monkeypatch.setattr(ApiServer, "find", find)
+        stage.publisher._listed()
+        await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
+        assert stage.methods == ["POST"]
+
+
+async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")
+        stage.registration.set(LinkState(registered=True, registrations=1, error="the folder is read-only"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stage.publisher._registered_at == float("-inf")
+        stage.register(2)
+        await stage.until(lambda: stage.publisher._registered_at > float("-inf"))
+
+
+async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, permitted = asyncio.Event(), asyncio.Event()
+
+    async def write(*_: object) -> None:
+        entered.set()
+        await permitted.wait()
+
+    async with staged(tmp_path) as stage:
+        monkeypatch.setattr(stage.publisher, "_write", write)
+        stage.register(1)
+        await entered.wait()
+        withdrawal = asyncio.create_task(stage.publisher.withdraw(timeout_seconds=30))
+        await asyncio.sleep(0)
+        permitted.set()
+        assert await withdrawal
+        assert stage.publisher.state.published is False
 
 
 # -- pace and failures -------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ OTHERS = {
 
 
 class Server:
-    """`claims` by name. `patched`: pod and annotation of each patch."""
+    """`claims` by name; an error is raised. `patched`: pod and annotation of each patch."""
 
-    def __init__(self, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
+    def __init__(self, claims: Mapping[str, Mapping[str, Any] | Exception | None]) -> None:
         self.claims, self.patched, self.reads = claims, list[tuple[str, str]](), 0
         self.away = False
 
@@ -30,7 +30,10 @@ class Server:
         if self.away:
             raise TimeoutError
         self.reads += 1
-        return self.claims.get(path.rpartition("/")[2])
+        found = self.claims.get(path.rpartition("/")[2])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def send(self, _method: str, path: str, body: Mapping[str, Any], *, but: tuple[int, ...]) -> bool:
         assert but == (404, 409)
@@ -41,7 +44,7 @@ class Server:
 
 
 class Scene:
-    def __init__(self, *pods: PodView, claims: Mapping[str, Mapping[str, Any] | None]) -> None:
+    def __init__(self, *pods: PodView, claims: Mapping[str, Mapping[str, Any] | Exception | None]) -> None:
         self.now, self.prepared, self.held = 0.0, set[tuple[str, str]](), set[tuple[str, str]]()
         self.pods, self.server = list(pods), Server(claims)
         self.waiting = WaitingPods(
@@ -149,3 +152,21 @@ async def test_a_claim_of_ours_that_is_missing_later_makes_the_pod_due() -> None
     assert await scene.at(2.0) == []
     scene.prepared.clear()
     assert await scene.at(10.0) == [("a", "1")]
+
+
+async def test_a_pod_that_loses_its_claim_is_not_due_at_once() -> None:
+    """It is being deleted, and leaves the watch soon."""
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    await scene.at(0.0)
+    scene.prepared.add(("team", "a"))
+    await scene.at(100.0)
+    scene.prepared.clear()
+    assert await scene.at(110.0) == []
+    assert await scene.at(112.0) == [("a", "1")]
+
+
+async def test_no_claim_is_read_after_one_of_ours() -> None:
+    scene = Scene(pod("a", "a", "b"), claims={"a": OURS, "b": TimeoutError()})
+    await scene.at(0.0)
+    assert await scene.at(2.0) == [("a", "1")]
+    assert scene.server.reads == 1
