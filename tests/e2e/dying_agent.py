@@ -9,18 +9,18 @@ from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
 from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.dra.driver import DraDriver
+from gpumgr.dra.service import DraPlugin
 
 #: Step -> the method that it is before or after.
 STEPS: Final[dict[str, tuple[type, str, str]]] = {
     "claim-read": (ClaimReader, "read", "after"),
     "grant-decided": (SqliteCheckpoint, "save", "before"),
     "grant-saved": (SqliteCheckpoint, "save", "after"),
-    "prepared": (DraDriver, "prepare", "after"),
-    "unprepare-called": (DraDriver, "unprepare", "before"),
+    "prepared": (DraPlugin, "_prepare", "after"),
+    "unprepare-called": (DraPlugin, "_unprepare", "before"),
     "release-decided": (SqliteCheckpoint, "save", "before"),
     "release-saved": (SqliteCheckpoint, "save", "after"),
-    "unprepared": (DraDriver, "unprepare", "after"),
+    "unprepared": (DraPlugin, "_unprepare", "after"),
 }
 
 
