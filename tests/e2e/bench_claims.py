@@ -192,18 +192,19 @@ class Bench:
         return {name: {"p50": round(statistics.median(each), 2), "worst": round(max(each), 2)} for name, each in found.items()}
 
     def _slice_gap(self, there: DraNode) -> float:
-        """How long a starting kubelet's wipe leaves the node without a slice."""
-        gone: list[float] = []
+        """How long a starting kubelet's wipe leaves the node without a slice, at most: from the last look that shows the former one to the
+        first look that shows the next one. There may be no look between the two."""
+        (former,), last = (each["metadata"]["uid"] for each in there.slices()), [time.monotonic()]
 
         def back() -> bool:
-            now, found = time.monotonic(), there.slices()
-            if not found and not gone:
-                gone.append(now)
-            return bool(gone and found)
+            now, found = time.monotonic(), {each["metadata"]["uid"] for each in there.slices()}
+            if former in found:
+                last[0] = now
+            return bool(found - {former})
 
         def watched() -> float:
             wait_until("the slice", back, every=0.005)
-            return time.monotonic() - gone[0]
+            return time.monotonic() - last[0]
 
         # The kubelet ends with the thread that starts it.
         with ThreadPoolExecutor(1) as threads:
