@@ -7,7 +7,9 @@ Invariants:
    once if the driver was registered lately, else at the next registration, but no later than `notify_seconds`: others delete slices too.
 3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
 4. What the API server stored for a given slice counts as that slice, however it is spelled: no write is repeated without a change.
-5. A server that drops what sharing needs gets an empty list of devices, which a request with dryRun finds out before anything is offered.
+5. A list may follow a deletion that the watch did not show. So after each list the slice is looked up once; while that fails, it counts as
+   published.
+6. A server that drops what sharing needs gets an empty list of devices, which a request with dryRun finds out before anything is offered.
 """
 
 import asyncio
@@ -91,8 +93,8 @@ class SlicePublisher:
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
         self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
-        #: Lists of the watch, and how many of them were compared with `_stored`.
-        self._lists = self._compared = 0
+        #: Lists of the watch; how many of them `_stored` was compared with, and of how many that failed last.
+        self._lists = self._compared = self._not_compared = 0
         self.state = PublisherState()
 
     async def run(self) -> None:
@@ -209,7 +211,10 @@ class SlicePublisher:
         if lists != self._compared and before is not None:
             try:
                 found = await self._server.find(f"{SLICES}/{self._name}")
-            except _FAILED:
+            except _FAILED as error:
+                if self._not_compared != lists:
+                    self._not_compared = lists
+                    _log.warning("slice_not_looked_up", slice=self._name, error=_text(error), consequence="it is tried again")
                 return False
             if found is None and self._stored is before:
                 self._deleted()

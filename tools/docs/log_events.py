@@ -231,6 +231,8 @@ MEANINGS: Final = {
     "slice_not_published": "The ResourceSlice can't be written, for the given reason, and kube-scheduler does not see the node's GPUs, or "
     "their previous state. It is tried again. HTTP 403: the agent's account lacks rights (chart value `mode: dra`), or its token names "
     "no node. HTTP 422: report the API server's sentence.",
+    "slice_not_looked_up": "Whether the ResourceSlice still exists after a new list of the API server is not known, for the given reason: "
+    "agents need the right to get ResourceSlices. It counts as published, and is looked up again every 10 s.",
     "slice_fields_dropped": "The API server does not store parts of the ResourceSlice; `reason` names the feature gate, and what to do.",
     "slice_withdrawn": "The agent stops in order and has deleted its ResourceSlice, so that no further pods are scheduled to it.",
     "slice_not_withdrawn": "The agent stopped, or started in mode plugin, and could not delete its ResourceSlice. Pods that "

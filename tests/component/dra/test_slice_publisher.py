@@ -270,8 +270,10 @@ async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_publishe
         await stage.settled(*names(*DEVICES))
         await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
         monkeypatch.setattr(ApiServer, "find", find)
-        stage.publisher._listed()
-        await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        with capture_logs() as logs:
+            stage.publisher._listed()
+            await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        assert [each["event"] for each in logs] == ["slice_not_looked_up"]
         assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
         assert stage.methods == ["POST"]
 
