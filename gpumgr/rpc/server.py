@@ -1,9 +1,9 @@
 """A gRPC server on grpclib that notifies its clients when it ends.
 
 grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
-without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
-its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
-`Connection.flush`.
+without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses five of
+its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server`, `Connection._connection` and `Connection._transport`. It
+also replaces `Connection.flush`.
 """
 
 import asyncio
@@ -107,8 +107,8 @@ class DrainingServer(Server):
         await self.close_now()
 
     async def close_now(self) -> None:
-        """Ends every connection; calls that still run are cancelled. A client that does not read is disconnected after
-        `flush_seconds`, since its transport would keep what it holds, and stay open."""
+        """Ends every connection; calls that still run are cancelled. Each client closes its connection once it has read everything;
+        one that does not is disconnected after `flush_seconds`."""
         self.draining = True
         if self._server is None:
             return
@@ -172,6 +172,7 @@ class ServedConnection(H2Protocol):
         super().__init__(made.handler, made.config, h2_config)
         self.server = server
         self._flush_is_due = False
+        self._goodbye_said = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -182,17 +183,25 @@ class ServedConnection(H2Protocol):
         if self.server.draining:
             self.say_goodbye()
 
+    def data_received(self, data: bytes) -> None:
+        if not self._goodbye_said:
+            super().data_received(data)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.disconnected(self)
         super().connection_lost(exc)
 
     def say_goodbye(self) -> None:
-        """Sends GOAWAY and closes; the transport sends what it holds first."""
-        if self.transport.is_closing():
+        """Sends GOAWAY and closes the sending side: a client that writes to a closed socket gets an error, and may lose with it the
+        answers that it has not read yet."""
+        if self._goodbye_said or self.transport.is_closing():
             return
+        self._goodbye_said = True
         with suppress(ProtocolError):  # the connection is past sending
             self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()
+        self.transport.write_eof()
+        del self.connection._transport  # or the processor closes it
         self.processor.close("the server is draining")
 
     def _flush_soon(self) -> None:

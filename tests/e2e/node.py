@@ -1,5 +1,6 @@
 """What the tests do with the node: create pods, wait for them, and hold the books against each other."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -78,16 +79,22 @@ class Node:
         found = self.cluster.api.events(name, pod["metadata"]["uid"]) if pod else []
         return [each for each in found if each["reason"] == reason]
 
-    def event(self, name: str, reason: str) -> str:
-        """The message of a pod's event with this reason: what `kubectl describe pod` shows. Waits for it."""
-        messages: list[str] = []
+    def event(self, name: str, reason: str, wanted: str = "") -> str:
+        """The message of a pod's event with this reason: what `kubectl describe pod` shows. Waits for one in which `wanted`, a regular
+        expression, is found: what failed is tried again, and may then fail for another reason."""
+        found: list[str] = []
+        seen: list[str] = []
 
         def there() -> bool:
-            messages[:] = [str(each["message"]) for each in self.events(name, reason)]
-            return bool(messages)
+            seen[:] = [str(each["message"]) for each in self.events(name, reason)]
+            found[:] = [each for each in seen if re.search(wanted, each)]
+            return bool(found)
 
-        wait_until(f"event {reason} of {name}", there, every=0.1)
-        return messages[-1]
+        try:
+            wait_until(f"event {reason} of {name}", there, every=0.1)
+        except TimeoutError:
+            raise AssertionError(f"{wanted!r} is in no event {reason} of {name}: {seen}") from None
+        return found[-1]
 
     def held(self) -> list[Held]:
         """What the kubelet lists."""

@@ -143,7 +143,7 @@ def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: Dr
 def test_what_fits_nowhere_stays_pending(node: DraNode) -> None:
     node.make(template("huge", request("gpu", 10, "800Gi")))
     node.cluster.create([claiming("huge", "huge")])
-    assert "cannot allocate all claims" in node.event("huge", "FailedScheduling")
+    node.event("huge", "FailedScheduling", "cannot allocate all claims")
     assert not node.agent.ledger()
 
 

@@ -87,7 +87,7 @@ def test_a_hostile_tenant_does_not_affect_others(hami: Node, attack: str, code: 
         [tenant("honest", f"while sleep 1; do {REGION} show; done", 20, 8), tenant("hostile", f"{REGION} {attack}; {SLEEP}")]
     )
     if code is not None:
-        assert hami.event("hostile", code)
+        hami.event("hostile", code)
     if "raise" in attack:
         name = region(hami, "hostile")
         wait_until("the limit again", lambda: name.read_bytes()[1600:1608] == (16 * BLOCK).to_bytes(8, "little"))
@@ -127,6 +127,6 @@ def test_a_library_with_another_checksum_refuses_the_container(hami: Node) -> No
     try:
         made.write_bytes(made.read_bytes() + b"\0")
         hami.cluster.create([tenant("refused", SLEEP)])
-        assert "sha" in hami.event("refused", "Failed").lower()
+        hami.event("refused", "Failed", "(?i)sha")
     finally:
         shutil.copy2(kept, made)

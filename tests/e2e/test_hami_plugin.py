@@ -254,7 +254,7 @@ def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
         assert [holding.gpus for holding in both.ledger_of("beside")] == [(name_of(five),)]
         # 20 cores of the adopted pod, and the 70 above.
         both.cluster.create([scheduled("late", five, gpumem=1000, gpucores=20)])
-        assert f"of UUID {five}" in both.event("late", "FailedScheduling")
+        both.event("late", "FailedScheduling", f"of UUID {five}")
     assert {each.place: frozenset(each.ids) for each in both.resources.held(REPLICA) if each.place in held} == held
 
 

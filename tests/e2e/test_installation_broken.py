@@ -274,7 +274,7 @@ def test_without_write_permissions_pods_are_placed(node: Node, agent: Installed,
         node.check()
     wait_until("all rights", lambda: doctor(agent)["rbac"][0] == "ok", every=1)
     node.run([gpu_pod("third", 20, 20)])
-    assert "20 cores" in node.event("third", "GpuPlaced")
+    node.event("third", "GpuPlaced", "20 cores")
     wait_until("its annotations", lambda: annotations(node, "third"))
 
 
@@ -301,7 +301,7 @@ def test_without_permission_to_list_pods_they_are_placed(node: Node, agent: Inst
         assert len(refused_lists(agent)) == 1
         assert doctor(agent)["rbac"][1].startswith("not allowed: list pods; add them to the agent's ClusterRole: ")
     wait_until("annotations of both", lambda: annotations(node, "share") and annotations(node, "whole"), 90)
-    assert "20 cores" in node.event("share", "GpuPlaced")
+    node.event("share", "GpuPlaced", "20 cores")
     node.check()
 
 

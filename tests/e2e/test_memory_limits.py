@@ -1,5 +1,7 @@
 """The driver's data on processes: containers over their limit, unattributed processes, evictions; and a node without enforcement."""
 
+import re
+
 from gpumgr.sim.control import SimProcess
 
 from .agent import Agent
@@ -14,7 +16,7 @@ def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
     """The event of its placement, so that saying it costs the API server nothing more."""
     node.run([gpu_pod("free", 30, 16)])
     said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
-    assert said in node.event("free", "GpuPlaced")
+    node.event("free", "GpuPlaced", re.escape(said))
     uid = node.cluster.pods.all()["free"]["metadata"]["uid"]
     reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
     assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
@@ -37,7 +39,7 @@ def test_memory_over_the_limit_and_unattributed_processes_are_reported(cluster: 
             ],
         )
         try:
-            assert "MiB" in node.event("greedy", "GpuMemoryOverLimit")
+            node.event("greedy", "GpuMemoryOverLimit", "MiB")
             wait_until("the page of metrics with it", lambda: used(node) == {"greedy": 20 * BLOCK, "modest": 2 * BLOCK})
             wait_until("the stranger in the log", lambda: 1 in strangers(node))
             assert not node.events("modest", "GpuMemoryOverLimit")

@@ -61,7 +61,7 @@ def test_an_allocation_has_one_id_in_annotations_events_and_history(node: Node) 
 def test_a_refusal_is_in_the_pods_events_and_in_the_history(node: Node) -> None:
     node.cluster.create([gpu_pod("odd", 150, 4)])
     node.wait_phase("odd", "Failed")
-    assert "must be a multiple of 100" in node.event("odd", "GpuRefused")
+    node.event("odd", "GpuRefused", "must be a multiple of 100")
     (entry,) = history("--pod", "default/odd", "--refused")
     (event,) = node.events("odd", "GpuRefused")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == entry["id"]

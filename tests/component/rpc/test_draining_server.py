@@ -90,3 +90,19 @@ async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folde
         peer.connect(str(folder / "0.sock"))
     with call(folder / "1.sock"):
         await server.drain(0, lambda: None)
+
+
+async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path) -> None:
+    """It would otherwise get EPIPE, and gRPC libraries may then drop what they have not read."""
+    sender = Sender()
+    server = DrainingServer([sender], flush_seconds=30)
+    await server.start(path=str(folder / "sender.sock"))
+    with call(folder / "sender.sock") as peer:
+        await sender.sent.wait()
+        ending = asyncio.create_task(server.drain(0, lambda: None))
+        loop = asyncio.get_running_loop()
+        while await loop.sock_recv(peer, 1 << 20):
+            pass
+        peer.sendall(bytes(100))
+        assert not ending.done()
+    await ending
