@@ -24,6 +24,8 @@ from .test_pods import gpu_nodes, shown
 
 #: The kubelet's record of claims: written before it calls the driver.
 RECORD = KUBELET_ROOT / "dra_manager_state"
+#: The reason of the kubelet's event.
+FAILED = "FailedPrepareDynamicResources"
 
 
 @pytest.fixture(scope="module")
@@ -113,23 +115,28 @@ def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
     """Waits until the kubelet has read the claim (UID) of each pod and is about to call the driver.
 
     The API server may refuse it a claim of a pod that was just bound. It tries again after a minute, or when the pod changes: the agent,
-    which is stopped here, changes such pods.
+    which is stopped here, changes such pods. A change before the refusal would make the kubelet try once more after this call.
     """
+    refusals = dict.fromkeys(claims, 0)
 
     def called() -> bool:
         missing = [name for name, uid in claims.items() if uid not in RECORD.read_text()]
         for name in missing:
-            node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(time.monotonic())}}})
+            before, refusals[name] = refusals[name], sum(each["count"] for each in node.events(name, FAILED))
+            if refusals[name] > before:
+                node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(refusals[name])}}})
         return not missing
 
-    wait_until("the kubelet's record of the claims", called, every=1)
+    wait_until("the kubelet's record of the claims", called, every=0.2)
 
 
 def test_an_api_server_that_does_not_answer_delays_a_pod_and_no_more(node: DraNode) -> None:
     with api_server_away(node, "patient"):
         time.sleep(3)
     node.wait_running(["patient"])
-    assert not node.events("patient", "FailedPrepareDynamicResources")
+    assert all("forbidden" in each["message"] for each in node.events("patient", FAILED)), (
+        "no failure but the API server's own refusal"
+    )
 
 
 def test_an_api_server_that_is_away_for_long_is_named_and_the_pod_retried_when_it_is_back(node: DraNode) -> None:
@@ -139,7 +146,7 @@ def test_an_api_server_that_is_away_for_long_is_named_and_the_pod_retried_when_i
         wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), every=0.3)
     node.wait_running(["late"])
     assert RETRY_ANNOTATION in node.cluster.pods.all()["late"]["metadata"]["annotations"]
-    node.event("late", "FailedPrepareDynamicResources", text)
+    node.event("late", FAILED, text)
 
 
 def test_claims_that_are_deleted_or_replaced_before_they_are_prepared(node: DraNode) -> None:
@@ -156,7 +163,7 @@ def test_claims_that_are_deleted_or_replaced_before_they_are_prepared(node: DraN
             node.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
         node.claim("replaced", request("gpu", 10, "1Gi"))
     for name, text in wanted.items():
-        node.event(name, "FailedPrepareDynamicResources", text)
+        node.event(name, FAILED, text)
     assert node.agent.ledger() == before
     node.delete(list(wanted))
     node.cluster.api.request("DELETE", f"{CLAIMS}/replaced")
