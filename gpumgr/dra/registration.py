@@ -7,7 +7,9 @@ pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before it ends.
 2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
-3. Only `stop` removes the sockets. Those that a killed process left are removed by the next one of any name.
+3. Only `stop` removes the sockets. Those that a killed process left are removed by the next one of any name, and replaced by ones with
+   another name: the kubelet, which looks once a second, needs one look to notice that a socket is gone, and one more for the next socket
+   of the same name.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
 call; the registration is believed until then.
@@ -80,6 +82,9 @@ class DraLink:
         its pod; each then has sockets of its own.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
+        others = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
+        if _is_leftover(registration) and not any(map(path_problem, others)):
+            dra, registration = others
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
         #: Called after each change, so after each registration that the kubelet confirms.
@@ -95,7 +100,6 @@ class DraLink:
         self._accepted = 0  # connections to the DRA socket that are considered already
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
-        # The kubelet needs one look to notice that a socket is gone, and one for the next socket; it looks once a second.
         self._remove_leftovers()
 
     def has_other_instance(self) -> bool:
@@ -166,8 +170,8 @@ class DraLink:
         """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in server.path.parent.glob(pattern):
-                with suppress(OSError):
-                    if path.is_socket() and not is_served(path):
+                if _is_leftover(path):
+                    with suppress(OSError):
                         path.unlink()
                         _log.info("leftover_socket_removed", socket=str(path))
 
@@ -241,6 +245,13 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
 def socket_patterns() -> tuple[str, str]:
     """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
     return "dra*.sock", f"{DRIVER}-*reg.sock"
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether it certainly is a socket on which nothing listens."""
+    with suppress(OSError):
+        return path.is_socket() and not is_served(path)
+    return False
 
 
 def _check_folder(folder: Path) -> None:

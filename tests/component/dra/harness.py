@@ -16,6 +16,7 @@ from gpumgr.dra.registration import DraLink, LinkTiming
 from gpumgr.dra.service import Claims, DraPlugin
 from gpumgr.rpc.link_state import LinkState
 from gpumgr.units import Amounts
+from gpumgr.unix_socket import is_served
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
@@ -121,15 +122,21 @@ class StubKubelet:
             path.name for folder in (self.registry, self.plugins / DRIVER) if folder.is_dir() for path in folder.iterdir()
         )
 
+    def served(self) -> list[str]:
+        """The driver's registration sockets on which a process listens."""
+        return [path.name for path in self.registry.glob(f"{DRIVER}-*reg.sock") if is_served(path)]
+
     async def info(self, name: str = f"{DRIVER}-reg.sock") -> Any:
         async with channel_to(self.registry / name) as channel:
             stub = pluginregistration_services.RegistrationStub(channel)
             return await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
 
-    async def register(
-        self, name: str = f"{DRIVER}-reg.sock", *, connect: bool = True, hang_up: bool = False, error: str = ""
-    ) -> Any:
-        """Waits for the registration socket. Returns the connection to the endpoint; with `hang_up` it ends before Notify."""
+    async def register(self, name: str | None = None, *, connect: bool = True, hang_up: bool = False, error: str = "") -> Any:
+        """Waits for the registration socket: of this name, or one that is served. Returns the connection to the endpoint; with `hang_up` it
+        ends before Notify."""
+        if name is None:
+            await soon(lambda: bool(self.served()))
+            (name,) = self.served()
         await soon((self.registry / name).exists)
         info = await self.info(name)
         connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")

@@ -229,20 +229,37 @@ async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> No
         assert kubelet.sockets() == sorted(["dra-old.sock", f"{DRIVER}-old-reg.sock", *others])
 
 
-async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(folder: Path) -> None:
+@pytest.mark.parametrize(("instance", "suffix"), [(None, ""), ("pod", "-pod")])
+async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(
+    folder: Path, instance: str | None, suffix: str
+) -> None:
+    """Under another name, for one look of the kubelet is enough then; the next process has the first name again."""
     kubelet = StubKubelet(folder)
     (kubelet.plugins / DRIVER).mkdir()
-    dead_socket(kubelet.plugins / DRIVER / "dra.sock")
+    former, later = ([f"dra{each}.sock", f"{DRIVER}{each}-reg.sock"] for each in (suffix, f"{suffix}-again"))
+    for left, made in ((former, later), (later, former)):
+        for path in (kubelet.plugins / DRIVER / left[0], kubelet.registry / left[1]):
+            path.unlink(missing_ok=True)
+            dead_socket(path)
+        async with linked(folder, instance=instance) as one:
+            await one.kubelet.register(made[1])
+            assert one.link.state.registered
+            assert os.stat(kubelet.registry / made[1]).st_mode & 0o777 == 0o600
+            daemon = one.link._daemon
+            assert daemon is not None
+            daemon.cancel()
+            await asyncio.wait([daemon])
+            assert kubelet.sockets() == made
+
+
+async def test_a_killed_process_is_followed_where_no_longer_name_has_room(folder: Path) -> None:
+    root = folder / ("r" * (107 - len(f"{folder}//plugins_registry/{REGISTRATION}")))
+    root.mkdir()
+    kubelet = StubKubelet(root)
     dead_socket(kubelet.registry / REGISTRATION)
-    async with linked(folder) as one:
-        await one.kubelet.register()
-        assert one.link.state.registered
-        assert os.stat(kubelet.registry / REGISTRATION).st_mode & 0o777 == 0o600
-        daemon = one.link._daemon
-        assert daemon is not None
-        daemon.cancel()
-        await asyncio.wait([daemon])
-        assert kubelet.sockets() == ["dra.sock", REGISTRATION]
+    async with linked(root) as one:
+        await one.kubelet.register(REGISTRATION)
+        await one.until(lambda state: state.registered)
 
 
 async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None:
