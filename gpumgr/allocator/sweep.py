@@ -26,7 +26,8 @@ Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """The result of one sweep. `absent` counts for each allocation how often in a row it was missing."""
+    """The result of one sweep. `renamed` had a wrong name; one that had none yet is not among them. `absent` counts for each allocation how
+    often in a row it was missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
@@ -113,9 +114,14 @@ def sweep(
     return Swept(
         ledger=after,
         freed=tuple(ledger.allocations.get(a.id, a) for a in after.freed_since(earlier)),
-        renamed=tuple(a for k, a in ledger.allocations.items() if a != before[k]),
+        renamed=tuple(a for k, a in ledger.allocations.items() if _had_another_name(before[k], a)),
         absent=still_absent,
     )
+
+
+def _had_another_name(before: Allocation, after: Allocation) -> bool:
+    names = ((before.pod, after.pod), (before.uid, after.uid), (before.container, after.container))
+    return any(earlier not in (None, later) for earlier, later in names)
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:

@@ -1,9 +1,9 @@
 """A gRPC server on grpclib that notifies its clients when it ends.
 
 grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
-without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses five of
-its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server`, `Connection._connection` and `Connection._transport`. It
-also replaces `Connection.flush`.
+without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
+its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
+`Connection.flush`.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from h2.exceptions import ProtocolError
 from gpumgr.aio import wait_at_most
 from gpumgr.rpc.channel import WireCodec
 
-#: How long clients may take at the end to read what was sent to them.
+#: How long clients may take at the end to close their connections, and then to read what was sent to them.
+_CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
 #: A call that ended so recently may be the first of two.
 _PAIR_SECONDS: Final = 0.05
@@ -107,8 +108,9 @@ class DrainingServer(Server):
         await self.close_now()
 
     async def close_now(self) -> None:
-        """Ends every connection; calls that still run are cancelled. Each client closes its connection once it has read everything;
-        one that does not is disconnected after `flush_seconds`."""
+        """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. One
+        that does not is disconnected soon; one that does not read is so after `flush_seconds`, since its transport would keep what it
+        holds, and stay open."""
         self.draining = True
         if self._server is None:
             return
@@ -116,6 +118,9 @@ class DrainingServer(Server):
             connection.say_goodbye()
         self.close()
         await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
+        await wait_at_most(self._none_connected, _CLOSE_SECONDS)
+        for connection in self.connections:
+            connection.transport.close()
         await wait_at_most(self._none_connected, self._flush_seconds)
         for connection in self.connections:
             connection.transport.abort()
@@ -192,17 +197,20 @@ class ServedConnection(H2Protocol):
         super().connection_lost(exc)
 
     def say_goodbye(self) -> None:
-        """Sends GOAWAY and closes the sending side: a client that writes to a closed socket gets an error, and may lose with it the
-        answers that it has not read yet."""
+        """Sends GOAWAY and closes; the transport sends what it holds first.
+
+        Without a running call, the client closes: if it writes to a closed socket it gets an error, and may then drop the last answers.
+        """
         if self._goodbye_said or self.transport.is_closing():
             return
         self._goodbye_said = True
         with suppress(ProtocolError):  # the connection is past sending
             self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()
-        self.transport.write_eof()
-        del self.connection._transport  # or the processor closes it
-        self.processor.close("the server is draining")
+        if self.processor.streams:
+            self.processor.close("the server is draining")
+        else:
+            self.transport.write_eof()
 
     def _flush_soon(self) -> None:
         if not self._flush_is_due:

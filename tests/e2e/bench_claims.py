@@ -178,7 +178,7 @@ class Bench:
         with self.driver("default") as there:
             for repeat in range(repeats):
                 for name, end in (("started", self.agent.stop), ("started_after_kill", self.agent.kill)):
-                    time.sleep(moments.random())  # the kubelet looks once a second, and its last look is not long ago
+                    time.sleep(moments.random())  # the kubelet looks once a second: otherwise always as long after a look
                     end()
                     began = time.time()
                     self.agent.start(wait=False)

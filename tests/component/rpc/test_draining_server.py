@@ -13,7 +13,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes
 
+from gpumgr.rpc import server as server_module
 from gpumgr.rpc.server import DrainingServer
+from tests.component.dra.harness import soon
 
 #: Much more than the buffers of a unix socket hold.
 MESSAGE = bytes(8 << 20)
@@ -21,10 +23,10 @@ LARGEST_WINDOW = 2**31 - 1
 
 
 class Sender:
-    """Sends one long message on each stream, and then waits."""
+    """Sends one long message on each stream, and then waits for its end."""
 
     def __init__(self) -> None:
-        self.sent = asyncio.Event()
+        self.sent, self.end = asyncio.Event(), asyncio.Event()
 
     def __mapping__(self) -> Mapping[str, Handler]:
         return {"/test.Sender/Send": Handler(self._send, Cardinality.UNARY_STREAM, bytes, bytes)}
@@ -33,7 +35,7 @@ class Sender:
         await stream.recv_message()
         self.sent.set()
         await stream.send_message(MESSAGE)
-        await asyncio.Event().wait()
+        await self.end.wait()
 
 
 def call(path: Path) -> socket.socket:
@@ -92,17 +94,41 @@ async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folde
         await server.drain(0, lambda: None)
 
 
-async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path) -> None:
+async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would otherwise get EPIPE, and gRPC libraries may then drop what they have not read."""
+    monkeypatch.setattr(server_module, "_CLOSE_SECONDS", 30)
     sender = Sender()
-    server = DrainingServer([sender], flush_seconds=30)
+    server = DrainingServer([sender])
     await server.start(path=str(folder / "sender.sock"))
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
-        ending = asyncio.create_task(server.drain(0, lambda: None))
+        ending = asyncio.create_task(server.drain(30, sender.end.set))
         loop = asyncio.get_running_loop()
         while await loop.sock_recv(peer, 1 << 20):
             pass
         peer.sendall(bytes(100))
         assert not ending.done()
     await ending
+
+
+async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
+    server = DrainingServer([Sender()], flush_seconds=30)
+    await server.start(path=str(folder / "sender.sock"))
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(folder / "sender.sock"))
+        await soon(lambda: server.accepted == 1)
+        await server.drain(0, lambda: None)
+        assert disconnected(peer)
+
+
+async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = Sender()
+    server = DrainingServer([sender], flush_seconds=0.05)
+    await server.start(path=str(folder / "sender.sock"))
+    with call(folder / "sender.sock"):
+        await sender.sent.wait()
+        await server.drain(0, lambda: None)
+    assert not server.open_streams
+    assert not caplog.records

@@ -202,6 +202,18 @@ def test_an_init_container_that_list_shows(guessed: str | None, container: str, 
     assert (named.pod, named.container, named.init) == expected
 
 
+@pytest.mark.parametrize(
+    ("owner", "container", "renamed"), [("a", None, False), (None, None, False), ("b", None, True), ("a", "side", True)]
+)
+def test_a_first_name_is_no_correction(owner: str | None, container: str | None, renamed: bool) -> None:
+    """Without an API server, an allocation has no container's name until its container starts: after the image has been pulled."""
+    ledger = ledger_of(held("m", {ONE: 0b11}, owner=owner, uid=None, container=container))
+    swept = sweep(ledger, listed(ledger, a=held("m", {ONE: 0b11})), lambda _: None, lambda _: None, absent={}, patience=9)
+    named = swept.ledger.allocations["m"]
+    assert (named.pod, named.container) == (("team", "a"), "main")
+    assert [a.id for a in swept.renamed] == ["m"] * renamed
+
+
 @pytest.mark.parametrize("latest_only", [True, False], ids=["by the latest allocation's name", "by a sweep"])
 def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_pod(latest_only: bool) -> None:
     """Both were booked on another replica, which waits for the same."""
