@@ -1,13 +1,14 @@
-"""The real agent with timeouts of a minute instead of a second: `python -m tests.agent.patient run ...`.
+"""The real agent with timeouts and pauses of a minute instead of seconds: `python -m tests.agent.patient run ...`.
 
 The agent infers the order of pods at the kubelet, and whether the kubelet answers, from elapsed time. On a machine that stalls for a
-second it may be wrong, logs this and corrects it; tests of its log in the regular case must not depend on that.
+second it may be wrong, logs this and corrects it; and on a slow one a sweep may meet a kubelet that the test restarts. Tests of its log in
+the regular case must not depend on that.
 """
 
 from functools import partial
 from typing import Final
 
-from gpumgr.agent import admission
+from gpumgr.agent import admission, reconciler
 from gpumgr.app import components
 from gpumgr.cli import main
 from gpumgr.deviceplugin.podresources import PodResourcesClient
@@ -16,6 +17,7 @@ _SECONDS: Final = 60.0
 
 if __name__ == "__main__":
     vars(admission)["FOLLOWS_SECONDS"] = _SECONDS
+    vars(reconciler)["SWEEP_SECONDS"] = _SECONDS
     vars(components)["PodResourcesClient"] = partial(
         PodResourcesClient, timeout_seconds=_SECONDS, rate_limit_budget_seconds=_SECONDS
     )
