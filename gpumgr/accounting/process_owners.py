@@ -47,6 +47,10 @@ class RunningContainers(Protocol):
         """None: the process has ended or is in no container of the kubelet. Without a name while the runtime does not answer."""
         ...
 
+    def runs(self, process: Process, /) -> bool:
+        """Whether it has not ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOwnership:
@@ -143,4 +147,7 @@ class ProcessOwners:
 
     async def _look_up_one(self, process: Process) -> None:
         container = await self._runtime.container_of(*process)
-        self._answers[process] = (container, self._clock())
+        if container is not None or self._runtime.runs(
+            process
+        ):  # one that has ended since the driver listed it is in no container
+            self._answers[process] = (container, self._clock())

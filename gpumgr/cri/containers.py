@@ -50,7 +50,7 @@ class Containers:
     ) -> None:
         self._client = client
         self._cgroups = cgroups
-        self._runs = runs
+        self.runs = runs
         self._clock = clock
         self._sleep = sleep
         self._polled_at = self._eager_until = float("-inf")
@@ -107,7 +107,7 @@ class Containers:
         """
         process = (pid, start_time)
         place = self._processes.get(process) or self._cgroups.container_cgroup(pid)
-        if place is None or not self._runs(process):
+        if place is None or not self.runs(process):
             return None
         self._processes[process] = place
         container = self._table.get(place.container_id)
@@ -155,7 +155,7 @@ class Containers:
 
     def _drop_ended(self) -> None:
         """Drops processes that have ended."""
-        self._processes = {process: place for process, place in self._processes.items() if self._runs(process)}
+        self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
         self._unlisted &= {place.container_id for place in self._processes.values()}
 
     async def _take(self, listed: Sequence[Container]) -> None:

@@ -13,6 +13,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.quarantine import Process
 from gpumgr.app.over_limit import OverLimitReporter
 from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.errors import CriError
@@ -32,12 +33,13 @@ class MemoryState:
 
 @dataclass
 class MemoryRuntime:
-    """`inside`: container id -> its processes. `elsewhere`: further answers of `container_of`. The runtime does not answer while `answers`
-    is cleared."""
+    """`inside`: container id -> its processes. `elsewhere`: further answers of `container_of`. `ended`: processes that are gone. The
+    runtime does not answer while `answers` is cleared."""
 
     containers: list[Container] = field(default_factory=list)
     inside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     elsewhere: dict[int, Container] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     cgroups_broken: bool = False
     due: bool = True
@@ -63,6 +65,9 @@ class MemoryRuntime:
         self.asked.append(pid)
         await self.answers.wait()
         return self.elsewhere.get(pid)
+
+    def runs(self, process: Process, /) -> bool:
+        return process[0] not in self.ended
 
 
 @dataclass

@@ -343,6 +343,17 @@ async def test_an_unattributed_process_is_logged_once_at_its_start_and_once_at_i
     assert node.use.gpus[GPU0].unattributed_processes == 0
 
 
+async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed() -> None:
+    node = sharing()
+    node.runtime.ended = {99}
+    with capture_logs() as logs:
+        await node.sampled(sample({99: 5}, {}))
+        assert not node.use.unattributed
+        assert node.use.unknown == {99}
+        await node.sampled(sample({}, {}))
+    assert not logs
+
+
 # -- findings ------------------------------------------------------------------------------------------------------------------
 
 
