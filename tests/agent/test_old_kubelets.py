@@ -86,7 +86,8 @@ async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShap
         assert node.ledger() == before
         assert (await node.run(node.pod("late", app(10, 1)))).phase == "Running"
         assert node.disagreements() == []
-        assert complaints(node) == {"registration_lost"}
+        # The sweep after the end of `b` may meet the restart.
+        assert complaints(node) - {"pod_resources_unavailable"} == {"registration_lost"}
 
 
 @old_kubelets

@@ -268,7 +268,7 @@ async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_publishe
     async with staged(tmp_path) as stage:
         stage.register(1)
         await stage.settled(*names(*DEVICES))
-        await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        await stage.until(lambda: 0 < stage.publisher._compared == stage.publisher._lists)
         monkeypatch.setattr(ApiServer, "find", find)
         with capture_logs() as logs:
             stage.publisher._listed()
