@@ -147,7 +147,6 @@ class ProcessOwners:
 
     async def _look_up_one(self, process: Process) -> None:
         container = await self._runtime.container_of(*process)
-        if container is not None or self._runtime.runs(
-            process
-        ):  # one that has ended since the driver listed it is in no container
+        # A process that has ended since the driver listed it gets no answer: in no container it would be unattributed.
+        if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self._clock())

@@ -8,8 +8,8 @@ Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before it ends.
 2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
 3. Only `stop` removes the sockets. Those that a killed process left are removed by the next process of any name. One of the same name then
-   takes another name, if the path has room: the kubelet, which looks once a second, needs one look to notice that a socket is gone, and
-   one more for the next socket of the same name.
+   takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice that a
+   socket is gone, and one more for the next socket of the same name.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
 call; the registration is believed until then.
@@ -82,9 +82,9 @@ class DraLink:
         its pod; each then has sockets of its own.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
-        others = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
-        if _is_leftover(registration) and not any(map(path_problem, others)):
-            dra, registration = others
+        second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
+        if _is_leftover(registration) and not any(path_problem(path) or path.exists() for path in second):
+            dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
         #: Called after each change, so after each registration that the kubelet confirms.

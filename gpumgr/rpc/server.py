@@ -109,13 +109,13 @@ class DrainingServer(Server):
 
     async def close_now(self) -> None:
         """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. One
-        that does not is disconnected soon; one that does not read is so after `flush_seconds`, since its transport would keep what it
-        holds, and stay open."""
+        that does not is disconnected after `_CLOSE_SECONDS`; one that does not read `flush_seconds` later, since its transport would keep
+        what it holds, and stay open."""
         self.draining = True
         if self._server is None:
             return
         for connection in list(self.connections):
-            connection.say_goodbye()
+            connection.end()
         self.close()
         await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
         await wait_at_most(self._none_connected, _CLOSE_SECONDS)
@@ -177,7 +177,7 @@ class ServedConnection(H2Protocol):
         super().__init__(made.handler, made.config, h2_config)
         self.server = server
         self._flush_is_due = False
-        self._goodbye_said = False
+        self._ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -186,24 +186,25 @@ class ServedConnection(H2Protocol):
         self.connection.flush = self._flush_soon  # type: ignore[method-assign]
         self.server.connected(self)
         if self.server.draining:
-            self.say_goodbye()
+            self.end()
 
     def data_received(self, data: bytes) -> None:
-        if not self._goodbye_said:
+        if not self._ended:
             super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.disconnected(self)
         super().connection_lost(exc)
 
-    def say_goodbye(self) -> None:
-        """Sends GOAWAY and closes; the transport sends what it holds first.
+    def end(self) -> None:
+        """Sends GOAWAY, after what the transport holds. If a call runs, the connection is closed and the call cancelled.
 
-        Without a running call, the client closes: if it writes to a closed socket it gets an error, and may then drop the last answers.
+        Otherwise only the sending side is closed, and the client closes the connection: a client that writes to a closed socket gets an
+        error, and may then drop the last answers.
         """
-        if self._goodbye_said or self.transport.is_closing():
+        if self._ended or self.transport.is_closing():
             return
-        self._goodbye_said = True
+        self._ended = True
         with suppress(ProtocolError):  # the connection is past sending
             self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()

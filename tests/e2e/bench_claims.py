@@ -178,7 +178,7 @@ class Bench:
         with self.driver("default") as there:
             for repeat in range(repeats):
                 for name, end in (("started", self.agent.stop), ("started_after_kill", self.agent.kill)):
-                    time.sleep(moments.random())  # the kubelet looks once a second: otherwise always as long after a look
+                    time.sleep(moments.random())  # the end comes at any time after the kubelet's last look
                     end()
                     began = time.time()
                     self.agent.start(wait=False)

@@ -56,7 +56,7 @@ MEANINGS: Final = {
     "allocation_adopted": "The kubelet lists a container that was missing in the ledger (after the checkpoint was lost); the "
     "ledger has it now.",
     "allocation_not_adopted": "The kubelet and the ledger contradict each other, as `problem` describes. Delete that pod.",
-    "allocation_renamed": "The ledger had another pod name for the allocation; it has the kubelet's now.",
+    "allocation_renamed": "The ledger had another pod or container for the allocation; it has the kubelet's now.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is not valid or is about another node; the agent chooses its GPUs.",
     "pod_resources_unavailable": "The kubelet's PodResources API does not answer. Requests are matched with pods by the order of "
     "the calls.",

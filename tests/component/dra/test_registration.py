@@ -252,6 +252,18 @@ async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kil
             assert kubelet.sockets() == made
 
 
+@pytest.mark.parametrize("place", [f"plugins/{DRIVER}/dra-again.sock", f"plugins_registry/{DRIVER}-again-reg.sock"])
+async def test_another_file_at_the_second_name_leaves_the_first(folder: Path, place: str) -> None:
+    kubelet = StubKubelet(folder)
+    (kubelet.plugins / DRIVER).mkdir()
+    dead_socket(kubelet.registry / REGISTRATION)
+    (folder / place).write_text("precious")
+    async with linked(folder) as one:
+        await one.kubelet.register(REGISTRATION)
+        await one.until(lambda state: state.registered)
+    assert (folder / place).read_text() == "precious"
+
+
 async def test_a_killed_process_is_followed_where_no_longer_name_has_room(folder: Path) -> None:
     root = folder / ("r" * (107 - len(f"{folder}//plugins_registry/{REGISTRATION}")))
     root.mkdir()
