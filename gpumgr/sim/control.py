@@ -10,6 +10,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
+    mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (beside `process`, whose values count where both exist)
     migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
     remade GPU 1|2         whether the `instance` facts, and not the node's description, are the GPU's MIG devices; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
@@ -37,9 +38,14 @@ from gpumgr.topology.devices import MemoryLimit, MigInstance
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
+#: The memory of the MPS server of driver 580 on H200.
+_MPS_SERVER_BYTES: Final = 66 << 20
 
 #: Number of words after the verb that belong to a fact's subject; 1 for all others.
-_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "instance": 2, "memorylimit": 2}
+_SUBJECT_WORDS: Final = {
+    **dict.fromkeys(("generation", "loaded", "driver"), 0),
+    **dict.fromkeys(("result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
+}
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit", "migmode", "migpending"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 
@@ -162,6 +168,25 @@ class SimControl:
                 facts[("utilization", str(gpu))] = f"{work.gpu_percent} {work.memory_percent}"
                 facts[("temperature", str(gpu))] = str(work.celsius)
                 facts[("power", str(gpu))] = str(round(work.watts * 1000))
+
+        self._change(change)
+
+    def start_mps_server(self, gpu: int, pid: int, *, memory_bytes: int = _MPS_SERVER_BYTES) -> None:
+        """The driver lists this process as a compute process, like an MPS server from its first client on. Changes of the other
+        processes leave it and its clients."""
+        self._set(("mpsserver", str(gpu), str(pid)), str(memory_bytes))
+
+    def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
+        """The process works through the MPS server with the pid `server`: the driver also lists it among the MPS processes, and its
+        utilization as the server's. What it uses is what `set_processes` or `set_work` say, at first nothing."""
+        self._set(("mpsclient", str(gpu), str(pid)), str(server))
+
+    def end_mps(self, pid: int) -> None:
+        """Ends the MPS server with this pid and its clients, or this client, on all GPUs. Other values of a client's process remain."""
+
+        def change(facts: Facts) -> None:
+            gone = {key for key, value in facts.items() if key[0] == "mpsclient" and value == str(pid)}
+            _remove(facts, lambda key: key in gone or (key[0] in {"mpsserver", "mpsclient"} and key[2] == str(pid)))
 
         self._change(change)
 

@@ -27,7 +27,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8, MAX_PROFILES = 8 };
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8, MAX_PROFILES = 8, MAX_MPS = 256 };
 enum { MAX_CGROUP = 512, MAX_LINE = 1024 };
 
 typedef enum {
@@ -85,15 +85,16 @@ typedef struct {
     int profiles;
 } gpu_t;
 
-typedef struct { unsigned pid; long long used; unsigned sm, mig; } running_t; /* mig: the hash of its MIG device's UUID, 0 = none */
+/* mig: the hash of its MIG device's UUID, 0 = none; server: the pid of its MPS server, 0 = it is no client of one */
+typedef struct { unsigned pid; long long used; unsigned sm, mig, server; } running_t;
 
 typedef struct {
     int lost, mig, mig_set, mig_pending, mig_needs_reset, recovery, grow, compute_mode; /* the first three of MIG: -1 = not set */
     long long used; /* -1 = the sum of the processes */
     unsigned celsius, milliwatts, busy, memory_busy;
     unsigned long long double_bit_errors;
-    running_t running[MAX_PROCESSES];
-    int processes;
+    running_t running[MAX_PROCESSES], mps[MAX_MPS]; /* mps: servers and their clients as the file declares them */
+    int processes, mps_processes;
     int remade; /* whether `instance` replaces that of the node */
     instance_t instance[MAX_INSTANCES];
 } state_t;
@@ -263,7 +264,30 @@ static void read_gpu_fact(const char *verb, const char *rest) {
     else if (!strcmp(verb, "power")) g->milliwatts = (unsigned)value;
     else if (!strcmp(verb, "utilization")) g->busy = (unsigned)value, g->memory_busy = (unsigned)second;
     else if (!strcmp(verb, "process") && words >= 3 && g->processes < MAX_PROCESSES)
-        g->running[g->processes++] = (running_t){(unsigned)value, second, (unsigned)third, *device ? hash_of(device) : 0};
+        g->running[g->processes++] = (running_t){(unsigned)value, second, (unsigned)third, *device ? hash_of(device) : 0, 0};
+    else if (!strcmp(verb, "mpsserver") && words >= 2 && g->mps_processes < MAX_MPS) g->mps[g->mps_processes++] = (running_t){.pid = (unsigned)value, .used = second};
+    else if (!strcmp(verb, "mpsclient") && words >= 2 && g->mps_processes < MAX_MPS) g->mps[g->mps_processes++] = (running_t){.pid = (unsigned)value, .server = (unsigned)second};
+}
+
+static running_t *running_with(state_t *g, unsigned pid) {
+    for (int p = 0; p < g->processes; p++)
+        if (g->running[p].pid == pid) return &g->running[p];
+    return NULL;
+}
+
+/* Puts MPS servers and clients among the GPU's processes, and moves the clients' utilization to their servers: under MPS a driver (580 on
+ * H200) has samples of the server only. */
+static void join_mps(state_t *g) {
+    for (int n = 0; n < g->mps_processes; n++) {
+        running_t *r = running_with(g, g->mps[n].pid);
+        if (!r && g->processes < MAX_PROCESSES) *(r = &g->running[g->processes++]) = g->mps[n];
+        if (r) r->server = g->mps[n].server;
+    }
+    for (int p = 0; p < g->processes; p++) {
+        running_t *r = &g->running[p], *server = r->server ? running_with(g, r->server) : NULL;
+        if (server) server->sm = server->sm + r->sm > 100 ? 100 : server->sm + r->sm;
+        if (r->server) r->sm = 0;
+    }
 }
 
 static void read_delay(delay_t *list, int *count, const char *rest) {
@@ -317,6 +341,7 @@ static void refresh(void) {
         if (sscanf(line, "%31s %n", verb, &used) == 1) read_fact(verb, line + used);
     }
     fclose(file);
+    for (int i = 0; i < MAX_GPUS; i++) join_mps(&control.gpu[i]);
 }
 
 /* Takes the lock that control.py takes for its changes, and reads the file, so that it does not change until the lock is closed. */
@@ -986,18 +1011,18 @@ EXPORT result_t nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
     return leave(OK);
 }
 
-/* The processes of a GPU, or of its MIG device `m`. */
-static result_t put_processes(int i, const instance_t *m, unsigned *count, process_t *list) {
+/* The processes of a GPU, or of its MIG device `m`; `clients`: only those of MPS servers. */
+static result_t put_processes(int i, const instance_t *m, unsigned *count, process_t *list, int clients) {
     state_t *g = &control.gpu[i];
     unsigned n = 0, room = *count, extra = 0;
-    if (!m) {
+    if (!m && !clients) {
         /* "grow": processes that start between the caller's first call, for the size, and the call for the list */
         extra = g->grow > 0 && asked_for_size[i] ? (unsigned)g->grow : 0;
         asked_for_size[i] = 1;
     }
     for (unsigned p = 0; p < (unsigned)g->processes + extra; p++) {
-        running_t newcomer = {900000 + p, 1 << 20, 0, 0}, *r = p < (unsigned)g->processes ? &g->running[p] : &newcomer;
-        if (m && r->mig != hash_of(m->uuid)) continue;
+        running_t newcomer = {900000 + p, 1 << 20, 0, 0, 0}, *r = p < (unsigned)g->processes ? &g->running[p] : &newcomer;
+        if ((m && r->mig != hash_of(m->uuid)) || (clients && !r->server)) continue;
         if (list && n < room) list[n] = (process_t){r->pid, r->used < 0 ? ~0ULL : (unsigned long long)r->used, ~0U, ~0U};
         n++;
     }
@@ -1007,10 +1032,10 @@ static result_t put_processes(int i, const instance_t *m, unsigned *count, proce
 
 static result_t put_none(unsigned *count) { *count = 0; return OK; }
 
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list)); }
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list)); }
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 0)); }
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 0)); }
 EXPORT result_t nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); (void)list; return leave(put_none(n)); }
-EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); (void)list; return leave(put_none(n)); }
+EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 1)); }
 
 EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
     ENTER_GPU(d);

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gpumgr.nvml.binding import Binding
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import DoubleBitError, Failed, HealthReading, Observation, Xid
 from gpumgr.sim.control import SimProcess, SimWork
@@ -46,6 +47,35 @@ async def test_scripted_work(node: Prepare) -> None:
         assert sample.memory_used_bytes == 300 * MIB
         sim.control.set_memory_used(0, 1000 * MIB)
         assert (await first_sample(nvml)).memory_used_bytes == 1000 * MIB
+
+
+def seen_by_programs(library_path: str) -> dict[str, list[tuple[int, int]]]:
+    """NVML's own answers about the processes of GPU 0: (pid, bytes), and (pid, percent)."""
+    binding = Binding(library_path)
+    binding.open()
+    gpu = binding.call("nvmlDeviceGetHandleByIndex", 0)
+    lists = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3")
+    answers = {name: sorted((each.pid, each.usedGpuMemory) for each in binding.call(name, gpu)) for name in lists}
+    busy = sorted((each.pid, each.smUtil) for each in binding.call("nvmlDeviceGetProcessUtilization", gpu, 0))
+    binding.close()
+    return {"compute": answers[lists[0]], "mps": answers[lists[1]], "busy": busy}
+
+
+async def test_an_mps_server_is_listed_and_has_the_utilization_of_its_clients(node: Prepare) -> None:
+    """As driver 580 answers on H200 (tests/data/nvml)."""
+    sim = node("hgx-h100-8")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50), SimProcess(pid=3, sm_percent=7)])
+    sim.control.start_mps_server(0, 10)
+    sim.control.attach_mps_client(0, 20, 10)
+    sim.control.attach_mps_client(0, 30, 10)
+    listed = [(3, 0), (10, 66 * MIB), (20, 300 * MIB), (30, 0)]
+    busy = [(3, 7), (10, 50)]
+    assert seen_by_programs(sim.library_path) == {"compute": listed, "mps": [(20, 300 * MIB), (30, 0)], "busy": busy}
+    sim.control.set_processes(0, [SimProcess(pid=30, memory_bytes=5, sm_percent=90), SimProcess(pid=20, sm_percent=80)])
+    assert seen_by_programs(sim.library_path)["busy"] == [(10, 100)]
+    sim.control.end_mps(30)
+    sim.control.end_mps(10)
+    assert seen_by_programs(sim.library_path) == {"compute": [(20, 0), (30, 5)], "mps": [], "busy": [(20, 80), (30, 90)]}
 
 
 async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(node: Prepare) -> None:

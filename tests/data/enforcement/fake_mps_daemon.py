@@ -1,6 +1,7 @@
 """The daemon of fake_mps_control.py, which starts it: listens in the pipe folder, obeys commands, serves clients."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -38,6 +39,24 @@ class Limits:
     memory: int | None = None
 
 
+def tell_driver(gone: Iterable[int], fact: str = "") -> None:
+    """Changes what the simulated driver of the folder `sim_dir` lists on this daemon's GPU: removes these pids, adds the fact
+    (gpumgr/sim/control.py has the format)."""
+    if not (folder := behaviour("sim_dir", None)):
+        return
+    gpus = (line.split() for line in Path(folder, "node.txt").read_text().splitlines() if line.startswith("gpu "))
+    index = next(words[1] for words in gpus if words[2] == os.environ["CUDA_VISIBLE_DEVICES"])
+    control, fresh = Path(folder, "control.txt"), Path(folder, "control.mps")
+    with Path(folder, "control.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = control.read_text().splitlines() if control.exists() else []
+        stale = {(kind, index, str(pid)) for kind in ("mpsserver", "mpsclient") for pid in gone}
+        kept = [line for line in lines if tuple(line.split()[:3]) not in stale]
+        kind, _, values = fact.partition(" ")
+        fresh.write_text("".join(f"{line}\n" for line in [*kept, *([f"{kind} {index} {values}"] if fact else [])]))
+        fresh.replace(control)
+
+
 @dataclass
 class Server:
     """Its process ends with the daemon: its standard input does."""
@@ -60,9 +79,20 @@ class Server:
     def pid(self) -> int:
         return self.process.pid
 
+    def attach(self, pid: int, namespace: str) -> None:
+        """The driver lists the server from its first client on."""
+        tell_driver([self.pid], f"mpsserver {self.pid} {66 << 20}")
+        tell_driver([pid], f"mpsclient {pid} {self.pid}")
+        self.clients[pid] = namespace
+
+    def detach(self, pid: int) -> None:
+        self.clients.pop(pid, None)
+        tell_driver([pid])
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        tell_driver([self.pid, *self.clients])
 
 
 @dataclass
@@ -179,11 +209,11 @@ class Daemon:
         pinned = re.fullmatch(r"0=(.+)", wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
         if pinned:
             memory = min(_size(pinned.group(1)), 1 << 62 if memory is None else memory)
-        server.clients[pid] = namespace
+        server.attach(pid, namespace)
         got = {"server": server.pid, "namespace": namespace, "percentage": percentage, "memory": memory}
         connection.sendall(json.dumps(got).encode() + b"\n")
         connection.recv(1)
-        server.clients.pop(pid, None)
+        server.detach(pid)
 
     def _server_for(self, user: int) -> Server:
         """Waits while another user's clients are served, unless in multi-user mode."""
