@@ -10,7 +10,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
-    mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (beside `process`, whose values count where both exist)
+    mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (values of a `process` with the same pid win)
     migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
     remade GPU 1|2         whether the `instance` facts, and not the node's description, are the GPU's MIG devices; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
