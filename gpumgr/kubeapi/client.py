@@ -1,19 +1,18 @@
-"""Connection to the API server: credentials, requests, and detection of a dead peer."""
+"""Connection to the API server: requests, renewed credentials, and detection of a dead peer."""
 
+import asyncio
 import contextlib
-import os
+import json
 import socket
-import stat
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import aiohttp
 import msgspec
-import yaml
 
-from gpumgr.errors import GpumgrError, SettingsError
-from gpumgr.kubeapi.library import load_library
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.credentials import CredentialFiles, Credentials
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 #: JSON merge patch (RFC 7386), Kubernetes' strategic merge patch, which merges some lists by key, or JSON patch (RFC 6902), a list of
@@ -32,9 +31,6 @@ _SET_IT: Final = (
     "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
     "API server"
 )
-#: Errors of the library for a malformed kubeconfig; their texts explain nothing.
-_MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError)
-
 #: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 #: What reading an object of the API server raises if it has another structure.
@@ -53,13 +49,27 @@ _TCP_OPTIONS: Final = (
 )
 
 
+class _Connection:
+    """A session with one state of the credentials. `requests`: how many use it. `refused`: the API server answered one with 401."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.credentials = credentials
+        connector = aiohttp.TCPConnector(limit=100, ssl=credentials.context if credentials.context is not None else True)
+        # Watch events are long lines; the usual buffer would suspend the reading for each of them.
+        self.session = aiohttp.ClientSession(connector=connector, trust_env=True, read_bufsize=1 << 21)
+        self.requests = 0
+        self.refused = False
+
+
 class ApiServer:
     """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
 
-    def __init__(self, kubeconfig: Path | None, client: Any, remedy: str) -> None:
-        self._kubeconfig = kubeconfig
-        self._client = client
-        self._remedy = remedy
+    def __init__(self, files: CredentialFiles, credentials: Credentials) -> None:
+        self._files = files
+        self._current = _Connection(credentials)
+        #: Connections with earlier credentials that requests still use.
+        self._earlier: set[_Connection] = set()
+        self._renewing = asyncio.Lock()
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> Self:
@@ -67,15 +77,28 @@ class ApiServer:
 
         Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
         """
-        return cls(kubeconfig, await _make_client(kubeconfig, remedy), remedy)
+        files = CredentialFiles(kubeconfig, remedy)
+        return cls(files, await files.read())
 
     async def close(self) -> None:
-        await self._client.close()
+        for each in (self._current, *self._earlier):
+            await each.session.close()
 
     async def renew(self) -> None:
-        """Reads the credentials again: kubeconfig files and their certificates are replaced in place. Raises SettingsError."""
-        old, self._client = self._client, await _make_client(self._kubeconfig, self._remedy)
-        await old.close()
+        """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
+        place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Raises SettingsError."""
+        async with self._renewing:
+            if not self._current.refused:  # another caller has renewed them since
+                return
+            renewed = _Connection(await self._files.read())
+            self._earlier.add(self._current)
+            self._current = renewed
+            await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        for each in [each for each in self._earlier if not each.requests]:
+            self._earlier.discard(each)
+            await each.session.close()
 
     @contextlib.asynccontextmanager
     async def request(
@@ -91,28 +114,52 @@ class ApiServer:
         """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
         sent besides the usual ones.
 
-        Raises aiohttp.ClientError, TimeoutError or OSError if there is no answer, SettingsError if the credentials (a token file is
-        read again every minute) have become invalid.
+        Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, GpumgrError for any other error of
+        the HTTP client.
         """
-        sent = {"Accept": "application/json", **(headers or {})}
-        if method == "PATCH":
-            sent["Content-Type"] = _CONTENT_TYPES[patch]
+        sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
+        if body is not None:
+            sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
+        data = json.dumps(body) if body is not None else None
+        connection = self._current
+        connection.requests += 1
         try:
-            response: aiohttp.ClientResponse = await self._client.call_api(
-                path,
+            async with await self._send(connection, method, path, query, timeout, data, sent) as response:
+                connection.refused |= response.status == 401
+                _detect_dead_peer(response)
+                yield response
+        finally:
+            connection.requests -= 1
+            await self._close_unused()
+
+    async def _send(
+        self,
+        connection: _Connection,
+        method: Method,
+        path: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+        data: str | None,
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """Raises what `request` raises."""
+        credentials = connection.credentials
+        await self._files.refresh(credentials)
+        try:
+            return await connection.session.request(
                 method,
-                query_params=list(query.items()),
-                header_params=sent,
-                body=body,
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _request_timeout=timeout,
+                credentials.host + path,
+                params=query,
+                headers={**headers, **credentials.headers()},
+                data=data,
+                timeout=timeout,
+                proxy=credentials.proxy,
+                server_hostname=credentials.tls_server_name,
             )
-        except (load_library().ConfigException, ValueError) as error:
-            raise SettingsError(f"the credentials for the API server can't be used: {error}") from error
-        async with response:
-            _detect_dead_peer(response)
-            yield response
+        except (aiohttp.ClientError, OSError):
+            raise
+        except Exception as error:  # an error of the HTTP client must not end what waits for the API server
+            raise GpumgrError(f"the request to the API server failed: {type(error).__name__}: {error}") from error
 
     async def send(self, method: Method, path: str, body: Body, *, but: Collection[int] = (), patch: PatchKind = "merge") -> bool:
         """Sends one request and checks only the status of the answer. False if that is one of `but`.
@@ -190,50 +237,6 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
         retry_after_seconds=float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0,
         causes=frozenset(cause.reason for cause in status.details.causes) if status.details else frozenset(),
     )
-
-
-async def _make_client(kubeconfig: Path | None, remedy: str) -> Any:
-    library = load_library()
-    configuration = library.Configuration()
-    try:
-        if kubeconfig is None:
-            library.load_incluster_config(client_configuration=configuration)
-        else:
-            _check(kubeconfig)
-            await library.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration, persist_config=False)
-        client = library.ApiClient(configuration)
-    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, *_MALFORMED) as error:
-        # For malformed files the loader raises various errors, and ssl for their certificates.
-        place = f"kubeconfig {kubeconfig}" if kubeconfig else "pod's service account (kubernetes.kubeconfig is not set)"
-        raise SettingsError(f"the {place} can't be used: {_message(error, kubeconfig)}; {remedy}") from error
-    client.user_agent = "gpumgr"
-    return client
-
-
-def _check(kubeconfig: Path) -> None:
-    """Checks what the library does not: it treats a missing file as an empty one, with a warning in the log.
-
-    Raises OSError, ValueError or YAMLError.
-    """
-    if ":" in str(kubeconfig):
-        raise ValueError("a path with a colon means several paths")
-    if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
-        raise ValueError("it is not a regular file")
-    with kubeconfig.open("rb") as file:  # given a text, PyYAML quotes its lines in errors, and secrets with them
-        content = yaml.safe_load(file)
-    if not isinstance(content, dict):
-        raise ValueError("it is not a kubeconfig (kind: Config, with clusters, users, contexts and current-context)")
-
-
-def _message(error: Exception, kubeconfig: Path | None) -> str:
-    """The error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename in (None, str(kubeconfig)) else f"{error.filename}: {error.strerror}"
-    if isinstance(error, yaml.YAMLError):
-        return f"it is not YAML ({' '.join(str(error).split())})"
-    if isinstance(error, _MALFORMED):
-        return "it does not have the structure of a kubeconfig"
-    return " ".join(str(error).split()).rstrip(".")
 
 
 def _detect_dead_peer(response: aiohttp.ClientResponse) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from gpumgr.errors import GpumgrError, SettingsError
-from gpumgr.kubeapi.client import REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
+from gpumgr.kubeapi.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
 
 _log = structlog.get_logger(__name__)
 
@@ -147,7 +147,7 @@ class Reflector(Generic[T]):
                 self._log_once(str(error))
                 if error.status == 401:
                     await self._renew()
-            except (aiohttp.ClientError, TimeoutError, OSError, SettingsError) as error:
+            except API_FAILURES as error:
                 self._log_once(f"{type(error).__name__}: {error}")
             since = self._watching_since
             if since is not None and loop.time() - since >= self._pace.lasted_seconds:

@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-import aiohttp
 import structlog
 
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.node_report import OutboxState
 from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import SettingsError
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kubeapi.publisher.delivery_log import RIGHTS, DeliveryLog
 from gpumgr.kubeapi.publisher.events import Event, EventSeries
 from gpumgr.kubeapi.publisher.evictions import PodEvictions
@@ -34,7 +33,6 @@ _log = structlog.get_logger(__name__)
 
 #: Events that may wait.
 CAPACITY: Final = 512
-_NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, SettingsError)
 #: Statuses below 500 that a retry may change. 401: the credentials are read again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another incarnation of the pod has the name.
@@ -86,7 +84,7 @@ class Publisher:
         self._evictions = PodEvictions(server, self._queue, resync_seconds=resync, clock=clock)
         self._pods: dict[str, tuple[PodKey, Mapping[str, str | None]]] = {}
         self._refused_evictions: dict[str, tuple[Eviction, str]] = {}
-        self._changed, self._renewed = asyncio.Event(), False
+        self._changed = asyncio.Event()
         self._writers: Mapping[What, Callable[[Any], Awaitable[None]]] = {
             "annotations": self.node.write_annotations,
             "labels": self.node.write_labels,
@@ -191,9 +189,6 @@ class Publisher:
         try:
             await self._writers[job.what](job.subject)
             self._log.count(job, "ok")
-        except _NO_ANSWER as error:
-            self._log.failed(f"{type(error).__name__}: {error}")
-            return 0.0
         except AnswerError as error:
             conflict = error.status == 409
             if (error.status in _RETRIED or error.status >= 500) and not (
@@ -201,6 +196,9 @@ class Publisher:
             ):
                 return await self._retry(job, error)
             self._refuse(job, error)
+        except API_FAILURES as error:
+            self._log.failed(f"{type(error).__name__}: {error}")
+            return 0.0
         except Exception:  # a bug: the other jobs go on without this one, and the supervisor logs it
             self._queue.retry(job, self._clock() + self._backoff(job))
             raise
@@ -216,8 +214,7 @@ class Publisher:
             self._answered()  # a PodDisruptionBudget, or another writer: the API server works
             return None
         self._log.failed(str(error))
-        if error.status == 401 and not self._renewed:  # once, since it ends the watch that shares the connection
-            self._renewed = True
+        if error.status == 401:
             try:
                 await self._server.renew()
             except SettingsError as problem:
@@ -253,7 +250,6 @@ class Publisher:
         return min(_JOB_FACTOR * shortest * float(2**doublings), 2 * longest) * self._spread()
 
     def _answered(self) -> None:
-        self._renewed = False
         self._log.answered(len(self._queue))
 
     def _spread(self) -> float:

@@ -261,7 +261,7 @@ async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, stag
     put_pod(sim, POD, "uid-0")
     stage.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
     stage.warn("the queue goes on")
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         await stage.publisher.run()
     assert stage.waiting == 2
     stage.begin()
