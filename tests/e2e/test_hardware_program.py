@@ -1,16 +1,19 @@
 """The program that measures limits on a GPU (tests/hardware), with the lab's fake GPU and the real programs."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpumgr.sim.nodes import load_node
+from tests.hardware.bare import ROOT
+from tests.hardware.measure import TORCH_ALLOCATORS, TORCH_LOADS
 from tests.lab.files import CONTROL_PROGRAM, LabFiles, obstacle
 from tests.lab.gpu import FakeGpu
 from tests.lab.hami_core import WRONG
@@ -18,6 +21,7 @@ from tests.lab.mps import SERVER
 
 _OBSTACLE = obstacle()
 _NODE = "hgx-h100-8"
+_STAND_INS = Path(__file__).parents[1] / "data" / "hardware"
 
 pytestmark = pytest.mark.skipif(_OBSTACLE is not None, reason=f"the lab can't run: {_OBSTACLE}")
 
@@ -36,12 +40,19 @@ def fake(tmp_path_factory: pytest.TempPathFactory, files: LabFiles) -> Path:
     return folder
 
 
-def measured(fake: Path, driver: str, out: Path, *words: str | Path) -> tuple[int, Mapping[str, Any]]:
+def measured(
+    fake: Path,
+    driver: str,
+    out: Path,
+    *words: str | Path,
+    command: Sequence[str | Path] = (sys.executable, "-m", "tests.hardware"),
+) -> tuple[int, Mapping[str, Any]]:
     """Exit status, and the result of the one mechanism. `driver`: the folder of the fake libcuda."""
     environ = (f"LD_LIBRARY_PATH={fake / driver}", f"FAKEGPU_STATE={fake}/state")
     options: list[str | Path] = ["--sim", _NODE, "--seconds", "1", "--out", out]
     options += [word for each in environ for word in ("--environ", each)]
-    done = subprocess.run([sys.executable, "-m", "tests.hardware", *words, *options], capture_output=True, text=True)
+    path = os.pathsep.join((str(_STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])))
+    done = subprocess.run([*command, *words, *options], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert (out / "results.json").is_file(), done.stderr
     assert "# Limits measured on a GPU" in (out / "results.md").read_text()
     (result,) = json.loads((out / "results.json").read_text())["mechanisms"]
@@ -62,6 +73,23 @@ def test_each_mechanism_is_measured_to_the_end(mechanism: str, refusal: int, fak
     assert (status, result["mechanism"], result["obstacle"], result["uses"]) == (0, mechanism, None, mechanism)
     assert [share["cores"] for share in (*result["alone"], *result["together"])] == [25, 50, 75, 25, 75]
     assert all(share["refusal"] == refusal and share["rate_percent"] > 0 for share in result["alone"])
+    torch = [(load["tenants"], load["cores"], load["load"]) for load in result["torch_loads"] if load["rate_percent"] > 0]
+    alone = [(1, 25, load) for load in TORCH_LOADS]
+    assert torch == ([] if mechanism == "none" else [(2, 25, "products"), (2, 75, "products"), *alone])
+    allocators = {each["allocator"]: each["refusal"] for each in result["torch_memory"]}
+    assert allocators == (
+        {} if mechanism == "none" else dict.fromkeys(TORCH_ALLOCATORS, "CUDA out of memory." if refusal else None)
+    )
+
+
+def test_a_machine_with_nothing_but_python_and_a_folder_of_wheels_measures(fake: Path, tmp_path: Path) -> None:
+    environment, wheels = tmp_path / "python", tmp_path / "wheels"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    subprocess.run([*pip, "-r", ROOT / "config/image/requirements.lock", "-d", wheels], check=True)
+    command = (environment / "bin" / "python", ROOT / "tests" / "hardware" / "bare.py", wheels)
+    status, result = measured(fake, "out", tmp_path / "out", "none", command=command)
+    assert (status, result["obstacle"], len(result["alone"])) == (0, None, 3)
 
 
 def test_a_mechanism_that_can_not_be_used_is_a_failure_with_its_reason(fake: Path, tmp_path: Path) -> None:

@@ -14,33 +14,41 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hardware.measure import MechanismResult, measure
-from tests.hardware.node import TENANT, open_hardware_node
+from tests.hardware.measure import TORCH_LOADS, MechanismResult, launches_per_second, measure
+from tests.hardware.node import TENANT, TORCH_TENANT, open_hardware_node
 from tests.hardware.report import as_json, as_markdown
 
-#: nvml-memory alone would leave cores to MPS, so it is measured with a control program that does not exist.
-MECHANISMS = ("none", "mps", "hami-core", "nvml-memory")
+#: In the order in which they are measured until the time is over. nvml-memory alone would leave cores to MPS, so it is measured with a
+#: control program that does not exist.
+MECHANISMS = ("mps", "hami-core", "nvml-memory", "none")
+#: How long a tenant works at least, where a library regulates its share slowly.
+SLOW_SECONDS = {"hami-core": 20}
+_SECONDS = 4
 Settings = dict[str, dict[str, object]]
 
 
 def main(words: Sequence[str]) -> int:
     """The exit status: 1 if a mechanism that this machine could use was not measured to the end."""
     options = options_of(words)
+    if os.geteuid() != 0 and options.sim is None:
+        print("MPS and cgroups need root", file=sys.stderr)
+        return 1
+    deadline = time.monotonic() + 60 * options.minutes
     os.environ.update(options.environ)
     machine = _machine(options)
-    rate = asyncio.run(_unlimited_rate(options, machine))
-    if rate is None:
+    rates = _unlimited_rates(options, machine)
+    if rates is None:
         print(f"this machine has no GPU that a CUDA program can use: {machine['cuda']}", file=sys.stderr)
         return 1
     results: list[MechanismResult] = []
     for mechanism in options.mechanisms:
         print(f"hardware: {mechanism}", file=sys.stderr, flush=True)
-        results.append(asyncio.run(measured(mechanism, options, rate)))
+        results.append(asyncio.run(measured(mechanism, options, rates, deadline)))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "results.json").write_text(as_json(machine, results), encoding="utf-8")
         (options.out / "results.md").write_text(as_markdown(machine, results), encoding="utf-8")
@@ -54,7 +62,9 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
         "mechanisms", nargs="*", type=_mechanism, default=MECHANISMS, metavar="MECHANISM", help=f"of {', '.join(MECHANISMS)}"
     )
     parser.add_argument("--out", type=Path, default=Path("build/hardware"), help="folder of the results (build/hardware)")
-    parser.add_argument("--seconds", type=_seconds, default=5, help="how long each tenant works (5)")
+    slow = ", ".join(f"{seconds} s with {mechanism}" for mechanism, seconds in SLOW_SECONDS.items())
+    parser.add_argument("--seconds", type=_at_least_one, help=f"how long each tenant works (4 s, {slow})")
+    parser.add_argument("--minutes", type=_at_least_one, default=8, help="time of the whole run, which no mechanism exceeds (8)")
     parser.add_argument("--hami-core", type=_file, help="libvgpu.so; without it hami-core is not measured")
     parser.add_argument("--mps-control", default="nvidia-cuda-mps-control", help="NVIDIA's control program")
     parser.add_argument("--exclusive", action="store_true", help="let MPS set the compute mode EXCLUSIVE_PROCESS for a while")
@@ -76,7 +86,7 @@ def _mechanism(word: str) -> str:
     return word
 
 
-def _seconds(word: str) -> int:
+def _at_least_one(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} must be at least 1")
     return int(word)
@@ -107,21 +117,37 @@ def _machine(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _unlimited_rate(options: argparse.Namespace, machine: dict[str, Any]) -> float | None:
-    """Kernels per second of a tenant without limits; None if it can't use a GPU. It is added to the facts, or else the reason."""
-    commands = ("init", "info", f"work {options.seconds}")
-    tenant = await asyncio.create_subprocess_exec(
-        sys.executable, str(TENANT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    output, errors = await tenant.communicate("".join(f"{command}\n" for command in commands).encode())
-    answers = [json.loads(line) for line in output.splitlines()]
+def _unlimited_rates(options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, float] | None:
+    """Launches per second of tenants without limits, by load; with PyTorch's loads where it can be imported. None if no tenant can use a
+    GPU. They are added to the facts, or else the reason."""
+    seconds = options.seconds or _SECONDS
+    try:
+        answers = _answers(TENANT, ("init", f"work {seconds}"))
+    except RuntimeError as error:
+        machine["cuda"] = str(error)
+        return None
+    machine["multiprocessors"] = answers[0]["multiprocessors"]
+    rates = {"work": launches_per_second(answers[1])}
+    try:
+        init, *worked = _answers(TORCH_TENANT, ("init", *(f"{load} {seconds}" for load in TORCH_LOADS)))
+    except RuntimeError as error:
+        machine["torch"] = f"not measured: {error}"
+    else:
+        machine["torch"] = init["version"]
+        rates |= {load: launches_per_second(answer) for load, answer in zip(TORCH_LOADS, worked, strict=True)}
+    machine["launches_per_second"] = {load: round(rate, 1) for load, rate in rates.items()}
+    return rates
+
+
+def _answers(program: Path, commands: Sequence[str]) -> list[dict[str, Any]]:
+    """The answers of a tenant without limits. Raises RuntimeError if a command fails or the program ends."""
+    text = "".join(f"{command}\n" for command in commands)
+    done = subprocess.run([sys.executable, str(program)], input=text, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [answer["error"] for answer in answers if answer["result"] != 0]
     if failed or len(answers) < len(commands):
-        machine["cuda"] = failed[0] if failed else errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return None
-    rate: float = answers[-1]["launches"] / answers[-1]["seconds"]
-    machine |= {"multiprocessors": answers[0]["multiprocessors"], "kernels_per_second": round(rate, 1)}
-    return rate
+        raise RuntimeError(failed[0] if failed else done.stderr.strip().rpartition("\n")[2])
+    return answers
 
 
 def _smi(field: str) -> str:
@@ -133,23 +159,31 @@ def _smi(field: str) -> str:
         return f"unknown ({type(error).__name__})"
 
 
-async def measured(mechanism: str, options: argparse.Namespace, rate: float) -> MechanismResult:
-    """Raises no Exception: what prevents the measurement is the result's obstacle."""
-    if mechanism == "hami-core" and options.hami_core is None:
-        return MechanismResult(mechanism=mechanism, obstacle="no library was given: --hami-core FILE")
-    arguments = ["--sim", options.sim] if options.sim else []
+async def measured(mechanism: str, options: argparse.Namespace, rates: Mapping[str, float], deadline: float) -> MechanismResult:
+    """Raises no Exception: what prevents the measurement is the result's obstacle. `deadline`: a time of time.monotonic."""
     result = MechanismResult(mechanism=mechanism)
+    if mechanism == "hami-core" and options.hami_core is None:
+        result.obstacle = "no library was given: --hami-core FILE"
+        return result
+    arguments = ["--sim", options.sim] if options.sim else []
+    seconds = options.seconds or SLOW_SECONDS.get(mechanism, _SECONDS)
+    time_is_over = f"the {options.minutes} minutes of the whole run were over (--minutes)"
+    obstacles = []
     try:
         with tempfile.TemporaryDirectory(prefix="gpumgr-hw-", dir="/tmp") as folder:
             async with open_hardware_node(Path(folder), _settings(mechanism, options), arguments=arguments) as node:
-                await node.start({})
                 try:
-                    result = await measure(node, mechanism, rate=rate, seconds=options.seconds)
-                finally:
-                    await node.until_mps_ended()
+                    async with asyncio.timeout_at(deadline):
+                        await node.start({})
+                        await measure(node, result, rates=rates, seconds=seconds)
+                except TimeoutError as error:
+                    obstacles.append(time_is_over if time.monotonic() >= deadline else str(error))
+                except Exception as error:
+                    obstacles.append(str(error) or repr(error))
+                await node.until_mps_ended()
     except Exception as error:  # the other mechanisms are measured all the same
-        reasons = (result.obstacle, str(error) or repr(error))
-        result = replace(result, obstacle="; ".join(reason for reason in reasons if reason))
+        obstacles.append(str(error) or repr(error))
+    result.obstacle = "; ".join(obstacles) or None
     return result
 
 

@@ -23,9 +23,11 @@ from gpumgr.demo.process import AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.units import MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
+from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
 
+#: The programs that a tenant can run; both read commands from standard input.
 TENANT: Final = Path(__file__).with_name("tenant.py")
+TORCH_TENANT: Final = Path(__file__).with_name("torch_tenant.py")
 _CGROUP: Final = "gpumgr-hardware"
 #: A first CUDA context takes seconds on a machine that has no persistence daemon.
 _ANSWER_SECONDS: Final = 120.0
@@ -40,13 +42,14 @@ Answer = dict[str, Any]
 class TenantProcesses(SimProcesses):
     """The tenants, each in a cgroup of its own where cgroups can be written; the simulated container runtime starts and ends them.
 
-    `environ` is what the next one gets, and `shm` the folder that it has at /dev/shm (None: the host's).
+    The next one runs `program` with `environ`, and has the folder `shm` at /dev/shm (None: the host's).
     """
 
     def __init__(self, cgroup_root: Path) -> None:  # the processes are real, so the base class makes no files
         self.proc_root, self.cgroup_root = Path("/proc"), cgroup_root
         memory = cgroup_root / "memory"
         self._hierarchy = memory if memory.is_dir() else cgroup_root
+        self.program = TENANT
         self.environ: Mapping[str, str] = {}
         self.shm: Path | None = None
         self._running: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -55,7 +58,7 @@ class TenantProcesses(SimProcesses):
         folder = self._hierarchy / _CGROUP / cgroup.strip("/")
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(TENANT)]
+        command = [sys.executable, str(self.program)]
         if self.shm is not None:
             bind = 'mount --bind "$0" /dev/shm && exec "$@"'
             command = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", bind, str(self.shm), *command]
@@ -136,8 +139,9 @@ class HardwareNode:
         gpus = Counter(device_id.rpartition("-")[0] for device_id in self.kubelet.devices(MEMORY_RESOURCE))
         return gpus[min(gpus)]
 
-    async def run(self, cores: int, memory_blocks: int) -> "Tenant":
-        """A tenant with a share of a GPU. Raises SimKubeletError with the agent's reason if it is refused."""
+    async def run(self, cores: int, memory_blocks: int, program: Path, environ: Mapping[str, str]) -> "Tenant":
+        """A tenant with a share of a GPU, and `environ` over that of the agent's answer. Raises SimKubeletError with the agent's reason if
+        it is refused."""
         number = len(self._pods)
         container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
         pod = SimPod(
@@ -148,10 +152,11 @@ class HardwareNode:
         if status.phase != "Running":
             raise RuntimeError(f"{status.reason}: {status.message}")
         answer = await self.kubelet.start_container(pod, "main")
-        self.tenants.environ, self.tenants.shm = host_environment(answer, several_gpus=self.several_gpus)
+        answered, self.tenants.shm = host_environment(answer, several_gpus=self.several_gpus)
+        self.tenants.program, self.tenants.environ = program, {**answered, **environ}
         started = self.runtime.run(pod, "main")
         assert started.pid is not None
-        return Tenant(node=self, pod=pod, pid=started.pid)
+        return Tenant(node=self, pod=pod, pid=started.pid, cores=cores, limit_bytes=memory_blocks * BLOCK_BYTES)
 
     async def until_mps_ended(self) -> None:
         """Waits until no MPS daemon of the agent is left; its tenants have ended. Raises TimeoutError."""
@@ -171,6 +176,8 @@ class Tenant:
     node: HardwareNode
     pod: SimPod
     pid: int
+    cores: int
+    limit_bytes: int
 
     async def ask(self, command: str) -> Answer:
         return await self.node.tenants.ask(self.pid, command)

@@ -22,8 +22,8 @@ def _lines(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> It
     yield ""
     yield ", ".join(f"{name}: {value}" for name, value in machine.items())
     yield ""
-    yield "*Rate*: kernels per second, of those of a tenant without limits that is alone on the GPU. *Granted*: what the tenant could"
-    yield "allocate; *refused*: how the driver refused the next allocation."
+    yield "*Rate*: launches per second, in per cent of a tenant without limits that is alone on the GPU and does the same work per launch."
+    yield "*Granted*: what the tenant could allocate; *refused*: the error of the next allocation."
     for result in results:
         yield ""
         yield f"## {result.mechanism}"
@@ -38,6 +38,20 @@ def _lines(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> It
             yield "|---|---|---|---|---|---|---|---|"
             yield from (_row("one", share) for share in result.alone)
             yield from (_row("two at once", share) for share in result.together)
+        if result.torch_loads:
+            yield ""
+            yield "| tenants with PyTorch | cores | load | rate |"
+            yield "|---|---|---|---|"
+            for each in result.torch_loads:
+                tenants = "one" if each.tenants == 1 else f"{each.tenants} at once"
+                yield f"| {tenants} | {each.cores} % | {each.load} | {each.rate_percent:.1f} % |"
+        if result.torch_memory:
+            yield ""
+            yield "| allocator of PyTorch | memory limit | granted | refused |"
+            yield "|---|---|---|---|"
+            for memory in result.torch_memory:
+                granted = f"{memory.limit_bytes >> 20} MiB | {memory.granted_bytes >> 20} MiB"
+                yield f"| {memory.allocator} | {granted} | {memory.refusal or 'no'} |"
         if result.logged:
             yield ""
             yield "Warnings of the agent:"

@@ -7,7 +7,7 @@ init            cuInit and a context on device 0; `total_bytes`, `multiprocessor
 info            cuMemGetInfo; `free_bytes`, `total_bytes`
 grab STEP MOST  allocates STEP bytes at a time until a refusal or until it has MOST; `granted_bytes`
 free            frees all allocations
-work SECONDS    runs a kernel that keeps the whole GPU busy; `launches`, `seconds`
+work SECONDS    launches kernels that keep the whole GPU busy; `launches`, `seconds`
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-#: Threads do nothing but dependent multiply-adds, so the time of a launch depends on the number of multiprocessors that it gets.
+#: Each thread does dependent multiply-adds only, so the time of a launch depends on the number of multiprocessors that run it.
 PTX = b"""
 .version 6.3
 .target sm_70
@@ -42,8 +42,9 @@ again:
 }
 """
 _THREADS = 256
-#: Enough blocks that every multiprocessor has several, also with a few per cent of them.
-_BLOCKS_PER_MULTIPROCESSOR = 32
+#: The same for every tenant: under MPS, CUDA shows a tenant only the multiprocessors of its share, so a number of blocks for each
+#: multiprocessor would give a small share small launches. It fills the largest GPU (132 multiprocessors of 8 blocks) several times.
+BLOCKS = 8192
 _ROUNDS = 20_000
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
@@ -51,15 +52,14 @@ Answer = dict[str, Any]
 
 
 class Tenant:
-    """The state between commands. Each method returns the answer without `result`, or raises Refused."""
+    """The state between commands. Each method returns the answer without `result`, or raises Refused. `cuda`: the driver's library."""
 
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, cuda: ctypes.CDLL) -> None:
+        self._cuda = cuda
         self._device = ctypes.c_int()
         self._context = ctypes.c_void_p()
         self._function: ctypes.c_void_p | None = None
         self._allocations: list[ctypes.c_uint64] = []
-        self._multiprocessors = 0
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._cuda, name)(*arguments)
@@ -74,7 +74,6 @@ class Tenant:
         self._call("cuCtxSetCurrent", self._context)
         self._call("cuDeviceTotalMem_v2", ctypes.byref(total), self._device)
         self._call("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSOR_COUNT, self._device)
-        self._multiprocessors = count.value
         return {"total_bytes": total.value, "multiprocessors": count.value}
 
     def info(self) -> Answer:
@@ -109,11 +108,10 @@ class Tenant:
         self._call("cuMemAlloc_v2", ctypes.byref(out), ctypes.c_size_t(4096))
         rounds = ctypes.c_uint(_ROUNDS)
         parameters = (ctypes.c_void_p * 2)(ctypes.addressof(out), ctypes.addressof(rounds))
-        blocks = max(1, self._multiprocessors) * _BLOCKS_PER_MULTIPROCESSOR
         launches, begun = 0, time.monotonic()
         try:
-            while time.monotonic() - begun < seconds:
-                self._call("cuLaunchKernel", self._function, blocks, 1, 1, _THREADS, 1, 1, 0, None, parameters, None)
+            while launches == 0 or time.monotonic() - begun < seconds:
+                self._call("cuLaunchKernel", self._function, BLOCKS, 1, 1, _THREADS, 1, 1, 0, None, parameters, None)
                 self._call("cuCtxSynchronize")
                 launches += 1
         finally:
@@ -130,7 +128,7 @@ class Refused(Exception):
 
 
 def main() -> None:
-    tenant = Tenant()
+    tenant = Tenant(ctypes.CDLL("libcuda.so.1"))
     for line in sys.stdin:
         name, *numbers = line.split()
         try:

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.hardware.measure import MechanismResult, ShareResult
+from tests.hardware.measure import MechanismResult, ShareResult, TorchLoad, TorchMemory
 from tests.hardware.report import as_json, as_markdown
 
 MIB = 1 << 20
@@ -16,7 +16,20 @@ SHARE = ShareResult(
     agent_bytes=None,
 )
 RESULTS = (
-    MechanismResult(mechanism="mps", uses="mps (cores and memory)", alone=(SHARE,), logged=("enforcement_finding: changed",)),
+    MechanismResult(
+        mechanism="mps",
+        uses="mps (cores and memory)",
+        alone=[SHARE],
+        torch_loads=[
+            TorchLoad(load="products", cores=75, tenants=2, rate_percent=69.04),
+            TorchLoad(load="graph", cores=25, tenants=1, rate_percent=34.0),
+        ],
+        torch_memory=[
+            TorchMemory(allocator="cudaMallocAsync", limit_bytes=5120 * MIB, granted_bytes=4864 * MIB, refusal="out of memory"),
+            TorchMemory(allocator="expandable segments", limit_bytes=5120 * MIB, granted_bytes=7168 * MIB, refusal=None),
+        ],
+        logged=["enforcement_finding: changed"],
+    ),
     MechanismResult(mechanism="hami-core", obstacle="no library was given: --hami-core FILE"),
 )
 
@@ -31,6 +44,18 @@ def test_a_mechanism_that_was_not_measured_shows_the_reason() -> None:
     text = as_markdown({}, RESULTS)
     assert "**Not measured to the end:** no library was given: --hami-core FILE" in text
     assert "* enforcement_finding: changed" in text
+
+
+def test_rows_of_pytorch_show_the_load_and_what_each_allocator_was_granted() -> None:
+    text = as_markdown({}, RESULTS)
+    assert "| 2 at once | 75 % | products | 69.0 % |" in text
+    assert "| one | 25 % | graph | 34.0 % |" in text
+    assert "| cudaMallocAsync | 5120 MiB | 4864 MiB | out of memory |" in text
+    assert "| expandable segments | 5120 MiB | 7168 MiB | no |" in text
+
+
+def test_without_pytorch_there_is_no_table_of_it() -> None:
+    assert "PyTorch" not in as_markdown({}, RESULTS[1:])
 
 
 def test_json_has_the_same_figures_with_units_in_their_names() -> None:
