@@ -4,7 +4,7 @@ init               a context; `total_bytes`, and PyTorch's `version`
 grab STEP MOST     allocates STEP bytes at a time until a refusal or until it has MOST; `granted_bytes`, with a refusal also `error`
 products SECONDS   bf16 products of matrices of 4096 x 4096; `launches`, `seconds`
 small SECONDS      small kernels (a product of 1 Mi floats with a number); `launches`, `seconds`
-graph SECONDS      a CUDA graph of 50 products of 2048 x 2048, whose products are the launches; `launches`, `seconds`
+graph SECONDS      a CUDA graph of 50 products of 2048 x 2048; `launches` counts the products, `seconds`
 
 The allocator is chosen by PYTORCH_CUDA_ALLOC_CONF before the start.
 """
