@@ -28,6 +28,7 @@ from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.topology.devices import Gpu, NodeSample
 from gpumgr.units import MEMORY_RESOURCE
 from gpumgr.usage.allocation_index import AllocationIndex
+from gpumgr.usage.ended import EndedContainers
 from gpumgr.usage.join import join
 from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 from gpumgr.usage.over_limit import OverLimitState, apply_readings
@@ -98,6 +99,7 @@ class MemoryLimitWatcher:
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
+        self._ended = EndedContainers()
         self._findings = FindingsReporter(count=meter.found, add_event=events.add, clock=clock)
 
     def apply(self, over_limit: OverLimit) -> None:
@@ -126,7 +128,9 @@ class MemoryLimitWatcher:
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """`started`: pid -> start time in clock ticks since boot, without processes that have ended."""
         ledger, now = self._records.ledger, self._clock()
-        if not ledger.allocations and now - self._evaluated_at < CALM_PERIOD_SECONDS:
+        awaited = self._ended.ended
+        self._ended = self._ended.at(ledger.allocations, now)
+        if not (ledger.allocations or awaited or self._ended.ended) and now - self._evaluated_at < CALM_PERIOD_SECONDS:
             return
         self._evaluated_at = now
         shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
@@ -191,8 +195,10 @@ class MemoryLimitWatcher:
     # -- unattributed processes --------------------------------------------------------------------------------------------
 
     def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
-        """Logs each unattributed GPU process once when it appears, and once when it has ended."""
-        met = update_unattributed(self._unattributed, use, started)
+        """Logs each unattributed GPU process once when it appears (that of an ended container if it stays), and once when it has ended."""
+        expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
+        self._ended = self._ended.after(use, started)
+        met = update_unattributed(self._unattributed, use, started, expected)
         self._unattributed = met.known
         for (pid, _), processes in met.new.items():
             log.warning(

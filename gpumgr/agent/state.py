@@ -16,7 +16,7 @@ from gpumgr.allocator import quarantine
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.quarantine import Process, Quarantine
+from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Process, Quarantine
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
@@ -66,6 +66,8 @@ class AgentState:
         self._policy = policy
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
+        #: When each GPU went into quarantine, in monotonic seconds; None: that was logged.
+        self._held_since: dict[GpuName, float | None] = {}
         self._on_freed, self._before_offer = on_freed, before_offer
 
     def apply(self, *, policy: Policy) -> None:
@@ -205,6 +207,7 @@ class AgentState:
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = msgspec.json.decode(self._noted, type=_QuarantineNote) if self._noted else {}
         state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("strangers", {}))
+        self._held_since = dict.fromkeys(state.held, float("-inf"))  # it is not known since when
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:
@@ -225,12 +228,16 @@ class AgentState:
         await self._checkpoint.save_note(key, value)
 
     def _set_quarantine(self, state: Quarantine) -> None:
-        before = self.inventory.quarantine
+        before, now = self.inventory.quarantine, self._clock()
         self.inventory = replace(self.inventory, quarantine=state)
-        for gpu in state.held.keys() - before.held.keys():
-            log.warning("gpu_quarantined", gpu=gpu, reason=state.reason(gpu))
-        for gpu in before.held.keys() - state.held.keys():
-            log.info("gpu_released", gpu=gpu, reason="the processes of the ended pod are gone")
+        self._held_since = {**dict.fromkeys(state.held, now), **self._held_since}
+        for gpu in self._held_since.keys() - state.held.keys():
+            if self._held_since.pop(gpu) is None:
+                log.info("gpu_released", gpu=gpu, reason="the processes of the ended pod are gone")
+        for gpu, since in self._held_since.items():
+            if since is not None and now - since >= EXPECTED_SECONDS:
+                self._held_since[gpu] = None
+                log.warning("gpu_quarantined", gpu=gpu, reason=state.reason(gpu))
         if state.held != before.held:
             self.publish()
 

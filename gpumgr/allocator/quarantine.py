@@ -2,15 +2,21 @@
 
 A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that ran
 before the first allocation (a display server, the operator's tools) do not count.
+
+An ordinary end also takes time: on an H200 a process with 35 GiB stays in the driver's list for half a second after its end. So
+processes of an ended container are reported only after EXPECTED_SECONDS.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from gpumgr.units import GpuName
 
 #: (pid, start time in clock ticks since boot): together they are unique.
 Process = tuple[int, int]
+#: How long the processes of an ended container may remain before they are reported.
+EXPECTED_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Which unattributed processes are new: each is reported once, also if it can't be observed for a while."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gpumgr.allocator.quarantine import Process
@@ -20,14 +20,17 @@ class UnattributedChange:
     gone: frozenset[Process] = frozenset()
 
 
-def update_unattributed(known: KnownProcesses, use: NodeUse, started: Mapping[int, int]) -> UnattributedChange:
+def update_unattributed(
+    known: KnownProcesses, use: NodeUse, started: Mapping[int, int], expected: Collection[Process] = ()
+) -> UnattributedChange:
     """The state after one sample. `started`: pid -> start time in clock ticks since boot; a process without one has just ended.
+    `expected`: processes that are not reported yet.
 
     Known processes stay known while a GPU's list can't be read, and while their container is unknown.
     """
     here: dict[Process, list[UnattributedProcess]] = {}
     for (_, pid), found in sorted(use.unattributed.items(), key=lambda item: (item[0][1], item[0][0])):
-        if pid in started:
+        if pid in started and ((pid, started[pid]) in known or (pid, started[pid]) not in expected):
             here.setdefault((pid, started[pid]), []).append(found)
     seen = {process: frozenset(each.gpu for each in unattributed) for process, unattributed in here.items()}
     hidden = {

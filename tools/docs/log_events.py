@@ -76,8 +76,9 @@ MEANINGS: Final = {
     "gpu_event": "The driver reported an XID or a double-bit error. It may take the GPU out of service.",
     "gpu_health_changed": "The health of a GPU changed, for the given reason. Only that GPU is taken out of service; it is "
     "offered again after several good readings.",
-    "gpu_quarantined": "Processes of an ended container still run on the GPU. It is offered again when they have ended.",
-    "gpu_released": "The processes of the ended container have ended, and the GPU is offered again.",
+    "gpu_quarantined": "Processes of an ended container still run on the GPU 10 s after its end. The GPU takes no pods "
+    "from the end on until they have ended.",
+    "gpu_released": "The processes for which `gpu_quarantined` was logged have ended, and the GPU is offered again.",
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on, and the agent retries.",
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
     "nvml_not_reopened": "The driver did not answer after `gpumgr gpu reset`. The agent retries.",
@@ -150,7 +151,8 @@ MEANINGS: Final = {
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
     "pod_evicted": "The API server accepted the eviction of a pod.",
     "eviction_cancelled": "An eviction is no longer needed and was cancelled.",
-    "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container.",
+    "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container. That of an ended container is "
+    "logged only after 10 s.",
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
     "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is more than 1: containers of `nvidia.com/gpu` may "

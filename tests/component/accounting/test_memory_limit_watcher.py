@@ -11,6 +11,7 @@ from gpumgr.accounting.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimi
 from gpumgr.accounting.process_owners import RETRY_SECONDS
 from gpumgr.allocator.ledger import Allocation, ClaimRequest
 from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.allocator.quarantine import EXPECTED_SECONDS
 from gpumgr.enforcement.backend import Finding, FindingCode
 from gpumgr.units import BLOCK_BYTES, Amounts
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
@@ -352,6 +353,69 @@ async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed(
         assert node.use.unknown == {99}
         await node.sampled(sample({}, {}))
     assert not logs
+
+
+def ending(*, whole_gpu: bool = False) -> Node:
+    """A container with process 11 has just ended. Another container keeps its GPU, or another GPU."""
+    node = Node(whole("a", WEB, 0) if whole_gpu else share(), share("b", TRAIN, gpu=1 if whole_gpu else 0))
+    node.runs(container("a", WEB), 11)
+    node.runtime.elsewhere[11] = container("a", WEB)
+    return node
+
+
+@pytest.mark.parametrize("whole_gpu", [False, True])
+@pytest.mark.parametrize("listed", [True, False])
+async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_gpu: bool, listed: bool) -> None:
+    """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
+    node = ending(whole_gpu=whole_gpu)
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        if not listed:  # the runtime has removed the container, so that the process is in none
+            node.runtime.containers, node.runtime.elsewhere = [], {}
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert node.use.unattributed
+        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS - 1)
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 11)]
+        await node.sampled(sample({}, {}))
+        assert [entry["event"] for entry in logs[1:]] == ["gpu_stranger_gone"]
+
+
+async def test_a_process_that_no_sample_attributed_is_expected_too() -> None:
+    node = ending()
+    with capture_logs() as logs:
+        await node.sampled(sample({}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS)
+        assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+
+
+async def test_a_process_of_the_last_container_is_reported_in_time() -> None:
+    node = Node(share())
+    node.runs(container("a", WEB), 11)
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT}, {}))
+        for _ in range(int(EXPECTED_SECONDS) - 1):
+            await node.sampled(sample({11: LIMIT}, {}))
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}))
+    assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+
+
+async def test_other_processes_are_not_expected_when_a_container_ends() -> None:
+    node = ending()
+    node.runtime.elsewhere[31] = container("z", ("team", "other"))
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT, 31: 1, 99: 2}, {}))
+    assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 31), ("gpu_stranger", 99)]
 
 
 # -- findings ------------------------------------------------------------------------------------------------------------------

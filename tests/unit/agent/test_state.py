@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
+from gpumgr.allocator.quarantine import EXPECTED_SECONDS
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.sim.kubelet_pods import SimContainer
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
@@ -174,6 +176,43 @@ async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end() -> None:
     await sample(world, 3)
     world.clock.now += 2
     await world.run(world.pod("next", app(10, 1)))
+
+
+async def test_an_ordinary_end_holds_the_gpu_back_without_a_warning() -> None:
+    """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
+    world = await World.made(snapshot(1, 16))
+    with capture_logs() as logs:
+        await left_behind(world)
+        assert world.agent.view().node.unschedulable
+        world.clock.now += 0.5
+        await sample(world, 3)
+        assert not world.agent.view().node.unschedulable
+    assert not [entry for entry in logs if entry["event"] in ("gpu_quarantined", "gpu_released")]
+
+
+async def test_a_process_that_stays_is_reported_once_and_so_is_its_end() -> None:
+    world = await World.made(snapshot(1, 16))
+    with capture_logs() as logs:
+        await left_behind(world)
+        for _ in range(3):
+            world.clock.now += EXPECTED_SECONDS / 2
+            await sample(world, 3, 7)
+        await sample(world, 3)
+    quarantine = [(entry["event"], entry["log_level"]) for entry in logs if entry["event"].startswith("gpu_")]
+    assert quarantine == [("gpu_quarantined", "warning"), ("gpu_released", "info")]
+
+
+async def test_the_next_quarantine_of_a_gpu_is_expected_again() -> None:
+    world = await World.made(snapshot(1, 16))
+    await left_behind(world)
+    world.clock.now += EXPECTED_SECONDS / 2
+    await sample(world, 3)
+    world.clock.now += EXPECTED_SECONDS
+    with capture_logs() as logs:
+        await left_behind(world)
+        await sample(world, 3, 7)
+    assert world.agent.view().node.unschedulable
+    assert not [entry for entry in logs if entry["event"] == "gpu_quarantined"]
 
 
 async def test_the_quarantine_survives_a_restart() -> None:
