@@ -25,7 +25,6 @@ def container_row(
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
     amounts = holder.limits.get(gpu) or holder.amounts_on(gpu)
-    measured = use is not None and (use.memory_bytes is not None or bool(use.processes))
     return ContainerRow(
         allocation=holder.id,
         namespace=namespace,
@@ -39,7 +38,7 @@ def container_row(
         whole=holder.whole,
         memory_used_bytes=use.memory_bytes if use else None,
         utilization_ratio=use.utilization_ratio if use else None,
-        processes=use.process_count if use and measured else None,
+        processes=use.process_count if use else None,
         over=over,
         mechanisms=holder.mechanisms,
         granted_at=holder.granted_at,

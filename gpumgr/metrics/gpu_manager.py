@@ -56,8 +56,8 @@ def _holder(allocation: Allocation) -> Holder | None:
 def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
     allocations = report.view.ledger.allocations
     index_of = {gpu.uuid: gpu.index for gpu in report.view.inventory.snapshot.gpus}
-    percents: dict[str, float] = {}
-    mebibytes: dict[str, float] = {}
+    percents: dict[str, float | None] = {}
+    mebibytes: dict[str, float | None] = {}
     # While the driver does not answer, old values would look current.
     for use in yielding_gil(report.use.containers.values() if report.use and report.nvml_up else ()):
         allocation = allocations.get(use.allocation)
@@ -65,18 +65,18 @@ def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) 
         if holder is None or use.uuid not in index_of or holder[0] in ended:
             continue
         labels = texts.of(holder[0][1], holder[0][0], node, holder[1])
-        busy = percent(use.utilization_ratio)
+        busy, memory_mebibytes = percent(use.utilization_ratio), None if use.memory_bytes is None else use.memory_bytes >> 20
         for card in (f"gpu{index_of[use.uuid]}", "total"):
-            if busy is not None:
-                _add(percents, f'{labels},gpu="{card}"', busy)
-            if use.memory_bytes is not None:
-                _add(mebibytes, f'{labels},gpu_memory="{card}"', use.memory_bytes >> 20)
-    yield render(_UTILIZATION, percents)
-    yield render(_MEMORY, mebibytes)
+            _add(percents, f'{labels},gpu="{card}"', busy)
+            _add(mebibytes, f'{labels},gpu_memory="{card}"', memory_mebibytes)
+    for family, series in ((_UTILIZATION, percents), (_MEMORY, mebibytes)):
+        yield render(family, {each: value for each, value in series.items() if value is not None})
 
 
-def _add(series: dict[str, float], labels: str, value: float) -> None:
-    series[labels] = series.get(labels, 0) + value
+def _add(series: dict[str, float | None], labels: str, value: float | None) -> None:
+    """A sum with an unknown part is unknown."""
+    before = series.get(labels, 0)
+    series[labels] = None if value is None or before is None else before + value
 
 
 def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:

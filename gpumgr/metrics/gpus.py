@@ -76,7 +76,7 @@ _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] 
     (gauge("gpu_temperature_celsius", "Temperature of the GPU's die.", "gpu"), lambda sample: sample.temperature_celsius),
     (gauge("gpu_power_watts", "Power that the board draws.", "gpu"), lambda sample: sample.power_watts),
 )
-_UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float]], ...]] = (
+_UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float | None]], ...]] = (
     (
         gauge("unaccounted_memory_bytes", "Memory in use on the GPU by processes without an allocation of it.", "gpu"),
         lambda use: use.unattributed_memory_bytes,
@@ -106,7 +106,7 @@ def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
     yield from _allocated(report.view.ledger)
     uses = report.use.gpus.values() if report.use and report.nvml_up else ()
     for unaccounted, count in _UNACCOUNTED:
-        yield render(unaccounted, {_gpu(use.uuid): count(use) for use in uses})
+        yield render(unaccounted, {_gpu(use.uuid): value for use in uses if (value := count(use)) is not None})
 
 
 def _gpu(uuid: str) -> str:

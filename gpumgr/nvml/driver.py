@@ -150,7 +150,7 @@ class Nvml:
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
         """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error."""
         try:
-            return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, uuid, gpu))
+            return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
         except CallError:
             return None
 

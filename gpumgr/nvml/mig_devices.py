@@ -73,7 +73,7 @@ def destroy_mig_instance(nvml: Binding, gpu: Handle, instance_uuid: str) -> None
     device = devices.pop(instance_uuid, None)
     if device is None:
         return
-    if processes := read_processes(nvml, instance_uuid, device):
+    if processes := read_processes(nvml, device):
         pids = ", ".join(str(process.pid) for process in processes)
         raise NvmlError(f"the MIG device {instance_uuid} is not destroyed, since processes use it: pid {pids}")
     with unless_gone():

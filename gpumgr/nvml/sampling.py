@@ -1,7 +1,8 @@
 """Reads the use and the health of all GPUs. Synchronous functions for the worker's thread."""
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Final, TypeVar
 
 from gpumgr.nvml.binding import (
     FIELD_RECOVERY_ACTION,
@@ -26,7 +27,12 @@ _VOLATILE: Final = 0
 _LIST_TRIES: Final = 3
 
 _COMPUTE: Final = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-_OTHER: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3")
+_MPS_CLIENTS: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2")
+_GRAPHICS: Final = ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+
+T = TypeVar("T")
+#: Processes with their used bytes (None = not reported).
+Listed = dict[int, int | None]
 
 
 def _handles(nvml: Binding, seen: Mapping[int, str]) -> Iterator[tuple[str, Handle | CallError]]:
@@ -56,22 +62,39 @@ def read_sample(nvml: Binding, *, seen: Mapping[int, str], utilization: ProcessU
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
-    reserved = None if memory is None else int(memory.reserved)
-    if memory is None:  # the first version counts what the driver reserves as used
-        memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-    rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
-    milliwatts = nvml.ask("nvmlDeviceGetPowerUsage", handle)
+    """Each value that the driver answers with an error is unknown. Raises CallError if the GPU is lost."""
+    used, reserved = unless_failed(lambda: _read_memory(nvml, handle)) or (None, None)
+    rates = unless_failed(lambda: nvml.ask("nvmlDeviceGetUtilizationRates", handle))
+    milliwatts = unless_failed(lambda: nvml.ask("nvmlDeviceGetPowerUsage", handle))
     return GpuSample(
         uuid=uuid,
-        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_used_bytes=used,
         memory_reserved_bytes=reserved,
         utilization_ratio=None if rates is None else rates.gpu / 100,
         memory_copy_ratio=None if rates is None else rates.memory / 100,
-        temperature_celsius=_read_celsius(nvml, handle),
+        temperature_celsius=unless_failed(lambda: _read_celsius(nvml, handle)),
         power_watts=None if milliwatts is None else milliwatts / 1000,
-        processes=read_processes(nvml, uuid, handle, utilization),
+        processes=unless_failed(lambda: _read_busy_processes(nvml, uuid, handle, utilization)),
     )
+
+
+def unless_failed(read: Callable[[], T | None]) -> T | None:
+    """What `read` returns, or None if the driver answers with an error. Raises CallError if the GPU is lost."""
+    try:
+        return read()
+    except CallError as exc:
+        if exc.code == GPU_IS_LOST:
+            raise
+        return None
+
+
+def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
+    """Used and reserved bytes. The first version of the call counts what the driver reserves as used."""
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
+    if memory is not None:
+        return int(memory.used), int(memory.reserved)
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    return None if memory is None else (int(memory.used), None)
 
 
 def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
@@ -81,28 +104,45 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
     return None if value is None else float(value)
 
 
-def read_processes(
-    nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None = None
-) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast to be read.
+def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
+    """All processes with a context on the GPU, by pid, without their utilization; None if the driver doesn't list them, or if the list
+    grew too fast to be read. Raises CallError, also if only the list of MPS clients or of graphics processes fails."""
+    lists = [_read_list(nvml, functions, handle) for functions in (_COMPUTE, _MPS_CLIENTS, _GRAPHICS)]
+    return _processes(lists, lambda _: None)
 
-    `utilization` None: the utilization of the processes is not read. It is read only if there are processes.
+
+def _read_busy_processes(
+    nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
+) -> tuple[GpuProcess, ...] | None:
+    """The same with the utilization, unless `utilization` is None, and without the processes of a list that fails.
+
+    Only the list of compute processes is needed; its CallError is raised. The driver samples an MPS server instead of its clients:
+    what a client uses is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
-    if compute is None:
+    clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
+    busy = utilization.read(nvml, uuid, handle) if any((compute, clients, graphics)) and utilization is not None else None
+
+    def utilization_of(pid: int) -> float | None:
+        if busy is None:
+            return None
+        return busy.get(pid, None if clients is None or pid in clients else 0.0)
+
+    return _processes([compute, clients, graphics], utilization_of)
+
+
+def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
+    """A process that is in several lists has the memory of the first; without the first list nothing is known."""
+    if lists[0] is None:
         return None
-    found = dict(compute)
-    for function in _OTHER:
-        for pid, memory_bytes in (_read_list(nvml, (function,), handle) or {}).items():
-            found.setdefault(pid, memory_bytes)
-    busy = utilization.read(nvml, uuid, handle) if found and utilization is not None else None
+    found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
     return tuple(
-        GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=None if busy is None else busy.get(pid, 0.0))
+        GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=utilization_of(pid))
         for pid, memory_bytes in sorted(found.items())
     )
 
 
-def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> dict[int, int | None] | None:
+def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Listed | None:
     """One of NVML's lists of processes through the first function that this driver has: used bytes by pid."""
     for function in functions:
         for _ in range(_LIST_TRIES):

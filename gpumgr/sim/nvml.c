@@ -1030,12 +1030,13 @@ static result_t put_processes(int i, const instance_t *m, unsigned *count, proce
     return n && (!list || room < n) ? INSUFFICIENT_SIZE : OK;
 }
 
-static result_t put_none(unsigned *count) { *count = 0; return OK; }
+#define LISTS(name, answer)                                                                                                                \
+    EXPORT result_t name##_v2(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(answer); }                            \
+    EXPORT result_t name##_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(answer); }
 
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 0)); }
-EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 0)); }
-EXPORT result_t nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); (void)list; return leave(put_none(n)); }
-EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_MIG(d, 1); return leave(put_processes(i, m, n, list, 1)); }
+LISTS(nvmlDeviceGetComputeRunningProcesses, put_processes(i, m, n, list, 0))
+LISTS(nvmlDeviceGetMPSComputeRunningProcesses, put_processes(i, m, n, list, 1))
+LISTS(nvmlDeviceGetGraphicsRunningProcesses, ((void)list, (void)m, *n = 0, OK))
 
 EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
     ENTER_GPU(d);

@@ -4,7 +4,8 @@ Invariants:
 * A process belongs to the container that its cgroup names; what the process itself reports is not used.
 * A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
 * `own_pids`, the processes of gpumgr's enforcement mechanisms, appear nowhere.
-* A process without an answer yet is unknown, not unattributed.
+* A process without an answer yet is unknown, not unattributed. What a container without other processes uses is unknown then, if the
+  process may be its own.
 """
 
 from collections import defaultdict
@@ -19,6 +20,8 @@ from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, GpuUse, NodeUse
 
 #: The attributed processes of one sample, by allocation and GPU.
 Attributed = dict[AllocationOnGpu, list[GpuProcess]]
+#: For each unknown process of a GPU the container that it runs in, as far as that is known.
+Unknown = Mapping[GpuName, list[Container | None]]
 
 
 def join(
@@ -36,6 +39,7 @@ def join(
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
     unknown: set[int] = set()
+    maybe: Unknown = defaultdict(list)
     for uuid, gpu_sample in sample.gpus.items():
         card = ledger.gpu_registry.by_uuid.get(uuid)
         if card is None:
@@ -43,15 +47,17 @@ def join(
         for process in gpu_sample.processes or ():
             if process.pid in own_pids:
                 continue
+            container = owners.get(process.pid)
             if process.pid not in owners:
                 unknown.add(process.pid)
+                maybe[card.name].append(None)
                 continue
-            container = owners[process.pid]
             owner = index.owner(container, card.name) if container else "none"
             if isinstance(owner, Allocation):
                 attributed.setdefault((owner.id, card.name), []).append(process)
             elif owner == "unknown":
                 unknown.add(process.pid)
+                maybe[card.name].append(container)
             else:
                 unattributed[card.name, process.pid] = UnattributedProcess(
                     gpu=card.name,
@@ -60,13 +66,13 @@ def join(
                     memory_bytes=process.memory_bytes,
                     container=container.describe() if container else None,
                 )
-    uses = _uses(ledger, sample, attributed, {gpu for gpu, _ in unattributed})
+    uses = _uses(ledger, sample, attributed, maybe, {gpu for gpu, _ in unattributed})
     gpus = _sums(ledger, sample, unattributed.values())
     return NodeUse(taken_at=taken_at, containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
 
 
 def _uses(
-    ledger: Ledger, sample: NodeSample, attributed: Attributed, shared: Collection[GpuName]
+    ledger: Ledger, sample: NodeSample, attributed: Attributed, unknown: Unknown, shared: Collection[GpuName]
 ) -> dict[AllocationOnGpu, ContainerUse]:
     """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
     uses: dict[AllocationOnGpu, ContainerUse] = {}
@@ -76,8 +82,9 @@ def _uses(
             limit_bytes = None if amounts.whole else limits.memory_mebibytes << 20
             uuid = ledger.gpu_registry.by_name[gpu].uuid
             seen = sample.gpus.get(uuid)
-            listed = seen is not None and seen.processes is not None
-            processes = attributed.get((allocation.id, gpu), ()) if listed else ()
+            processes = attributed.get((allocation.id, gpu), ())
+            may_own = not processes and any(_may_own(allocation, container) for container in unknown.get(gpu, ()))
+            listed = seen is not None and seen.processes is not None and not may_own
             alone = seen if listed and amounts.whole and gpu not in shared else None
             uses[allocation.id, gpu] = ContainerUse(
                 allocation=allocation.id,
@@ -95,15 +102,22 @@ def _uses(
     return uses
 
 
-def _memory_bytes(processes: Collection[GpuProcess]) -> int | None:
-    reported = [p.memory_bytes for p in processes if p.memory_bytes is not None]
-    return sum(reported) if reported or not processes else None
+def _may_own(allocation: Allocation, container: Container | None) -> bool:
+    """Whether an unknown process, in this container, may belong to the allocation. Any pod's containers may use a claim."""
+    return container is None or allocation.claim is not None or allocation.uid in (None, container.pod_uid)
+
+
+def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int | None:
+    """The sum of what is reported, which is too little if only some processes are reported; None if none of them is."""
+    memory = [p.memory_bytes for p in processes]
+    reported = [each for each in memory if each is not None]
+    return sum(reported) if reported or not memory else None
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """`alone`: the GPU's own sample, if only this container uses it; its rate replaces those of processes that are not reported."""
+    """None if that of a process is unknown, unless it is the GPU's own: `alone` is its sample if only this container uses it."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
-    if ratios or not processes:
+    if len(ratios) == len(processes):
         return min(1.0, sum(ratios))
     return alone.utilization_ratio if alone else None
 
@@ -115,7 +129,7 @@ def _sums(ledger: Ledger, sample: NodeSample, unattributed: Iterable[Unattribute
     return {
         ledger.gpu_registry.by_uuid[uuid].name: GpuUse(
             uuid=uuid,
-            unattributed_memory_bytes=sum(each.memory_bytes or 0 for each in others[uuid]),
+            unattributed_memory_bytes=_memory_bytes(others[uuid]),
             unattributed_processes=len(others[uuid]),
         )
         for uuid, seen in sample.gpus.items()

@@ -16,7 +16,8 @@ class ContainerUse:
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
     `cores` are hundredths of this GPU. `memory_limit_bytes` is None for whole GPUs. `processes` maps the host's pid of each process
-    with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown.
+    with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown. Then it may be unknown, too,
+    whether there are processes.
     """
 
     allocation: AllocationId
@@ -37,8 +38,9 @@ class ContainerUse:
         return tuple(sorted(self.processes))
 
     @property
-    def process_count(self) -> int:
-        return len(self.processes)
+    def process_count(self) -> int | None:
+        """None = unknown."""
+        return None if self.memory_bytes is None and not self.processes else len(self.processes)
 
     def describe(self) -> str:
         """The container's name in messages."""
@@ -58,10 +60,10 @@ class UnattributedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """Sums over the unattributed processes of one GPU; bytes that the driver does not report count 0."""
+    """Sums over the unattributed processes of one GPU; the memory is None if the driver reports it for none of them."""
 
     uuid: str
-    unattributed_memory_bytes: int = 0
+    unattributed_memory_bytes: int | None = 0
     unattributed_processes: int = 0
 
 

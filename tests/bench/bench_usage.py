@@ -68,7 +68,7 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, 
                 await node.sampled(sample)
             use = node.memory_watcher.use
             assert use is not None
-            assert sum(each.process_count for each in use.containers.values()) == len(pids)
+            assert sum(len(each.processes) for each in use.containers.values()) == len(pids)
             assert not use.unattributed
             gc.collect()
             gc.freeze()  # as the agent does when it is up

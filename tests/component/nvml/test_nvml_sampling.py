@@ -1,6 +1,8 @@
 """What the GPUs do and how they are, through the real binding and the simulated library."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -125,17 +127,76 @@ async def test_a_list_that_never_fits_is_unknown(node: Prepare) -> None:
         assert (await first_sample(nvml)).processes is None
 
 
-async def test_a_failing_gpu_is_missing_from_a_sample_alone(node: Prepare) -> None:
+@pytest.mark.parametrize("code", [999, 16, 6, 10])
+@pytest.mark.parametrize(
+    ("functions", "unknown"),
+    [
+        ({"nvmlDeviceGetPowerUsage"}, {"power_watts"}),
+        ({"nvmlDeviceGetTemperatureV"}, {"temperature_celsius"}),
+        ({"nvmlDeviceGetUtilizationRates"}, {"utilization_ratio", "memory_copy_ratio"}),
+        ({"nvmlDeviceGetMemoryInfo_v2"}, {"memory_used_bytes", "memory_reserved_bytes"}),
+        ({"nvmlDeviceGetGraphicsRunningProcesses_v3"}, set()),
+    ],
+)
+async def test_an_error_of_one_reading_costs_no_other(node: Prepare, functions: set[str], unknown: set[str], code: int) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        good = (await nvml.sample(utilization=True)).gpus[uuid]
+        for function in functions:
+            sim.control.set_result(function, code, gpu=0)
+        sample = await nvml.sample(utilization=True)
+    assert good.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB, utilization_ratio=0.5),)
+    lost: dict[str, Any] = dict.fromkeys(unknown)
+    assert sample.failures == {}
+    assert sample.gpus[uuid] == replace(good, **lost)
+
+
+async def test_processes_are_unknown_where_their_list_fails(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 999, gpu=0)
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+        assert (sample.processes, sample.memory_used_bytes, sample.power_watts) == (None, 300 * MIB, 34.0)
+        sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 0, gpu=0)
+        sim.control.set_result("nvmlDeviceGetGraphicsRunningProcesses_v3", 999, gpu=0)
+        assert await nvml.processes(sample.uuid) is None, "what needs all processes does not rely on a part of them"
+
+
+@pytest.mark.parametrize("function", ["*", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetGraphicsRunningProcesses_v3"])
+async def test_a_lost_gpu_is_missing_from_a_sample_alone(node: Prepare, function: str) -> None:
+    """Also one that is lost between two readings."""
     sim = node("pcie-a10-4")
     uuids = [sim.description.uuid_of(index) for index in range(4)]
     async with opened(sim) as nvml:
         await nvml.snapshot()
-        sim.control.lose_gpu(1)
-        sim.control.set_result("nvmlDeviceGetPowerUsage", 999, gpu=2)
+        sim.control.set_result(function, 15, gpu=1)
         sample = await nvml.sample()
-    assert set(sample.gpus) == {uuids[0], uuids[3]}
-    assert set(sample.failures) == {uuids[1], uuids[2]}
+    assert set(sample.gpus) == {uuids[0], uuids[2], uuids[3]}
+    assert sample.failures.keys() == {uuids[1]}
     assert "NVML error 15" in sample.failures[uuids[1]]
+
+
+async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prepare) -> None:
+    """The driver reports it as the server's."""
+    sim = node("mixed-2")
+    client = SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)
+    sim.control.set_processes(0, [client, SimProcess(pid=3), SimProcess(pid=4, sm_percent=7)])
+    sim.control.start_mps_server(0, 10)
+    sim.control.attach_mps_client(0, 20, 10)
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        ratios = await busy(nvml, uuid)
+        assert ratios == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
+        sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
+        assert await busy(nvml, uuid) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
+
+
+async def busy(nvml: Nvml, uuid: str) -> dict[int, float | None]:
+    processes = (await nvml.sample(utilization=True)).gpus[uuid].processes
+    return {process.pid: process.utilization_ratio for process in processes or ()}
 
 
 async def test_looks(node: Prepare) -> None:

@@ -82,10 +82,22 @@ def test_a_whole_gpu_has_no_limits() -> None:
 
 def test_what_could_not_be_read_has_no_series() -> None:
     report = picture_of(share(), processes=None, owners={})
-    for name in ("memory_used_bytes", "core_utilization_ratio", "over_limit_ratio"):
+    for name in ("memory_used_bytes", "core_utilization_ratio", "over_limit_ratio", "processes"):
         assert ours(report, f"container_{name}") == {}
     assert ours(report, "unaccounted_processes") == {(uuid_of(1),): 0.0}
     assert ours(report, "container_memory_limit_bytes") == {SERIES: 2.0 * BLOCK_BYTES}
+
+
+def test_unknown_utilization_has_no_series_and_is_not_0() -> None:
+    report = picture_of(share(), processes={11: 700}, owners={11: container("a", WEB)}, ratios={})
+    assert ours(report, "container_core_utilization_ratio") == {}
+    assert ours(report, "container_memory_used_bytes") == {SERIES: 700.0}
+
+
+def test_memory_of_strangers_that_the_driver_does_not_report_has_no_series() -> None:
+    report = picture_of(share(), processes={99: None}, owners={99: None})
+    assert ours(report, "unaccounted_processes") == {(uuid_of(0),): 1.0, (uuid_of(1),): 0.0}
+    assert ours(report, "unaccounted_memory_bytes") == {(uuid_of(1),): 0.0}
 
 
 def test_a_share_without_memory_blocks_has_no_ratio_of_them() -> None:

@@ -81,6 +81,13 @@ def test_totals_are_sums_over_the_gpus() -> None:
     assert list(series(metrics_of(report), MEMORY_ASKED).values()) == [2.0 * CARD_MIB]
 
 
+def test_a_total_with_an_unknown_part_is_unknown() -> None:
+    both = allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES})
+    report = picture_of(both, processes=({11: 3 * MIB}, None), owners={11: container("t", TRAIN)}, ratios={11: 0.5})
+    assert series(metrics_of(report), UTILIZATION) == {("main", "gpu0", "team", "node-1", "train"): 50.0}
+    assert series(metrics_of(report), MEMORY) == {("main", "gpu0", "team", "node-1", "train"): 3.0}
+
+
 @pytest.mark.parametrize(
     "pods",
     [

@@ -56,6 +56,19 @@ def test_use_of_only_some_processes_is_a_lower_bound() -> None:
     assert used(ledger, sample({11: None, 12: None}), owners).containers["a", GPU0].memory_bytes is None
 
 
+def test_utilization_of_only_some_processes_is_unknown() -> None:
+    """A driver reports none of an MPS client: what the others use is not what the container uses."""
+    ledger, owners = view_of(share()).ledger, {11: container("a", WEB), 12: container("a", WEB)}
+    use = used(ledger, sample({11: 5, 12: 7}, ratios={11: 0.0}), owners).containers["a", GPU0]
+    assert (use.utilization_ratio, use.memory_bytes) == (None, 12)
+    all_of_it = used(
+        view_of(whole("t", TRAIN, 0)).ledger,
+        sample({11: 5, 12: 7}, ratios={11: 0.0}),
+        dict.fromkeys((11, 12), container("t", TRAIN)),
+    )
+    assert all_of_it.containers["t", GPU0].utilization_ratio == 0.75, "the GPU's own, which only this container uses"
+
+
 def test_whole_gpus_have_no_limit_and_a_use_on_each() -> None:
     both = allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES})
     found = used(view_of(both).ledger, sample({11: 5}, {11: 6}), {11: container("t", TRAIN)}).containers
@@ -128,6 +141,13 @@ def test_missing_names_make_no_process_unattributed() -> None:
         found = used(view.ledger, sample({11: 5}), {11: nameless("a")})
         assert found.unknown == {11}
         assert not found.unattributed
+        assert {use.memory_bytes for use in found.containers.values()} == {None}
+    found = used(
+        view_of(share("a"), share("b", TRAIN), replace(share("c", name="other"), uid="uid-a")).ledger,
+        sample({11: 5}),
+        {11: nameless("a")},
+    )
+    assert [found.containers[each, GPU0].memory_bytes for each in "abc"] == [None, 0, None], "b is in another pod"
 
 
 def test_a_nameless_container_of_another_pod_that_uses_the_claim_has_its_process() -> None:
@@ -145,9 +165,12 @@ def test_a_nameless_container_of_another_pod_is_unattributed() -> None:
 
 
 def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
-    found = used(view_of(share()).ledger, sample({11: 5}), {})
+    ledger = view_of(share(), share("b", TRAIN), share("c", ("team", "else"), gpu=1)).ledger
+    found = used(ledger, sample({11: 5, 12: 6}, {}), {12: container("b", TRAIN)})
     assert found.unknown == {11}
     assert not found.unattributed
+    told = {use.allocation: (use.memory_bytes, use.process_count) for use in found.containers.values()}
+    assert told == {"a": (None, None), "b": (6, 1), "c": (0, 0)}, "it may be of a, which is not known to use nothing"
 
 
 def test_processes_of_the_mechanisms_are_left_out() -> None:
