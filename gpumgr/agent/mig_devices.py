@@ -1,10 +1,11 @@
 """Creates the MIG devices of containers, and destroys those that no container has (setting hami.operating_mode). Reports MIG devices that
 are gone though a container holds them, also those of static MIG.
 
-A MIG device is created while its container is admitted, since the answer names its UUID. It belongs to an allocation from the commit
-on: what a crash leaves between the two is destroyed later. One with processes is never destroyed.
+A MIG device is created while its container is admitted, since the answer names its UUID. The ledger has a reservation meanwhile; a
+device that a crash leaves before the grant is saved is destroyed later. A device with processes is never destroyed.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from gpumgr.agent.history import about
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, Ledger, MigDevice
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger, MigDevice
 from gpumgr.allocator.mig_places import place_of
 from gpumgr.errors import CheckpointError, NvmlError, Refusal
 from gpumgr.topology.devices import Gpu, MigInstance, MigProfile
@@ -46,10 +47,15 @@ class MigDriver(Protocol):
 
 
 class MigDevices:
-    """UUIDs of MIG devices recur: the driver makes them from the place. So they are compared and destroyed under the agent state's lock."""
+    """Creates and destroys MIG devices one after another, under `changes`: the driver makes their UUIDs from the place, so a UUID recurs,
+    and a device must not be destroyed while a container gets a new one of the same UUID.
+
+    The driver may take 30 s, so these calls are never made under the agent state's lock, which may be taken under `changes`.
+    """
 
     def __init__(self, agent_state: AgentState, driver: MigDriver, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._agent_state, self._driver, self._clock = agent_state, driver, clock
+        self.changes = asyncio.Lock()
         self._keeping = False
         self._created: set[str] = set()
         #: GPU or MIG device -> what was last reported about it.
@@ -67,7 +73,7 @@ class MigDevices:
         self._keeping = True
 
     async def create(self, allocation: Allocation) -> Allocation:
-        """The allocation with all its MIG devices created. The caller holds the agent state's lock. Raises Refusal; then none was."""
+        """The reserved allocation with all its MIG devices created. The caller holds `changes`. Raises Refusal; then none was created."""
         devices: list[MigDevice] = []
         for device in allocation.mig_devices:
             try:
@@ -78,7 +84,7 @@ class MigDevices:
         return replace(allocation, mig_devices=tuple(devices), why=_why(allocation.why, devices))
 
     async def discard(self, allocation: Allocation) -> None:
-        """Destroys the MIG devices of an allocation that was not committed. The caller holds the agent state's lock."""
+        """Destroys the MIG devices of an allocation that is not in the ledger. The caller holds `changes`."""
         ledger = self._agent_state.ledger
         for device in allocation.mig_devices:
             if device.uuid and device.uuid not in _held(ledger):
@@ -89,27 +95,33 @@ class MigDevices:
         others then, the container must get them by CDI, since its environment names the former ones. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
-        async with self._agent_state.lock:
-            current = self._agent_state.ledger.allocations.get(allocation.id)
-            if current is None:
-                raise Refusal("conflict", "the container's allocation was freed: its pod has ended")
-            gone = await self._gone(current.mig_devices)
+        async with self.changes:
+            current = self._allocation(allocation.id)
             made: dict[str, MigDevice] = {}
-            for device in gone:
+            for device in await self._gone(current.mig_devices):
                 made[device.uuid] = new = await self._create(device)
                 if new.uuid != device.uuid and not current.cdi:
                     await self.discard(replace(current, mig_devices=(new,)))
                     raise Refusal("gpu_unhealthy", f"{_sentence(device)}; delete the pod and create it again")
-            ledger = self._agent_state.ledger
-            for each in ledger.of(current.pod, current.uid):  # an init container may have left it to this one
-                devices = tuple(made.get(device.uuid, device) for device in each.mig_devices)
-                if devices != each.mig_devices:
-                    ledger = ledger.occupy(replace(each, mig_devices=devices, why=_why(each.why, devices)))
-            try:
-                await self._agent_state.commit(ledger)
-            except CheckpointError as error:
-                raise Refusal("internal", f"the new MIG devices can't be remembered: {error}") from error
-            return ledger.allocations[current.id]
+            async with self._agent_state.lock:
+                current = self._allocation(allocation.id)
+                ledger = self._agent_state.ledger
+                for each in ledger.of(current.pod, current.uid):  # an init container may have left it to this one
+                    devices = tuple(made.get(device.uuid, device) for device in each.mig_devices)
+                    if devices != each.mig_devices:
+                        ledger = ledger.occupy(replace(each, mig_devices=devices, why=_why(each.why, devices)))
+                try:
+                    await self._agent_state.commit(ledger)
+                except CheckpointError as error:
+                    raise Refusal("internal", f"the new MIG devices can't be remembered: {error}") from error
+                return ledger.allocations[current.id]
+
+    def _allocation(self, allocation: AllocationId) -> Allocation:
+        """Raises Refusal if it was freed."""
+        current = self._agent_state.ledger.allocations.get(allocation)
+        if current is None:
+            raise Refusal("conflict", "the container's allocation was freed: its pod has ended")
+        return current
 
     async def tend(self) -> None:
         """To be called once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports
@@ -135,7 +147,8 @@ class MigDevices:
         shown = inventory.gpus(ledger.gpu_registry)
         present = {each.uuid for gpu in shown.values() for each in gpu.mig_instances}
         for allocation in [*ledger.allocations.values()]:
-            missing = [each for each in _devices(ledger, allocation) if each.gpu in shown and each.uuid not in present]
+            devices = () if allocation.reserved else _devices(ledger, allocation)
+            missing = [each for each in devices if each.gpu in shown and each.uuid not in present]
             for device in await self._gone(missing):
                 found[device.uuid] = self._report_gone(allocation, device)
         self._reported = found
@@ -164,7 +177,7 @@ class MigDevices:
         """Why a MIG device without a container is still there; None if it has one, or is destroyed."""
         if device in _held(self._agent_state.ledger):
             return None
-        async with self._agent_state.lock:
+        async with self.changes:
             if device in _held(self._agent_state.ledger):
                 return None
             if not self._may_destroy(device):

@@ -60,6 +60,10 @@ class Reconciler:
         """GetPreferredAllocation is being answered: no `List` until its Allocate is answered."""
         self._quiet_until = self._clock() + UNDER_WAY_SECONDS
 
+    def reserved(self) -> None:
+        """An Allocate waits for the driver, for as long as that takes: no `List` until it is answered."""
+        self._quiet_until = float("inf")
+
     def answered(self) -> None:
         """An Allocate is being answered: no `List` for GAP_SECONDS."""
         self._quiet_until = self._clock() + GAP_SECONDS

@@ -14,7 +14,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.allocator import quarantine
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import AllocationId, Change, Ledger
+from gpumgr.allocator.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Process, Quarantine
 from gpumgr.errors import CheckpointError, LedgerError
@@ -36,9 +36,9 @@ _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 class AgentState:
     """All state of the agent. Each change needs `lock`.
 
-    `ledger` may be ahead of the disk by frees only; the next grant is committed with them. `before_offer` is awaited under `lock`
-    whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that the ledger has no longer.
-    `inventory`: what is offered of GPUs, without any.
+    `ledger` may be ahead of the disk by frees and reservations only; the next grant is committed with them. `before_offer` is awaited
+    under `lock` whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that was removed
+    from the ledger. `inventory`: what is offered of GPUs, without any.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class AgentState:
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
-        self.ledger = ledger
+        # The kubelet never got an answer about a reservation that a former process left.
+        self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
         self.meter = meter
         self._durable = ledger
@@ -112,6 +113,11 @@ class AgentState:
         """Applies `ledger`, which the next commit makes durable. Raises LedgerError; then nothing has changed."""
         _refuse_violations(ledger, ledger.since(self.ledger))
         self._apply(ledger)
+
+    def withdraw(self, reserved: Allocation) -> None:
+        """Removes a reservation, if it is still there. It was never granted, so its end is no event."""
+        if (there := self.ledger.allocations.get(reserved.id)) is not None and there.reserved:
+            self.ledger = self.ledger.free([reserved.id])
 
     def _apply(self, ledger: Ledger) -> None:
         """Logs and records the freed allocations, and checks GPUs without a holder for remaining processes."""

@@ -194,56 +194,104 @@ class Agent:
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
     async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        agent_state, resource = self.agent_state, record.resource
+        agent_state = self.agent_state
         await self._enforcement.settle()
         async with agent_state.lock:
-            if not device_ids:
-                raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
-            masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
-            pending, self.admission.pending = self.admission.pending, None
-            if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
-                before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
-                record.caller, record.candidates, record.id = before.caller, before.candidates, before.id
+            allocation, evaluator = await self._decide(record, device_ids)
+            if allocation.reserved:
+                self._put(agent_state.ledger.occupy(allocation))
+                self.reconciler.reserved()
             else:
-                ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
-                self._put(ledger)
-                why, evaluator = "the kubelet asked for no preference", None
-                self._identified(record, caller)
-                self.admission.refuse_guess(ledger, caller, resource, len(device_ids))
-            caller = record.caller
-            self._refuse_share(caller, resource, len(device_ids))
-            node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
-            refuse_undemanded(node, caller.view, masks, ledger)
-            if resource == "mig":
-                allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
-            elif resource == "replica":
-                allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
-                allocation = await self.mig_devices.create(allocation)
-            else:
-                allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
-            allocation = self._with_terms(allocation, caller)
-            answer = self._answers.whole(allocation, resource)
-            try:
-                await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
-            except CheckpointError as error:
-                await self.mig_devices.discard(allocation)
-                raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
-            self.admission.granted(caller, allocation)
-            self._await_memory_call(resource, allocation, caller)
-            agent_state.publish()
-            self.reconciler.answered()
+                answer = await self._grant(record, allocation, evaluator)
+        if allocation.reserved:
+            allocation, answer = await self._create_and_grant(record, allocation, evaluator)
         log.info(
             "allocation_granted",
             allocation=allocation.id,
             pod="/".join(allocation.pod) if allocation.pod else None,
             pod_uid=allocation.uid,
             container=allocation.container,
-            resource=resource,
+            resource=record.resource,
             size=len(device_ids),
             gpus=tuple(allocation.gpus),
             evaluator=evaluator,
             why=allocation.why,
         )
+        return answer
+
+    async def _decide(self, record: CallRecord, device_ids: Sequence[str]) -> tuple[Allocation, str | None]:
+        """The allocation of exactly these ids, and the evaluator that chose them, if one did. Its MIG devices are not created yet. The
+        caller holds the lock. Raises Refusal."""
+        agent_state, resource = self.agent_state, record.resource
+        if not device_ids:
+            raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
+        masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
+        pending, self.admission.pending = self.admission.pending, None
+        if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
+            before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
+            record.caller, record.candidates, record.id = before.caller, before.candidates, before.id
+        else:
+            ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
+            self._put(ledger)
+            why, evaluator = "the kubelet asked for no preference", None
+            self._identified(record, caller)
+            self.admission.refuse_guess(ledger, caller, resource, len(device_ids))
+        caller = record.caller
+        self._refuse_share(caller, resource, len(device_ids))
+        node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
+        refuse_undemanded(node, caller.view, masks, ledger)
+        if resource == "mig":
+            allocation = grant_instances(node, ledger, caller, masks, new_id=record.id, now=now)
+        elif resource == "replica":
+            allocation = grant_replicas(node, ledger, caller, masks, new_id=record.id, now=now, why=why)
+        else:
+            allocation = grant(node, ledger, caller, resource, masks, new_id=record.id, now=now, why=why)
+        return self._with_terms(allocation, caller), evaluator
+
+    async def _create_and_grant(
+        self, record: CallRecord, reserved: Allocation, evaluator: str | None
+    ) -> tuple[Allocation, ContainerResponse]:
+        """Creates the MIG devices of a reservation without the lock, since the driver may take 30 s, and grants it. Raises Refusal; then
+        no device and no reservation is left."""
+        agent_state, created = self.agent_state, reserved
+        async with self.mig_devices.changes:
+            try:
+                created = await self.mig_devices.create(reserved)
+                async with agent_state.lock:
+                    created = replace(self._still_reserved(reserved.id), mig_devices=created.mig_devices, why=created.why)
+                    return created, await self._grant(record, created, evaluator)
+            except Refusal:
+                async with agent_state.lock:
+                    agent_state.withdraw(reserved)
+                await self.mig_devices.discard(created)
+                raise
+            finally:
+                self.reconciler.answered()
+
+    def _still_reserved(self, allocation: AllocationId) -> Allocation:
+        """The reservation, which may have got the name of its pod meanwhile. Raises Refusal if it was freed, or one of its GPUs went out of
+        service."""
+        reserved = self.agent_state.ledger.allocations.get(allocation)
+        if reserved is None:
+            raise Refusal("conflict", "the kubelet offered the container's ids again while its MIG devices were created")
+        node = self.agent_state.node()
+        for gpu in reserved.gpus:
+            if (why := node.closed(gpu, "replica")) is not None:
+                raise Refusal("gpu_unhealthy", f"GPU {gpu} went out of service while MIG devices were created: {why}")
+        return reserved
+
+    async def _grant(self, record: CallRecord, allocation: Allocation, evaluator: str | None) -> ContainerResponse:
+        """Commits the allocation, and answers. The caller holds the lock. Raises Refusal; then the ledger has not changed."""
+        agent_state, resource, caller = self.agent_state, record.resource, record.caller
+        answer = self._answers.whole(allocation, resource)
+        try:
+            await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
+        except CheckpointError as error:
+            raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
+        self.admission.granted(caller, allocation)
+        self._await_memory_call(resource, allocation, caller)
+        agent_state.publish()
+        self.reconciler.answered()
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:

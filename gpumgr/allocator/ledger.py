@@ -117,6 +117,11 @@ class Allocation:
         return bool(self.mig_devices or self.held("mig"))
 
     @property
+    def reserved(self) -> bool:
+        """Its MIG devices are being created: no container has it yet."""
+        return any(not device.uuid for device in self.mig_devices)
+
+    @property
     def admin(self) -> bool:
         return self.claim is not None and self.claim.admin
 

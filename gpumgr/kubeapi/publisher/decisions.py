@@ -195,6 +195,7 @@ class DecisionReporter:
     def _report_pod(self, uid: str, allocations: list[Allocation]) -> None:
         """Nothing is published for a failed pod, such as one with a refused container: it holds nothing."""
         gpu_registry = self._agent_state.ledger.gpu_registry
+        allocations = [a for a in allocations if not a.reserved]
         fresh = [a for a in allocations if a.id in self._unreported]
         for a in allocations:
             self._due.pop(a.id, None)

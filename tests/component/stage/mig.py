@@ -1,5 +1,6 @@
 """MIG devices in memory, by NVML's rules, for tests with one event loop. The simulated driver behind the real binding has the same ones."""
 
+import asyncio
 from dataclasses import dataclass, field, replace
 
 from gpumgr.agent.inventory import EMPTY
@@ -9,6 +10,12 @@ from gpumgr.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
 from tests.mig_profiles import H100
 
 MEBIBYTES = 81559
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass
@@ -21,6 +28,9 @@ class MemoryMig:
     broken: str = ""
     destroyed: list[str] = field(default_factory=list)
     generation: str = ""
+    #: Each creation waits for it, and `creating` is set meanwhile.
+    created: asyncio.Event = field(default_factory=_set_event)
+    creating: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gpu(self, uuid: str) -> Gpu:
         return next(gpu for gpu in self.snapshot.gpus if gpu.uuid == uuid)
@@ -36,6 +46,8 @@ class MemoryMig:
         self._set(replace(self.gpu(uuid), mig_enabled=True))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
+        self.creating.set()
+        await self.created.wait()
         if self.broken:
             raise NvmlError(self.broken)
         gpu, slices = self.gpu(uuid), MigPlace(profile=profile, start=start).memory_slices

@@ -10,12 +10,14 @@ from random import Random
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.agent.state import AgentState
 from gpumgr.allocator.pods import NamedGpu
 from gpumgr.app.recovery import ours_of
 from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
 from gpumgr.evaluators.mig import amounts_of, place_named
-from gpumgr.sim.kubelet import SimPod
+from gpumgr.sim.kubelet import PodStatus, SimPod
 from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from tests.mig_profiles import H100
 
@@ -407,3 +409,78 @@ async def test_mig_mode_of_a_cordoned_gpu_stays_off(folder: Path) -> None:
         await state.set_health(failed={}, cordoned={uuid_of(node): "cordoned by the operator"})
         await node.agent.mig_devices.tend()
         assert not mig.gpu(uuid_of(node)).mig_enabled
+
+
+@asynccontextmanager
+async def creating(folder: Path) -> AsyncIterator[tuple[Stage, MemoryMig, "asyncio.Task[PodStatus]", SimPod]]:
+    """While the driver creates the MIG device of a pod; the task is the pod's admission."""
+    async with mig_stage(folder, 2) as (node, mig):
+        mig.created.clear()
+        pod = node.pod("a", hami(gpumem=5000))
+        admission = asyncio.create_task(node.run(pod))
+        await mig.creating.wait()
+        yield node, mig, admission, pod
+
+
+async def test_the_lock_is_free_while_the_driver_creates_a_device(folder: Path) -> None:
+    async with creating(folder) as (node, mig, admission, pod):
+        state = node.agent.agent_state
+        await state.set_health(failed={uuid_of(node, SECOND): "lost"}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        assert not await node.agent.reconciler.sweep(), "the kubelet does not list the pod yet, so a sweep would free it"
+        assert [a.reserved for a in node.ledger.allocations.values()] == [True]
+        assert node.ledger.used(FIRST).slices == 1 << 6, "no other container can be given the place"
+        assert not admission.done()
+        mig.created.set()
+        assert (await admission).phase == "Running"
+        node.check_agreement(pod)
+        (allocation,) = node.ledger.allocations.values()
+        assert [each.uuid for each in allocation.mig_devices] == ["MIG-0-1g.10gb-6"]
+        await sample(node, mig)
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
+
+
+async def test_a_gpu_that_fails_while_a_device_is_created_refuses_the_container(folder: Path) -> None:
+    async with creating(folder) as (node, mig, admission, _):
+        failed = {uuid_of(node): "XID 79"}
+        await node.agent.agent_state.set_health(failed=failed, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        mig.created.set()
+        status = await admission
+        assert status.phase == "Failed"
+        assert "went out of service while MIG devices were created: XID 79" in (status.message or "")
+        assert mig.places(uuid_of(node)) == []
+        assert not node.ledger.allocations
+        assert not [entry for entry in node.agent.agent_state.history.entries() if entry.what in ("granted", "freed")]
+
+
+async def test_a_reservation_that_was_freed_while_its_device_was_created_refuses_the_container(folder: Path) -> None:
+    async with creating(folder) as (node, mig, admission, _):
+        state = node.agent.agent_state
+        async with state.lock:
+            state.put(state.ledger.free([*state.ledger.allocations]))
+        mig.created.set()
+        status = await admission
+        assert status.phase == "Failed"
+        assert "offered the container's ids again while its MIG devices were created" in (status.message or "")
+        assert mig.places(uuid_of(node)) == []
+
+
+async def test_a_reservation_that_a_killed_agent_left_is_dropped(folder: Path) -> None:
+    async with creating(folder) as (node, mig, admission, _):
+        state = node.agent.agent_state
+        async with state.lock:
+            await state.commit(state.ledger)  # as with the grant of another container
+        left = state.ledger
+        assert node.checkpoint.allocations == left.allocations
+        device_lists = DeviceListPublisher(lambda _: None, clock=node.clock)
+        restarted = AgentState(
+            left,
+            checkpoint=node.checkpoint,
+            device_lists=device_lists,
+            meter=node.drift,
+            runs=lambda _: False,
+            policy="binpack",
+            clock=node.clock,
+        )
+        assert not restarted.ledger.allocations
+        mig.created.set()
+        await admission
