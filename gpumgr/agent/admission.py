@@ -4,12 +4,15 @@ The kubelet limits `List` to 100 calls a second for all clients, and rebuilds it
 each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import structlog
 
 from gpumgr.agent.calls import CallRecord
+from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.allocator.callers import (
     UNKNOWN_CALLER,
@@ -26,7 +29,7 @@ from gpumgr.allocator.ids import Masks, common, count, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.allocator.sweep import freed_by_offer, named_by, unlisted
+from gpumgr.allocator.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
 from gpumgr.errors import KubeletError, Refusal
 from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
 
@@ -52,9 +55,20 @@ class Pending:
 class Admission:
     """State between the kubelet's calls. The agent handles one call at a time."""
 
-    def __init__(self, pods: Pods, pod_resources: PodResources, *, pod_wait_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pods: Pods,
+        pod_resources: PodResources,
+        pod_ends: PodEnds,
+        *,
+        pod_wait_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._pods = pods
         self._pod_resources = pod_resources
+        self._pod_ends = pod_ends
+        #: Allocations that the kubelet offered again while their pods ran, or may run.
+        self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
         #: Listed pod -> number of the `List` call that first showed this incarnation, as far as the list and UIDs distinguish it.
@@ -113,7 +127,7 @@ class Admission:
         listing = await self.list_pods()
         if listing is None:
             return ledger, follows or self._by_order(ledger, resource, size)
-        ledger = self._corrected(self._without_guess(ledger, listing), listing, resource, offered)
+        ledger = await self._corrected(self._without_guess(ledger, listing), listing, resource, offered)
         caller = await self._find(ledger, listing, resource, size)
         if caller.spec is not None:
             caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, resource))
@@ -138,7 +152,7 @@ class Admission:
                 left_by = reuser(ledger, resource, masks)
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
-            ledger = self._corrected(ledger, listing, resource, masks)
+            ledger = await self._corrected(ledger, listing, resource, masks)
         caller = self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
         unsure = (resource == "replica" and caller.guessed) or self._placed_rival(ledger, caller, resource, size)
         if unsure and (listing := await self.list_pods()) is not None:
@@ -182,17 +196,34 @@ class Admission:
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
-    def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
+    async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
         """The ledger without allocations of ended pods that hold any of these ids, and with the names that `List` has."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
-        freed = freed_by_offer(ledger, listing, self._pods.get, resource, offered, over)
-        for gone in ledger.allocations.keys() - freed.allocations.keys():
-            pod = ledger.allocations[gone].pod
+        suspects = [*ledger.holders(resource, offered), *over]
+        visible = shown(ledger.gpu_registry, listing) if suspects else {}
+        absent = not_shown(suspects, visible, listing, self._pods.get)
+        ended = await self._pod_ends.find(absent.values(), wait=True)
+        gone = [a for a in absent.values() if ended[a.id]]
+        freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
+        self._kept &= freed.allocations.keys()
+        self._log_kept([a for a in absent.values() if not ended[a.id]], ended)
+        for each in ledger.allocations.keys() - freed.allocations.keys():
+            pod = ledger.allocations[each].pod
             if pod in self._seen and not freed.of(pod):
                 self._seen[pod] = self._looks  # a new pod under an old name, of which the cache may have no UID yet
                 self._uids.pop(pod, None)
         return freed
+
+    def _log_kept(self, kept: Iterable[Allocation], ended: Mapping[AllocationId, bool | None]) -> None:
+        """Logs each allocation once."""
+        for a in kept:
+            if a.id not in self._kept:
+                runs = "its pod runs"
+                unknown = "neither the API server nor the container runtime shows whether its pod has ended"
+                reason = runs if ended[a.id] is False else unknown
+                log.warning("offered_ids_kept", allocation=a.id, holder=a.describe(), gpus=a.places, reason=reason)
+                self._kept |= {a.id}
 
     def _without_guess(self, ledger: Ledger, listing: Listing) -> Ledger:
         """The ledger with the right pod for the last grant, if that went to a guessed pod. The kubelet lists a pod before its first call:
@@ -219,7 +250,7 @@ class Admission:
             return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
             return False
-        view = self._pods.by_uid(a.uid)
+        view = find_pod(self._pods, a.pod, a.uid)
         return view is None or view.ended
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:

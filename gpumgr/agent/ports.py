@@ -8,7 +8,7 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.pods import PodKey, PodSandbox, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.units import Resource
@@ -38,6 +38,11 @@ class Pods(Protocol):
     @property
     def synced(self) -> bool: ...
 
+    @property
+    def reachable(self) -> bool:
+        """All pods are known, and the API server has answered the last request: what the cache lacks is deleted."""
+        ...
+
     def get(self, pod: PodKey) -> PodView | None: ...
 
     def by_uid(self, uid: str) -> PodView | None: ...
@@ -46,6 +51,18 @@ class Pods(Protocol):
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
         """As soon as it is there: the pod of this name, with `uid` only that incarnation. None after the timeout."""
+        ...
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        """Returns once these pods have ended or are deleted, or after the timeout."""
+        ...
+
+
+class Runtime(Protocol):
+    """The container runtime."""
+
+    async def ready_sandboxes(self) -> Collection[PodSandbox]:
+        """The pods that it runs. Raises CriError."""
         ...
 
 

@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import structlog
 
 from gpumgr.agent.admission import Admission
+from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.allocator.sweep import sweep
@@ -44,11 +46,12 @@ class Reconciler:
         agent_state: AgentState,
         admission: Admission,
         pods: Pods,
+        pod_ends: PodEnds,
         new_id: Callable[[], AllocationId],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._agent_state, self._admission, self._pods = agent_state, admission, pods
+        self._agent_state, self._admission, self._pods, self._pod_ends = agent_state, admission, pods, pod_ends
         self.new_id, self._clock, self._wall_clock = new_id, clock, wall_clock
         self._find_uid = partial(find_pod, pods, None)
         self._absent: Mapping[AllocationId, int] = {}
@@ -120,6 +123,7 @@ class Reconciler:
                 absent=self._absent,
                 patience=PATIENCE_WHILE_INCOMPLETE if incomplete else PATIENCE,
                 gone=lambda uid: synced and self._find_uid(uid) is None,
+                kept=await self._kept(listing),
             )
             self._absent = swept.absent
             for a in swept.renamed:
@@ -129,6 +133,14 @@ class Reconciler:
             await agent_state.commit(swept.ledger)
             agent_state.publish()
             return True
+
+    async def _kept(self, listing: Listing) -> Collection[AllocationId]:
+        """Of the allocations that the last `List` did not show, those of pods that run, and of listed pods of which the end is not known:
+        the kubelet lists a pod without its ids after it has lost its checkpoint."""
+        held = self._agent_state.ledger.allocations
+        absent = [held[each] for each in self._absent if each in held]
+        ended = await self._pod_ends.find(absent) if absent else {}
+        return {a.id for a in absent if ended[a.id] is False or (ended[a.id] is None and a.pod in listing.pods)}
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint)."""

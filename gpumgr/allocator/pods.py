@@ -1,5 +1,6 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,21 @@ NamedGpu = tuple[str, Amounts]
 USUAL_PRIORITY: Final = 1
 
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
+
+_FILE_HASH: Final = re.compile("[0-9a-f]{32}")
+
+
+def is_static_uid(uid: str) -> bool:
+    """Whether the kubelet gave it to a static pod: it is the hash of the pod's file. The API server's mirror pod has another UID."""
+    return _FILE_HASH.fullmatch(uid) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSandbox:
+    """A pod that the container runtime runs, also between two of its containers."""
+
+    pod: PodKey
+    uid: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

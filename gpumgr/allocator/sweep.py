@@ -1,16 +1,19 @@
 """Frees allocations when the kubelet frees their ids, and corrects their names.
 
-The kubelet frees an ended pod's ids at the next admission and offers them at once. Two proofs are accepted:
+The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
 
-* `freed_by_offer`: an id that GetPreferredAllocation offers and that the `List` of the same call does not show with its holder.
-* `sweep`: a pod that has ended, or that `patience` calls of `List` in a row do not show (after a kubelet restart `List` is incomplete
-  until the kubelet's sources are ready, so one call proves nothing).
+* `freed_by_offer`: GetPreferredAllocation offers its ids, the `List` of the same call does not show them with it, and its pod has ended.
+* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (after a kubelet restart `List` is incomplete until the
+  kubelet's sources are ready, so one call proves nothing).
+
+The kubelet alone proves no end: without its checkpoint it offers the ids of pods that run, and lists these pods without ids. Whether a pod
+has ended is an argument, from the API server or the container runtime.
 
 Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
 until it is deleted, without ids: there an init container's go with those of its pod's other containers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.callers import FindPod
@@ -50,16 +53,15 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
     return result
 
 
-def freed_by_offer(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, offered: Masks, also: Iterable[Allocation] = ()
-) -> Ledger:
-    """The ledger without those holders of `offered` ids, and those of `also`, that `List` no longer shows, and without the other
-    allocations of their pods."""
-    suspects = [*ledger.holders(resource, offered), *also]
-    if not suspects:
-        return ledger
-    visible = shown(ledger.gpu_registry, listing)
-    gone = [a for a in suspects if not _is_shown(a, visible, listing, find_pod)]
+def not_shown(
+    suspects: Iterable[Allocation], visible: Shown, listing: Listing, find_pod: FindPod
+) -> Mapping[AllocationId, Allocation]:
+    """Those of `suspects` that `List` does not show. `visible`: all that it shows."""
+    return {a.id: a for a in suspects if not _is_shown(a, visible, listing, find_pod)}
+
+
+def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown, listing: Listing, find_pod: FindPod) -> Ledger:
+    """The ledger without these allocations of ended pods, and without those of the same pods that `List` does not show."""
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
@@ -85,8 +87,10 @@ def sweep(
     absent: Mapping[AllocationId, int],
     patience: int,
     gone: Callable[[str], bool] = lambda _: False,
+    kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `gone`: whether the API server has no pod with this UID any more (False if there is no API server)."""
+    """Checks all allocations. `gone`: whether the API server has no pod with this UID any more (False if there is no API server).
+    `kept`: these stay, although `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
     # Init containers come last: the container that took over their ids determines their pod.
@@ -103,9 +107,7 @@ def sweep(
         elif not _is_shown(a, visible, listing, find_pod):
             times = absent.get(a.id, 0) + 1
             sure = a.uid is not None and gone(a.uid)
-            # If the API server has the pod as running, its absence in `List` proves nothing.
-            runs = a.uid is not None and (view := find_uid(a.uid)) is not None and not view.ended
-            if not runs and times >= (min(patience, 2) if sure else patience):
+            if a.id not in kept and times >= (min(patience, 2) if sure else patience):
                 freed.append(a)
             else:
                 still_absent[a.id] = times

@@ -18,6 +18,7 @@ from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
@@ -105,8 +106,13 @@ class Components:
         self.enforcement = self._make_enforcement()
         self.memory_watcher = self._make_memory_watcher()
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
-        self.admission = Admission(pods, self.pod_resources, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic)
-        self.reconciler = Reconciler(agent_state=self.agent_state, admission=self.admission, pods=pods, new_id=_new_id)
+        pod_ends = PodEnds(pods, self.enforcement.runtime, clock=time.monotonic)
+        self.admission = Admission(
+            pods, self.pod_resources, pod_ends, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic
+        )
+        self.reconciler = Reconciler(
+            agent_state=self.agent_state, admission=self.admission, pods=pods, pod_ends=pod_ends, new_id=_new_id
+        )
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)

@@ -75,9 +75,9 @@ class NodeEnforcement:
         simulated: bool,
     ) -> None:
         self._settings, self._processes, self._pods, self._publisher = settings, processes, pods, publisher
-        self._client = CriClient(settings.cri.socket)
+        self.runtime = CriClient(settings.cri.socket)
         self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
-        self.containers = Containers(self._client, self._cgroups, processes.runs)
+        self.containers = Containers(self.runtime, self._cgroups, processes.runs)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
             program=settings.mps.control_program,
@@ -207,7 +207,7 @@ class NodeEnforcement:
 
     async def close(self) -> None:
         await self.limits.close()
-        self._client.close()
+        self.runtime.close()
 
     # -- the driver's files ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 
 from gpumgr._pb.runtime import v1 as cri
-from gpumgr.cri.codec import InitProcess, RuntimeVersion, parse_containers, parse_status
+from gpumgr.allocator.pods import PodSandbox
+from gpumgr.cri.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, Reply, UnixChannel
@@ -46,6 +47,14 @@ class CriClient:
             return await asyncio.to_thread(
                 parse_containers, await self._call("ListContainers", cri.ListContainersRequest(), bytes)
             )
+
+    async def ready_sandboxes(self) -> tuple[PodSandbox, ...]:
+        """The pods that have a sandbox in the state READY."""
+        state = cri.PodSandboxState(cri.PodSandboxState.SANDBOX_READY)
+        ready = cri.PodSandboxFilter(state=cri.PodSandboxStateValue(state=state))
+        with self._explained("list the pods' sandboxes"):
+            answer = await self._call("ListPodSandbox", cri.ListPodSandboxRequest(filter=ready), bytes)
+            return await asyncio.to_thread(parse_ready_sandboxes, answer)
 
     async def init_process(self, container_id: str) -> InitProcess | None:
         """The first process of a container and its cgroup; None if there is no such container any more."""

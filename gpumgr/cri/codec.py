@@ -1,7 +1,7 @@
-"""What gpumgr reads of two CRI v1 messages: the list of containers, and a container's verbose status.
+"""What gpumgr reads of three CRI v1 messages: the lists of containers and of sandboxes, and a container's verbose status.
 
-A node lists some hundred containers with all their annotations once a second while pods start. The list is therefore read by hand,
-and only the fields that name a container (120 containers: 2.5 ms, against 64 ms with generated code).
+A node lists some hundred containers with all their annotations once a second while pods start. The lists are therefore read by hand,
+and only the fields that name a container or a pod (120 containers: 2.5 ms, against 64 ms with generated code).
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from typing import Final
 import msgspec
 
 from gpumgr._pb.runtime.v1 import ContainerStatusResponse
+from gpumgr.allocator.pods import PodSandbox
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
 
 _RUNNING: Final = 1
+_READY: Final = 0
 _NAMESPACE: Final = "io.kubernetes.pod.namespace"
 _POD: Final = "io.kubernetes.pod.name"
 _UID: Final = "io.kubernetes.pod.uid"
@@ -64,6 +66,12 @@ def parse_containers(data: bytes) -> tuple[Container, ...]:
     return tuple(container for container in found if container is not None)
 
 
+def parse_ready_sandboxes(data: bytes) -> tuple[PodSandbox, ...]:
+    """A ListPodSandboxResponse: the sandboxes that are ready. Raises WireError."""
+    found = (_ready_sandbox(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1)
+    return tuple(sandbox for sandbox in found if sandbox is not None)
+
+
 def parse_status(status: ContainerStatusResponse) -> InitProcess:
     """The answer to a verbose request. Raises msgspec.DecodeError if its JSON is not as expected."""
     text = status.info.get("info")
@@ -97,6 +105,17 @@ def _container(data: bytes, start: int, end: int) -> Container | None:
         running=numbers.get(6, 0) == _RUNNING,
         created_at=numbers.get(7, 0) / 1e9,
     )
+
+
+def _ready_sandbox(data: bytes, start: int, end: int) -> PodSandbox | None:
+    name, uid, namespace = "", "", ""
+    for number, inner_start, inner_end in wire.spans(data, start, end):
+        if number == 2:
+            texts: dict[int, list[str]] = {1: [], 2: [], 3: []}
+            wire.scan(data, inner_start, inner_end, texts)
+            name, uid, namespace = (_last(texts[field]) for field in (1, 2, 3))
+    ready = wire.scan(data, start, end, {}).get(3, _READY) == _READY
+    return PodSandbox(pod=(namespace, name), uid=uid) if ready else None
 
 
 def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from gpumgr.allocator.annotations import is_ours
@@ -37,6 +38,7 @@ class PodCache:
         #: Pod -> who waits for it, and for which incarnation (None: any).
         self._waiting: defaultdict[PodKey, dict[asyncio.Future[PodView], str | None]] = defaultdict(dict)
         self._listeners: list[OnChange] = []
+        self._changed = asyncio.Event()
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
         self._reflector = Reflector(
             server, "/api/v1/pods", query, parse=self._parse, on_change=self._change, watch_times=watch_times
@@ -46,6 +48,11 @@ class PodCache:
     def synced(self) -> bool:
         """True once all pods have been listed; a later outage does not change that."""
         return self._reflector.synced.is_set()
+
+    @property
+    def reachable(self) -> bool:
+        """All pods are known, and the API server has answered the last request."""
+        return self.synced and self._reflector.answered
 
     async def wait_synced(self) -> None:
         await self._reflector.synced.wait()
@@ -89,6 +96,13 @@ class PodCache:
             if not self._waiting[pod]:
                 del self._waiting[pod]
 
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        """Returns once these pods have ended or are deleted, or after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while any((view := self._by_uid.get(uid)) is not None and not view.ended for uid in uids):
+                    await self._changed.wait()
+
     def subscribe(self, listener: OnChange) -> None:
         """`listener` is called for every change, in the event loop, after the cache has it. It must neither block nor raise."""
         self._listeners.append(listener)
@@ -129,6 +143,8 @@ class PodCache:
             for waiter, uid in self._waiting.get(after.key, {}).items():
                 if not waiter.done() and uid in (None, after.uid):
                     waiter.set_result(after)
+        self._changed.set()
+        self._changed = asyncio.Event()
         for listener in self._listeners:
             listener(before, after)
 
@@ -137,6 +153,7 @@ class NoPods:
     """The cache of a node without an API server: always empty."""
 
     synced = False
+    reachable = False
 
     def get(self, pod: PodKey) -> PodView | None:  # noqa: ARG002
         return None
@@ -149,3 +166,6 @@ class NoPods:
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
         return None
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        """There is nothing to wait for."""

@@ -124,6 +124,11 @@ class Reflector(Generic[T]):
         self._logged: str | None = None
         self.synced = asyncio.Event()
 
+    @property
+    def answered(self) -> bool:
+        """The last request succeeded."""
+        return self._logged is None
+
     def expire(self) -> None:
         """The next `run` begins with a list. Must not be called while `run` runs."""
         self._version = None

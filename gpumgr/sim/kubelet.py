@@ -174,6 +174,10 @@ class SimKubelet:
         self.statuses.pop(uid, None)
         self._tell()
 
+    def pods(self) -> list[SimPod]:
+        """The pods that it has received and that are not deleted."""
+        return list(self._pods.values())
+
     # What the node shows
 
     def node_status(self) -> Mapping[str, ResourceStatus]:

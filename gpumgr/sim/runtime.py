@@ -101,6 +101,7 @@ class SimRuntime:
     def __mapping__(self) -> Mapping[str, Handler]:
         calls: dict[str, tuple[Callable[[Any], object], type, type]] = {
             "Version": (self._version, cri.VersionRequest, cri.VersionResponse),
+            "ListPodSandbox": (self._sandboxes, cri.ListPodSandboxRequest, cri.ListPodSandboxResponse),
             "ListContainers": (self._list, cri.ListContainersRequest, cri.ListContainersResponse),
             "ContainerStatus": (self._status, cri.ContainerStatusRequest, cri.ContainerStatusResponse),
         }
@@ -119,6 +120,12 @@ class SimRuntime:
 
     def _version(self, _request: cri.VersionRequest) -> cri.VersionResponse:
         return cri.VersionResponse(version="0.1.0", runtime_name="gpumgr-sim", runtime_version="1.0.0", runtime_api_version="v1")
+
+    def _sandboxes(self, _request: cri.ListPodSandboxRequest) -> cri.ListPodSandboxResponse:
+        """The ready sandboxes: a pod has one while one of its containers runs."""
+        pods = {(*each.pod, each.pod_uid) for each in self._containers.values() if each.running}
+        named = (cri.PodSandboxMetadata(namespace=namespace, name=name, uid=uid) for namespace, name, uid in sorted(pods))
+        return cri.ListPodSandboxResponse(items=[cri.PodSandbox(id=each.uid, metadata=each) for each in named])
 
     def _list(self, _request: cri.ListContainersRequest) -> cri.ListContainersResponse:
         """All containers; the filter is ignored."""

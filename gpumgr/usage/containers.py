@@ -1,11 +1,8 @@
 """Containers as the container runtime lists them, with the cgroup of their processes."""
 
-import re
 from dataclasses import dataclass
 
-from gpumgr.allocator.pods import PodKey
-
-_HASH = re.compile("[0-9a-f]{32}")
+from gpumgr.allocator.pods import PodKey, is_static_uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +25,8 @@ class Container:
 
     @property
     def static(self) -> bool:
-        """Whether it belongs to a static pod. Its UID is the hash of its file; the API server's mirror pod has another."""
-        return _HASH.fullmatch(self.pod_uid) is not None
+        """Whether it belongs to a static pod."""
+        return is_static_uid(self.pod_uid)
 
     def describe(self) -> str:
         """For messages."""

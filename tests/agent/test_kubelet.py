@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpumgr.demo.node import SimulatedNode
 from gpumgr.units import CORE_RESOURCE
 
@@ -66,3 +68,29 @@ async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Pat
         assert (await node.run(node.pod("new", app(400)))).phase == "Running"
         await node.agent_log.until("allocation_freed", since=began, holder="demo/old (main)")
         assert node.disagreements() == []
+
+
+@pytest.mark.parametrize("api_server", [True, False], ids=["API server", "standalone"])
+async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path, api_server: bool) -> None:
+    """It offers all ids again."""
+    async with running(folder, api_server=api_server) as node:
+        first = node.pod("first", app(300))
+        assert (await node.run(first)).phase == "Running"
+        before = node.ledger()
+        await node.kubelet.kill()
+        node.kubelet.checkpoint.unlink()
+        await node.kubelet.start()
+        await node.until_offered()
+        refused, fits = node.pod("refused", app(200)), node.pod("fits", app(100))
+        status = await node.run(refused)
+        assert "2 entirely free GPUs asked, 1 of 4 are free" in (status.message or "")
+        node.delete(refused)
+        assert (await node.run(fits)).phase == "Running"
+        (mine,) = before.allocations.values()
+        assert not {*mine.gpus} & node.gpus_of(fits)
+        kept = await node.agent_log.until("offered_ids_kept", allocation=mine.id)
+        assert kept["reason"] == "its pod runs"
+
+        node.delete(first)
+        node.delete(fits)
+        assert (await node.run(node.pod("next", app(400)))).phase == "Running"

@@ -1,5 +1,6 @@
 """The whole agent with the kubelet's device manager, under all conditions: late caches, aligned NUMA, recurring names, other clients'
-`List` calls during an Allocate, failed GPUs, no PodResources, restarts, a lost checkpoint.
+`List` calls during an Allocate, failed GPUs, no PodResources, no API server, no container runtime, restarts, lost checkpoints of the agent
+and of the kubelet.
 
 In each case the ledger has the ids that the kubelet gave to running pods, no two pods hold the same id, and a container's memory is on
 the GPUs of its cores.
@@ -107,6 +108,8 @@ class Admissions(RuleBasedStateMachine):
         """When everything has ended, nothing is held, in memory and on disk."""
         world = self.world
         world.away, world.checkpoint.full = False, False
+        world.runtime.error, world.pods.down, world.late_ends = None, False, False
+        world.pods.catch_up()
         for pod in list(world.active.values()):
             world.end(pod)
         for _ in range(9):
@@ -225,6 +228,26 @@ class Admissions(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def pod_resources(self, away: bool) -> None:
         self.world.away = away
+        if away:  # then the order of pods decides, for which the cache must know those that have ended
+            self.world.pods.down = self.world.late_ends = False
+            self.world.pods.catch_up()
+
+    @precondition(lambda self: self.world.known is True and not self.world.away)
+    @rule(down=st.booleans(), late_ends=st.booleans())
+    def api_server(self, down: bool, late_ends: bool) -> None:
+        """It can't be reached, or the watch is late. Both change nothing for new pods: the kubelet gets them from there."""
+        self.world.pods.down, self.world.late_ends = down, late_ends
+        if not down and not late_ends:
+            self.world.pods.catch_up()
+
+    @rule(error=st.sampled_from([None, None, "no socket"]))
+    def runtime(self, error: str | None) -> None:
+        self.world.runtime.error = error
+
+    @precondition(lambda self: not self.world.away)
+    @rule()
+    def kubelet_loses_its_checkpoint(self) -> None:
+        self.world.forget()
 
     @rule()
     def kubelet_restarts(self) -> None:
@@ -239,7 +262,9 @@ class Admissions(RuleBasedStateMachine):
     def agent_restarts(self, lost: bool) -> None:
         world = self.world
         init_only = any(all(c.kind == "init" for c in pod.containers) for pod in world.active.values())
-        rebuilt = self.do(world.restart(lost=lost and not (init_only and world.known is False)))
+        # What both the kubelet and the agent have lost is known to nothing else.
+        lost = lost and not world.forgotten and not (init_only and world.known is False)
+        rebuilt = self.do(world.restart(lost=lost))
         assert not rebuilt.problems
         self.do(world.agent_state.set_health(failed=self.failed, cordoned=self.cordoned))
         if world.known is True:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.ledger import Ledger
@@ -21,7 +22,7 @@ from gpumgr.app.takeover import TakeOver
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.errors import CheckpointError, KubeletError
 from gpumgr.units import CORE_RESOURCE
-from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot
+from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 
 GPU = "00000000"
 OURS = ("0badc0de-c00", "0badc0de-c01")
@@ -72,10 +73,16 @@ class TakeoverNode:
 
     def take_over(self, *, done: bool = False) -> TakeOver:
         """Of a new start."""
-        admission = Admission(self.pods, self.kubelet, pod_wait_seconds=0, clock=self.clock)
+        pod_ends = PodEnds(self.pods, MemoryRuntime(), clock=self.clock)
+        admission = Admission(self.pods, self.kubelet, pod_ends, pod_wait_seconds=0, clock=self.clock)
         ids = (f"{n:016x}" for n in count(1))
         reconciler = self.reconciler = Reconciler(
-            agent_state=self.agent_state, admission=admission, pods=self.pods, new_id=lambda: next(ids), clock=self.clock
+            agent_state=self.agent_state,
+            admission=admission,
+            pods=self.pods,
+            pod_ends=pod_ends,
+            new_id=lambda: next(ids),
+            clock=self.clock,
         )
 
         async def remember() -> None:

@@ -77,6 +77,7 @@ class Runtime:
 
     service: str = "runtime.v1.RuntimeService"
     listed: Any = field(default_factory=cri.ListContainersResponse)
+    sandboxes: Any = field(default_factory=cri.ListPodSandboxResponse)
     statuses: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, GRPCError] = field(default_factory=dict)
     hold: asyncio.Event | None = None
@@ -102,7 +103,12 @@ class Runtime:
         del self.statuses[name]
 
     def __mapping__(self) -> dict[str, Handler]:
-        calls = {"Version": self._version, "ListContainers": self._list, "ContainerStatus": self._status}
+        calls = {
+            "Version": self._version,
+            "ListPodSandbox": self._sandboxes,
+            "ListContainers": self._list,
+            "ContainerStatus": self._status,
+        }
         return {f"/{self.service}/{name}": Handler(call, Cardinality.UNARY_UNARY, bytes, bytes) for name, call in calls.items()}
 
     async def _version(self, stream: Any) -> None:
@@ -111,6 +117,12 @@ class Runtime:
             version="0.1.0", runtime_name="containerd", runtime_version="1.6.20", runtime_api_version="v1"
         )
         await stream.send_message(answer.SerializeToString())
+
+    async def _sandboxes(self, stream: Any) -> None:
+        request = cri.ListPodSandboxRequest.FromString(await stream.recv_message())
+        wanted = [each for each in self.sandboxes.items if each.state == request.filter.state.state]
+        assert request.filter.HasField("state")
+        await stream.send_message(cri.ListPodSandboxResponse(items=wanted).SerializeToString())
 
     async def _list(self, stream: Any) -> None:
         cri.ListContainersRequest.FromString(await stream.recv_message())

@@ -9,6 +9,7 @@ import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from gpumgr.allocator.pods import PodSandbox
 from gpumgr.cri import codec
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import InitProcess
@@ -39,6 +40,20 @@ async def test_recorded_answers_are_understood(socket: Path, client: CriClient, 
         assert str(first.cgroups_path).startswith(driver)
         assert runtime.verbose
         assert await client.version() == codec.RuntimeVersion(name="containerd", version="1.6.20")
+
+
+async def test_the_pods_with_a_ready_sandbox_are_asked_for(socket: Path, client: CriClient) -> None:
+    runtime = Runtime()
+    for uid, state in (("uid-1", cri.SANDBOX_READY), ("uid-2", cri.SANDBOX_NOTREADY)):
+        metadata = cri.PodSandboxMetadata(name="resnet", namespace="demo", uid=uid)
+        runtime.sandboxes.items.add(id=uid, metadata=metadata, state=state)
+    async with serving(runtime, socket):
+        assert await client.ready_sandboxes() == (PodSandbox(pod=("demo", "resnet"), uid="uid-1"),)
+
+
+async def test_without_a_runtime_it_is_not_known_which_pods_run(client: CriClient) -> None:
+    with pytest.raises(CriError, match=r"can't list the pods' sandboxes at .*: the socket does not exist"):
+        await client.ready_sandboxes()
 
 
 async def test_a_container_that_is_gone_is_no_error(socket: Path, client: CriClient) -> None:

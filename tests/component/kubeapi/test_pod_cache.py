@@ -261,6 +261,47 @@ async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Sta
         assert await waiting is cache.by_uid("uid-a3")
 
 
+@pytest.mark.parametrize("end", ["ended", "deleted"])
+async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: Start) -> None:
+    for name in ("a", "b", "c"):
+        await api.put(pod(name, f"uid-{name}"))
+    async with start() as running:
+        cache = await running.synced()
+        await cache.wait_ended({"uid-a"}, 0.01)
+        await cache.wait_ended({"unknown"}, 60)
+        waiting = asyncio.create_task(cache.wait_ended({"uid-a", "uid-b"}, 60))
+        for number, name in enumerate(("c", "a", "b"), start=1):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await (api.put(pod(name, f"uid-{name}", phase="Succeeded")) if end == "ended" else api.remove(f"uid-{name}"))
+            for _ in range(4 if number == 1 else 1):  # three changes are the list's
+                await running.next()
+        await waiting
+
+
+async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        assert not running.cache.reachable
+        cache = await running.synced()
+        assert cache.reachable
+        await api.until(lambda: api.count(watch=True) == 1)
+        down = asyncio.Event()
+
+        async def away(request: web.Request) -> web.StreamResponse:
+            down.set()
+            return await status(503, "the API server is shutting down")(request)
+
+        api.watches.extend([away] * 3)
+        await api.end_watches()
+        await down.wait()
+        await api.until(lambda: api.count(watch=True) >= 3)
+        assert not cache.reachable
+        await api.until(lambda: api.count(watch=True) >= 5)
+        await api.put(pod("a", "uid-a"))
+        await running.next()
+        assert cache.reachable
+
+
 @pytest.mark.peer_bug("B2: its wait ends with a successful patch only")
 async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(tmp_path: Path) -> None:
     silent = asyncio.Event()
@@ -304,7 +345,9 @@ async def test_deletes_one_incarnation_of_a_pod(api: FakeApiServer, server: ApiS
 async def test_without_an_api_server_there_are_no_pods() -> None:
     empty = NoPods()
     assert not empty.synced
+    assert not empty.reachable
     assert empty.get(("a", "b")) is None
     assert empty.by_uid("u") is None
     assert list(empty.all()) == []
     assert await empty.wait_for(("a", "b"), 5) is None
+    await empty.wait_ended({"u"}, 60)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.pods import PodSandbox
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import InitProcess
@@ -51,6 +52,15 @@ async def test_its_messages_are_those_of_the_interface(runtime: SimRuntime) -> N
     assert listed.containers[0].created_at == status.status.created_at > 0
     assert (status.status.id, status.status.metadata.name, status.status.state) == (first.id, "main", cri.CONTAINER_EXITED)
     assert runtime.asked == ["Version", "ListContainers", "ContainerStatus"]
+
+
+async def test_a_pod_has_a_ready_sandbox_while_one_of_its_containers_runs(runtime: SimRuntime, client: CriClient) -> None:
+    runtime.run(POD, "main")
+    runtime.run(POD, "side")
+    for name in ("main", "side"):
+        assert await client.ready_sandboxes() == (PodSandbox(pod=("demo", "resnet"), uid="uid-1"),)
+        runtime.end(POD.uid, name)
+    assert await client.ready_sandboxes() == ()
 
 
 async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client: CriClient) -> None:

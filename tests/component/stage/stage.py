@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,6 +12,7 @@ from typing import Any
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
@@ -21,14 +22,14 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.app.components import encode_node_devices
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
-from gpumgr.errors import CheckpointError
+from gpumgr.errors import CheckpointError, CriError
 from gpumgr.kubeapi.pods import parse_quantity, selected
 from gpumgr.kubeapi.replica_requests import ReplicaResources, replica_request
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
@@ -68,6 +69,11 @@ class MemoryPods:
 
     views: dict[PodKey, PodView] = field(default_factory=dict)
     synced: bool = True
+    down: bool = False
+
+    @property
+    def reachable(self) -> bool:
+        return self.synced and not self.down
 
     def get(self, pod: PodKey) -> PodView | None:
         return self.views.get(pod)
@@ -81,6 +87,24 @@ class MemoryPods:
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
         await asyncio.sleep(0)
         return self.views.get(pod) if uid is None else self.by_uid(uid)
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:  # noqa: ARG002
+        await asyncio.sleep(0)
+
+
+@dataclass
+class MemoryRuntime:
+    """The container runtime; `pods` are those with a ready sandbox. `error`: it does not answer."""
+
+    pods: Callable[[], Iterable[SimPod]] = tuple
+    error: str | None = None
+    asked: int = 0
+
+    async def ready_sandboxes(self) -> Collection[PodSandbox]:
+        self.asked += 1
+        if self.error is not None:
+            raise CriError(self.error)
+        return [PodSandbox(pod=(pod.namespace, pod.name), uid=pod.uid) for pod in self.pods()]
 
 
 class Drift:
@@ -273,8 +297,12 @@ async def stage(
             clock=clock,
             inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )
-        admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
-        reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
+        runtime = MemoryRuntime(lambda: [pod for pod in kubelet.pods() if kubelet.statuses[pod.uid].phase == "Running"])
+        pod_ends = PodEnds(pods, runtime, clock=clock)
+        admission = Admission(pods, client, pod_ends, pod_wait_seconds=0.01, clock=clock)
+        reconciler = Reconciler(
+            agent_state=agent_state, admission=admission, pods=pods, pod_ends=pod_ends, new_id=lambda: next(ids), clock=clock
+        )
         agent = Agent(
             agent_state=agent_state,
             mig_driver=mig or MemoryMig(),

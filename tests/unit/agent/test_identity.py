@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.reconciler import PATIENCE_WHILE_INCOMPLETE
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.units import RESOURCE_NAMES, RESOURCES
 from tests.allocations import block_count
@@ -277,7 +278,7 @@ async def test_a_container_that_is_listed_with_one_of_its_resources_makes_the_ne
 
 
 async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
-    """Every listed pod is known and has what it wants. The ids are held all the same until the kubelet offers them again."""
+    """Every listed pod is known and has what it wants. The ids are held all the same until a sweep finds them with no pod."""
     world = await World.made()
     await world.run(world.pod("a", app(20, 2)))
     world.clock.now += 2
@@ -288,6 +289,9 @@ async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     await world.run(world.pod("b", app(95, 2)))
     await world.run(world.pod("c", app(95, 2)))
     world.check_names()
+    assert len(world.ledger.allocations) == 4
+    for _ in range(PATIENCE_WHILE_INCOMPLETE):
+        await world.sweep(2)
     assert len(world.ledger.allocations) == 3
 
 

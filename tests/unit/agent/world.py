@@ -1,8 +1,9 @@
 """A node without sockets: the kubelet's device manager calls the agent directly, so a test sees hundreds of pods a second."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ from typing import Any
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
@@ -31,7 +33,7 @@ from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Resource
 from tests.component.stage.mig import MemoryMig
-from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot, unlimited
+from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
 
 
 class Refused(Exception):
@@ -40,9 +42,21 @@ class Refused(Exception):
 
 @dataclass
 class LatePods(MemoryPods):
-    """A pod cache that gets a pod only while the agent waits for it, or when the test adds it."""
+    """A pod cache that gets a pod, and the end of one, only while the agent waits for it, or when the test adds it."""
 
     coming: dict[PodKey, PodView] = field(default_factory=dict)
+    #: Changes that it does not have yet.
+    ends: list[Callable[[], None]] = field(default_factory=list)
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        if not self.down:
+            self.catch_up()
+        await super().wait_ended(uids, timeout_seconds)
+
+    def catch_up(self) -> None:
+        for change in self.ends:
+            change()
+        self.ends.clear()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
         if pod in self.coming:
@@ -134,6 +148,13 @@ class World:
         )
         self.wall = 1_000_000.0
         self.active: dict[str, SimPod] = {}
+        #: What the kubelet does not know any more of running pods: UID -> container -> resource -> ids.
+        self.forgotten: dict[str, dict[str, dict[str, frozenset[str]]]] = {}
+        #: The API server shows the end of a pod only when the agent waits for it.
+        self.late_ends = False
+        #: The pods with a sandbox: those that were admitted.
+        self.sandboxes: dict[str, SimPod] = {}
+        self.runtime = MemoryRuntime(self.sandboxes.values)
         self.folders: list[str] = []
         self.host_error: OSError | None = None
         self.answers: list[ContainerResponse] = []
@@ -163,11 +184,13 @@ class World:
             policy="binpack",
             clock=self.clock,
         )
-        self.admission = Admission(self.pods, _PodResources(self), pod_wait_seconds=0.01, clock=self.clock)
+        pod_ends = PodEnds(self.pods, self.runtime, clock=self.clock)
+        self.admission = Admission(self.pods, _PodResources(self), pod_ends, pod_wait_seconds=0.01, clock=self.clock)
         self.reconciler = Reconciler(
             agent_state=self.agent_state,
             admission=self.admission,
             pods=self.pods,
+            pod_ends=pod_ends,
             new_id=lambda: next(self._ids),
             clock=self.clock,
             wall_clock=lambda: self.wall,
@@ -238,6 +261,17 @@ class World:
         if self.sources_ready:
             self.kubelet.free_ended(list(self.active))
 
+    def forget(self) -> None:
+        """The kubelet loses its checkpoint and restarts; the pods run on."""
+        self.free_ended()
+        for uid, containers in self.kubelet.held.items():
+            for container, resources in containers.items():
+                ids = {resource: holding.ids for resource, holding in resources.items()}
+                self.forgotten.setdefault(uid, {})[container] = ids
+        self.kubelet.held.clear()
+        self.kubelet.allocated.clear()
+        self.reconciler.kubelet_restarted()
+
     def listing(self) -> Listing:
         """PodResources `List`: active pods in random order, no ordinary init containers."""
         self.lists += 1
@@ -260,7 +294,8 @@ class World:
 
     def held(self, pod: SimPod, container: str, kind: Resource) -> frozenset[str]:
         holding = self.kubelet.held.get(pod.uid, {}).get(container, {}).get(RESOURCE_NAMES[kind])
-        return holding.ids if holding else frozenset()
+        forgotten = self.forgotten.get(pod.uid, {}).get(container, {}).get(RESOURCE_NAMES[kind], frozenset())
+        return holding.ids if holding else forgotten
 
     # -- pods --------------------------------------------------------------------------------------------------------------
 
@@ -299,6 +334,7 @@ class World:
                 self.pods.coming.pop((pod.namespace, pod.name), None)
                 self.update_cache(pod, "Failed")
             raise Refused(str(error)) from error
+        self.sandboxes[pod.uid] = pod
         if (pod.namespace, pod.name) in self.pods.coming:
             del self.pods.coming[pod.namespace, pod.name]
             self.update_cache(pod)
@@ -317,8 +353,15 @@ class World:
     def end(self, pod: SimPod, phase: str | None = "Succeeded") -> None:
         """The pod is over; `phase` None: also deleted from the API server."""
         self.active.pop(pod.uid, None)
+        self.sandboxes.pop(pod.uid, None)
+        self.forgotten.pop(pod.uid, None)
+        self.pods.coming.pop((pod.namespace, pod.name), None)
+        self.pods.ends.append(partial(self._show_end, pod, phase))
+        if not (self.late_ends or self.pods.down):
+            self.pods.catch_up()
+
+    def _show_end(self, pod: SimPod, phase: str | None) -> None:
         key = (pod.namespace, pod.name)
-        self.pods.coming.pop(key, None)
         if key in self.pods.views and self.pods.views[key].uid == pod.uid:
             if phase is None:
                 del self.pods.views[key]

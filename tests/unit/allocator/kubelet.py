@@ -11,7 +11,7 @@ from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.allocator.sweep import freed_by_offer
+from gpumgr.allocator.sweep import freed_by_offer, not_shown, shown
 from gpumgr.errors import Refusal
 from gpumgr.units import RESOURCE_NAMES, RESOURCES, Resource
 
@@ -102,9 +102,11 @@ class Table:
     def _prefer(self, kind: Resource, available: set[str], reused: set[str], size: int) -> tuple[Choice, Caller]:
         parse = self.ledger.gpu_registry.parse
         request = Request(resource=kind, available=parse(kind, available), must=parse(kind, reused), size=size)
-        self.ledger = freed_by_offer(
-            self.ledger, self.listing(), self.pods.get, kind, minus(request.available, request.must)
-        ).check()
+        offered = self.ledger.holders(kind, minus(request.available, request.must))
+        listing = self.listing()
+        visible = shown(self.ledger.gpu_registry, listing)
+        gone = not_shown(offered, visible, listing, self.pods.get)
+        self.ledger = freed_by_offer(self.ledger, gone.values(), visible, listing, self.pods.get).check()
         seen = {key: n for n, key in enumerate(self.pods)}
         caller = find_caller(self.ledger, self.listing(), self.pods.get, kind, size, seen)
         assert caller is not None, "the pod under admission must be found"

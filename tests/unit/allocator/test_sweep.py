@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from gpumgr.allocator import sweep as sweeping
-from gpumgr.allocator.callers import Caller, find_caller, handed_on, next_container, oldest_waiting, waits_for
+from gpumgr.allocator.callers import Caller, FindPod, find_caller, handed_on, next_container, oldest_waiting, waits_for
 from gpumgr.allocator.ids import ALL_CORES, Masks
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.allocator.sweep import Swept, freed_by_offer, named_by, shown
+from gpumgr.allocator.sweep import Swept, freed_by_offer, named_by, not_shown, shown
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES, Amounts
 from tests.allocations import allocated
 
@@ -80,6 +80,13 @@ def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
     )
 
 
+def after_offer(ledger: Ledger, listing: Listing, find_pod: FindPod, masks: Masks) -> Ledger:
+    """The ledger after these cores were offered, if the pods of all holders that `List` does not show have ended."""
+    visible = shown(ledger.gpu_registry, listing)
+    gone = not_shown(ledger.holders("core", masks), visible, listing, find_pod)
+    return freed_by_offer(ledger, gone.values(), visible, listing, find_pod)
+
+
 def knows(*views: PodView) -> Mapping[PodKey, PodView]:
     return {view.key: view for view in views}
 
@@ -107,7 +114,7 @@ def test_what_list_shows_in_masks() -> None:
 def test_either_alone_proves_nothing(offered: Masks, shows: bool, free: bool) -> None:
     ledger = ledger_of(SHARE)
     listing = listed(ledger, a=SHARE if shows else None)
-    after = freed_by_offer(ledger, listing, knows().get, "core", offered)
+    after = after_offer(ledger, listing, knows().get, offered)
     assert bool(after.allocations) is not free
     assert free or after is ledger
 
@@ -116,7 +123,7 @@ def test_the_rest_of_an_ended_pod_goes_with_it() -> None:
     """Its init container, and a sidecar on another GPU."""
     prepare, side = held("i", {ONE: 0b111}, init=True, container="prepare"), held("s", {TWO: 0b1}, {TWO: 0b1}, container="side")
     ledger = ledger_of(SHARE, prepare, side, held("b", {TWO: 0b10}, owner="b", uid="uid-b"))
-    after = freed_by_offer(ledger, listed(ledger), knows().get, "core", {ONE: 1})
+    after = after_offer(ledger, listed(ledger), knows().get, {ONE: 1})
     assert list(after.allocations) == ["b"]
 
 
@@ -124,22 +131,22 @@ def test_an_init_containers_allocation_ends_with_its_pod() -> None:
     prepare = held("i", {ONE: 0b111}, init=True, container="prepare")
     ledger = ledger_of(prepare)
     listing, same, another = listed(ledger, a=None), pod("a"), pod("a", uid="uid-2")
-    assert freed_by_offer(ledger, listing, knows(same).get, "core", {ONE: 1}).allocations
-    assert not freed_by_offer(ledger, listing, knows(another).get, "core", {ONE: 1}).allocations
-    assert not freed_by_offer(ledger, listed(ledger, b=None), knows().get, "core", {ONE: 1}).allocations
+    assert after_offer(ledger, listing, knows(same).get, {ONE: 1}).allocations
+    assert not after_offer(ledger, listing, knows(another).get, {ONE: 1}).allocations
+    assert not after_offer(ledger, listed(ledger, b=None), knows().get, {ONE: 1}).allocations
 
 
 def test_a_later_incarnation_is_not_freed_with_the_earlier_one() -> None:
     old, old_init = held("old", {ONE: 0b11}, uid=None), held("old-init", {ONE: 0b1100}, uid=None, container=None, init=True)
     new = held("new", {TWO: ALL_CORES}, uid=None, container=None)
     ledger = ledger_of(old_init, old, new)
-    after = freed_by_offer(ledger, listed(ledger, a=None), knows().get, "core", {ONE: 0b1})
+    after = after_offer(ledger, listed(ledger, a=None), knows().get, {ONE: 0b1})
     assert list(after.allocations) == ["new"]
 
 
 def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
     ledger = ledger_of(held("g", {ONE: ALL_CORES}, owner=None, anonymous=True))
-    assert freed_by_offer(ledger, listed(ledger), knows().get, "core", {ONE: ALL_CORES}) is ledger
+    assert after_offer(ledger, listed(ledger), knows().get, {ONE: ALL_CORES}) is ledger
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------

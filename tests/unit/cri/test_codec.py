@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr._pb.runtime.v1 import ContainerStatusResponse
-from gpumgr.cri.codec import InitProcess, parse_containers, parse_status
+from gpumgr.allocator.pods import PodSandbox
+from gpumgr.cri.codec import InitProcess, parse_containers, parse_ready_sandboxes, parse_status
 from gpumgr.rpc import wire
 from gpumgr.rpc.wire import WireError
 from gpumgr.usage.containers import Container
@@ -99,6 +100,17 @@ def test_what_google_wrote_is_read(rows: list[tuple[str, str, str, str, int, int
             created_at=created / 1e9,
         )
         for container_id, namespace, pod, name, state, attempt, created in rows
+    )
+
+
+@given(st.lists(st.tuples(words, words, words, st.integers(0, 3), st.integers(0, 2**63 - 1))))
+def test_sandboxes_that_google_wrote_are_read(rows: list[tuple[str, str, str, int, int]]) -> None:
+    answer = cri.ListPodSandboxResponse()
+    for namespace, name, uid, state, created in rows:
+        sandbox = answer.items.add(id=name, state=state, created_at=created, labels={"io.kubernetes.pod.uid": "not read"})
+        sandbox.metadata.name, sandbox.metadata.namespace, sandbox.metadata.uid = name, namespace, uid
+    assert parse_ready_sandboxes(answer.SerializeToString()) == tuple(
+        PodSandbox(pod=(namespace, name), uid=uid) for namespace, name, uid, state, _ in rows if state == cri.SANDBOX_READY
     )
 
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from grpclib.metadata import Deadline
 
 
+class PodSandboxState(betterproto.Enum):
+    SANDBOX_READY = 0
+    SANDBOX_NOTREADY = 1
+
+
 class ContainerState(betterproto.Enum):
     CONTAINER_CREATED = 0
     CONTAINER_RUNNING = 1
@@ -44,6 +49,57 @@ class VersionResponse(betterproto.Message):
     runtime_version: str = betterproto.string_field(3)
     runtime_api_version: str = betterproto.string_field(4)
     """v1"""
+
+
+@dataclass(eq=False, repr=False)
+class ListPodSandboxRequest(betterproto.Message):
+    filter: "PodSandboxFilter" = betterproto.message_field(1)
+
+
+@dataclass(eq=False, repr=False)
+class PodSandboxFilter(betterproto.Message):
+    state: "PodSandboxStateValue" = betterproto.message_field(2)
+    """Without it sandboxes of both states are listed."""
+
+
+@dataclass(eq=False, repr=False)
+class PodSandboxStateValue(betterproto.Message):
+    state: "PodSandboxState" = betterproto.enum_field(1)
+
+
+@dataclass(eq=False, repr=False)
+class ListPodSandboxResponse(betterproto.Message):
+    items: List["PodSandbox"] = betterproto.message_field(1)
+    """In no particular order."""
+
+
+@dataclass(eq=False, repr=False)
+class PodSandbox(betterproto.Message):
+    id: str = betterproto.string_field(1)
+    metadata: "PodSandboxMetadata" = betterproto.message_field(2)
+    state: "PodSandboxState" = betterproto.enum_field(3)
+    created_at: int = betterproto.int64_field(4)
+    """Nanoseconds since 1970."""
+
+    labels: Dict[str, str] = betterproto.map_field(
+        5, betterproto.TYPE_STRING, betterproto.TYPE_STRING
+    )
+    annotations: Dict[str, str] = betterproto.map_field(
+        6, betterproto.TYPE_STRING, betterproto.TYPE_STRING
+    )
+
+
+@dataclass(eq=False, repr=False)
+class PodSandboxMetadata(betterproto.Message):
+    name: str = betterproto.string_field(1)
+    """
+    Name, UID and namespace of the pod. The UID of a static pod is the hash of its file.
+    """
+
+    uid: str = betterproto.string_field(2)
+    namespace: str = betterproto.string_field(3)
+    attempt: int = betterproto.uint32_field(4)
+    """Counts the sandboxes that the pod has had."""
 
 
 @dataclass(eq=False, repr=False)
@@ -154,6 +210,23 @@ class RuntimeServiceStub(betterproto.ServiceStub):
             metadata=metadata,
         )
 
+    async def list_pod_sandbox(
+        self,
+        list_pod_sandbox_request: "ListPodSandboxRequest",
+        *,
+        timeout: Optional[float] = None,
+        deadline: Optional["Deadline"] = None,
+        metadata: Optional["MetadataLike"] = None
+    ) -> "ListPodSandboxResponse":
+        return await self._unary_unary(
+            "/runtime.v1.RuntimeService/ListPodSandbox",
+            list_pod_sandbox_request,
+            ListPodSandboxResponse,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
     async def list_containers(
         self,
         list_containers_request: "ListContainersRequest",
@@ -194,6 +267,11 @@ class RuntimeServiceBase(ServiceBase):
     async def version(self, version_request: "VersionRequest") -> "VersionResponse":
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
+    async def list_pod_sandbox(
+        self, list_pod_sandbox_request: "ListPodSandboxRequest"
+    ) -> "ListPodSandboxResponse":
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
     async def list_containers(
         self, list_containers_request: "ListContainersRequest"
     ) -> "ListContainersResponse":
@@ -209,6 +287,14 @@ class RuntimeServiceBase(ServiceBase):
     ) -> None:
         request = await stream.recv_message()
         response = await self.version(request)
+        await stream.send_message(response)
+
+    async def __rpc_list_pod_sandbox(
+        self,
+        stream: "grpclib.server.Stream[ListPodSandboxRequest, ListPodSandboxResponse]",
+    ) -> None:
+        request = await stream.recv_message()
+        response = await self.list_pod_sandbox(request)
         await stream.send_message(response)
 
     async def __rpc_list_containers(
@@ -234,6 +320,12 @@ class RuntimeServiceBase(ServiceBase):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 VersionRequest,
                 VersionResponse,
+            ),
+            "/runtime.v1.RuntimeService/ListPodSandbox": grpclib.const.Handler(
+                self.__rpc_list_pod_sandbox,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                ListPodSandboxRequest,
+                ListPodSandboxResponse,
             ),
             "/runtime.v1.RuntimeService/ListContainers": grpclib.const.Handler(
                 self.__rpc_list_containers,

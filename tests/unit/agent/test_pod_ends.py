@@ -1,0 +1,172 @@
+"""What proves that a pod has ended, and whole admissions by a kubelet that offers the ids of running pods again."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.pod_ends import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodKey, PodSandbox, PodView
+from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from tests.component.stage.stage import Clock, MemoryPods, MemoryRuntime, snapshot
+from tests.unit.agent.world import Refused, World
+
+WEB: PodKey = ("team", "web-0")
+HASH = "0123456789abcdef" * 2
+WHOLE = SimContainer(name="main", cores=100, memory_blocks=16)
+
+
+def web(uid: str = "1", phase: str = "Running", runtime_uid: str | None = None) -> PodView:
+    return PodView(namespace=WEB[0], name=WEB[1], uid=uid, phase=phase, runtime_uid=runtime_uid)
+
+
+@pytest.mark.parametrize(
+    ("holder", "shown", "api_server", "sandbox", "ended"),
+    [
+        pytest.param("1", web(), "reachable", None, False, id="it runs, whatever the runtime has"),
+        pytest.param("1", web(phase="Failed"), "reachable", "1", True, id="it has ended"),
+        pytest.param("1", web(phase="Failed"), "down", "1", True, id="an end is final, also during an outage"),
+        pytest.param("1", None, "reachable", "1", True, id="it is deleted"),
+        pytest.param("1", web("2"), "reachable", "2", True, id="another pod has its name"),
+        pytest.param("1", web(), "down", "1", False, id="outage: its sandbox is ready"),
+        pytest.param("1", web(), "down", None, True, id="outage: it has no ready sandbox"),
+        pytest.param("1", web(), "down", "2", True, id="outage: another pod of its name has one"),
+        pytest.param("1", web(), "down", "error", None, id="outage: the runtime is down, too"),
+        pytest.param("1", None, "down", "1", False, id="outage: a cache that never had it proves nothing"),
+        pytest.param("1", None, "down", "error", None, id="outage: nothing is known"),
+        pytest.param("mirror", web("mirror", runtime_uid=HASH), "reachable", None, False, id="a static pod"),
+        pytest.param(HASH, web("mirror", runtime_uid=HASH), "reachable", None, False, id="a static pod by the kubelet's UID"),
+        pytest.param("mirror", web("mirror", runtime_uid=HASH), "down", HASH, False, id="outage: the sandbox of a static pod"),
+        pytest.param("mirror", None, "down", HASH, False, id="outage: the sandbox of an unknown static pod"),
+        pytest.param("mirror", web("later", runtime_uid=HASH), "reachable", HASH, False, id="its mirror pod was created again"),
+        pytest.param("mirror", web("later", runtime_uid=HASH), "reachable", None, True, id="it was replaced by a static pod"),
+        pytest.param(HASH, None, "reachable", HASH, False, id="it has no mirror pod"),
+        pytest.param(HASH, None, "reachable", "error", None, id="it has no mirror pod, and no runtime answers"),
+        pytest.param(None, web(phase="Failed"), "reachable", "1", False, id="no UID: the ended pod may be an earlier one"),
+        pytest.param(None, web("2"), "reachable", None, True, id="no UID: the pod of this name does not run yet"),
+        pytest.param(None, web("2"), "reachable", "error", None, id="no UID and no runtime"),
+    ],
+)
+async def test_what_proves_an_end(
+    holder: str | None,
+    shown: PodView | None,
+    api_server: Literal["reachable", "down"],
+    sandbox: str | None,
+    ended: bool | None,
+) -> None:
+    pods = MemoryPods({WEB: shown} if shown else {}, down=api_server == "down")
+    pod = SimPod(namespace=WEB[0], name=WEB[1], uid=sandbox or "", containers=())
+    runtime = MemoryRuntime(lambda: [pod] if sandbox else [], error="no socket" if sandbox == "error" else None)
+    found = await PodEnds(pods, runtime, clock=Clock()).find([Allocation(id="a", pod=WEB, uid=holder)])
+    assert found == {"a": ended}
+
+
+async def test_of_a_holder_without_any_name_nothing_is_known() -> None:
+    runtime = MemoryRuntime()
+    found = await PodEnds(MemoryPods(), runtime, clock=Clock()).find([Allocation(id="a")])
+    assert (found, runtime.asked) == ({"a": None}, 0)
+
+
+async def test_a_runtime_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.agent.pod_ends.RUNTIME_SECONDS", 0.01)
+    assert RUNTIME_SECONDS <= 1  # the kubelet waits as long
+
+    class Hung(MemoryRuntime):
+        async def ready_sandboxes(self) -> list[PodSandbox]:
+            return await asyncio.Future()
+
+    found = await PodEnds(MemoryPods(synced=False), Hung(), clock=Clock()).find([Allocation(id="a", pod=WEB, uid="1")])
+    assert found == {"a": None}
+
+
+async def test_a_late_watch_is_waited_for_and_a_pod_that_runs_only_once() -> None:
+    waits: list[Collection[str]] = []
+
+    class Pods(MemoryPods):
+        async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:  # noqa: ARG002
+            waits.append(uids)
+            self.views["team", "late"] = replace(self.views["team", "late"], phase="Succeeded")
+
+    views = {(n, m): PodView(namespace=n, name=m, uid=m, phase="Running") for n, m in (("team", "late"), ("team", "runs"))}
+    clock = Clock()
+    ends = PodEnds(Pods(views), MemoryRuntime(), clock=clock)
+    held = [Allocation(id=uid, pod=("team", uid), uid=uid) for uid in ("late", "runs")]
+    assert await ends.find(held) == {"late": False, "runs": False}
+    assert waits == []
+    for _ in range(2):
+        assert await ends.find(held, wait=True) == {"late": True, "runs": False}
+    assert waits == [{"late", "runs"}]
+    clock.now += REPEAT_SECONDS
+    await ends.find(held, wait=True)
+    assert waits[1:] == [{"runs"}]
+
+
+# -- whole admissions ------------------------------------------------------------------------------------------------------
+
+
+async def full(*, known: bool | str = True) -> tuple[World, SimPod]:
+    """A node with one GPU, which a pod has."""
+    world = await World.made(snapshot(1, 16), known=known)
+    pod = await world.run(world.pod("first", WHOLE))
+    return world, pod
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["API server", "standalone"])
+@pytest.mark.parametrize("runtime_error", [None, "no socket"], ids=["runtime", "no runtime"])
+@pytest.mark.parametrize("agent_restarts", [False, True])
+async def test_a_kubelet_without_its_checkpoint_gets_no_ids_of_running_pods(
+    known: bool, runtime_error: str | None, agent_restarts: bool
+) -> None:
+    world, first = await full(known=known)
+    world.runtime.error = runtime_error
+    world.forget()
+    if agent_restarts:
+        await world.restart()
+    with capture_logs() as logs:
+        for number in range(3):
+            with pytest.raises(Refused):
+                await world.admit(world.pod(f"p{number}", WHOLE))
+            for _ in range(7):
+                await world.sweep(5)
+    world.check_ids()
+    (line,) = [line for line in logs if line["event"] == "offered_ids_kept"]
+    assert line["holder"].startswith("team/first")
+    assert ("its pod runs" in line["reason"]) is (known or runtime_error is None)
+    world.runtime.error = None
+    world.end(first)
+    await world.run(world.pod("heir", WHOLE))
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "heir")}
+
+
+@pytest.mark.parametrize("known", [True, "late", False])
+@pytest.mark.parametrize("late_ends", [False, True], ids=["in time", "watch is late"])
+@pytest.mark.parametrize("name", ["second", "first"], ids=["another name", "the name recurs"])
+async def test_the_ids_of_an_ended_pod_are_granted_at_once(known: bool | str, late_ends: bool, name: str) -> None:
+    world, first = await full(known=known)
+    world.late_ends = late_ends
+    world.end(first, None)
+    second = await world.run(world.pod(name, WHOLE))
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", name)}
+    world.check_ids()
+    assert second.uid in world.active
+    assert world.runtime.asked == 0 or known is not True
+
+
+async def test_the_ids_of_an_ended_pod_are_granted_during_an_outage_of_the_api_server() -> None:
+    world, first = await full()
+    world.pods.down = True
+    world.end(first)
+    await world.run(world.pod("second", WHOLE))
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "second")}
+
+
+async def test_ids_that_init_containers_pass_on_in_their_own_pod_stay_its_own() -> None:
+    world = await World.made(snapshot(1, 16))
+    world.runtime.error = "no socket"
+    prepare = SimContainer(name="prepare", cores=100, memory_blocks=16, kind="init")
+    await world.run(world.pod("train", prepare, WHOLE))
+    world.check_names()
