@@ -13,7 +13,7 @@ from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
 
 #: The only values of the label `reason`: the driver's text never becomes a label.
 REASONS: Final = frozenset(
-    {"xid", "ecc", "lost", "reset", "error", "nvml_down", "mig", "operator", "missing", "quarantine", "other"}
+    {"xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing", "quarantine", "other"}
 )
 
 

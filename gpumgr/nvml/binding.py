@@ -1,13 +1,13 @@
 """The only module that imports pynvml, NVIDIA's binding of NVML.
 
 It loads the library, calls functions by name, and converts the answers: errors of the binding become the errors below, bytes become
-text, capabilities that this driver lacks become None. Everything is synchronous; the worker's thread calls it.
+text, capabilities that this driver lacks become None. Everything is synchronous; the worker's threads call it.
 """
 
 import contextlib
 import ctypes
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import pynvml
@@ -78,6 +78,8 @@ class Binding:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._initialised = 0
+        #: NVML's index of each GPU by UUID, as far as it is known.
+        self.indices: Mapping[str, int] = {}
         #: Failed calls by function and NVML error number; a counter that only grows.
         self.errors: Counter[tuple[str, int]] = Counter()
 
@@ -135,9 +137,17 @@ class Binding:
     def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         """The result of `fn` for this GPU's handle. A CallError names the GPU."""
         try:
-            return fn(self.call("nvmlDeviceGetHandleByUUID", uuid))
+            return fn(self._handle(uuid))
         except CallError as exc:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
+
+    def _handle(self, uuid: str) -> Handle:
+        """By index: to find a UUID, NVML may have to initialise other GPUs (NVML's reference), of which one may hang."""
+        if uuid in self.indices:
+            handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
+            if self.call("nvmlDeviceGetUUID", handle) == uuid:
+                return handle
+        return self.call("nvmlDeviceGetHandleByUUID", uuid)
 
     def is_capability(self, error: CallError) -> bool:
         """Whether the error means that the driver, GPU or user lacks the capability."""

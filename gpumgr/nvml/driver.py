@@ -1,44 +1,47 @@
 """NVML as coroutines, which never block the event loop and have a timeout."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-import structlog
-
 from gpumgr.errors import NvmlError
-from gpumgr.nvml.binding import Binding, CallError, Handle
-from gpumgr.nvml.events import EventThread, OnEvent, register_events
+from gpumgr.nvml.binding import CallError, Handle
 from gpumgr.nvml.health import Observation
-from gpumgr.nvml.memory_limits import find_gpu_with_limits, read_limit, set_limit
+from gpumgr.nvml.memory_limits import find_obstacle, read_limit, set_limit
 from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
 from gpumgr.nvml.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
-from gpumgr.nvml.sampling import read_health, read_processes, read_sample
-from gpumgr.nvml.snapshot import MigProfiles, read_snapshot
+from gpumgr.nvml.sampling import failed, read_health, read_processes, read_sample
+from gpumgr.nvml.session import Session
+from gpumgr.nvml.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_versions
 from gpumgr.nvml.utilization import ProcessUtilization
-from gpumgr.nvml.worker import NvmlWorker
-from gpumgr.topology.devices import GpuProcess, MemoryLimit, MigInstance, MigProfile, NodeSample, NodeSnapshot
-
-log = structlog.get_logger(__name__)
+from gpumgr.nvml.worker import GpuHangs
+from gpumgr.topology.devices import (
+    GpuFailure,
+    GpuProcess,
+    GpuSample,
+    Level,
+    MemoryLimit,
+    MigInstance,
+    MigProfile,
+    NodeSample,
+    NodeSnapshot,
+)
 
 T = TypeVar("T")
 
-#: How long the end of a session may take, so that a stopping process keeps its own deadline.
-_STOP_SECONDS: Final = 1.5
-_SHUTDOWN_SECONDS: Final = 2.0
 #: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
 
 
-class Nvml:
-    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after a driver's reload).
+class Nvml(Session):
+    """What the agent asks the driver in a session.
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
-    driver, DriverMismatchError if only a new process can go on. Changes of MIG have a longer timeout of their own, and other calls wait for
-    their end. `cgroup_root` is where cgroup v2 is mounted.
+    driver, DriverMismatchError if only a new process can go on. A GPU that answers with an error, or not in time, does not affect the
+    readings of the others. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait for their end.
+    `cgroup_root` is where cgroup v2 is mounted.
     """
 
     def __init__(
@@ -49,109 +52,95 @@ class Nvml:
         sysfs_root: Path = Path("/sys"),
         cgroup_root: Path = Path("/sys/fs/cgroup"),
     ) -> None:
-        self._binding = Binding(library_path)
-        self._worker = NvmlWorker()
-        self._timeout_seconds = timeout_seconds
+        super().__init__(library_path, timeout_seconds)
         self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
         self._utilization = ProcessUtilization()
-        self._seen: dict[int, str] = {}
         self._mig_profiles: MigProfiles = {}
-        self._events: EventThread | None = None
-        self._opened = False
-        # Held while a session, or the wait for events, starts or ends, and while MIG is changed.
-        self._session_lock = asyncio.Lock()
-        self._session_open = asyncio.Event()
-        self._session_open.set()
-
-    @property
-    def stuck_seconds(self) -> float:
-        """Seconds for which a call has run after its caller's timeout; 0.0 if there is none."""
-        return self._worker.stuck_seconds
-
-    @property
-    def call_errors(self) -> Mapping[tuple[str, int], int]:
-        """The number of failed calls since the start, by function and NVML error number."""
-        return dict(self._binding.errors)
-
-    async def open(self) -> None:
-        """Loads the library and initialises NVML; closes an earlier session first."""
-        async with self._session_lock:
-            await self._close_session()
-            await self._open_session()
-
-    @asynccontextmanager
-    async def without_session(self) -> AsyncIterator[None]:
-        """A block without a session, in which another program may have a GPU for itself; calls wait for its end.
-
-        Afterwards there is a session again, without a watch for events. Raises NvmlError if a call hangs, since its session can't end.
-        """
-        async with self._session_lock:
-            self._session_open.clear()
-            try:
-                await self._close_session()
-                if self._opened or self._worker.stuck_seconds:
-                    raise NvmlError("the session with the driver can't be ended: a call hangs inside it")
-                try:
-                    yield
-                finally:
-                    try:
-                        await self._open_session()
-                    except NvmlError as error:  # the next call raises it, too
-                        log.warning("nvml_not_reopened", reason=str(error))
-            finally:
-                self._session_open.set()
-
-    async def wait_for_session(self) -> None:
-        """Waits for the end of `without_session`, or of a change of MIG."""
-        while not self._session_open.is_set():
-            await self._session_open.wait()
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
+        versions = await self._call(lambda: read_versions(self._binding))
         seen, profiles = dict(self._seen), self._mig_profiles
-        snapshot = await self._call(
-            lambda: read_snapshot(self._binding, sysfs_root=self._sysfs_root, seen=seen, mig_profiles=profiles)
-        )
-        self._seen = {
-            **{failure.index: failure.uuid for failure in snapshot.failures if failure.uuid is not None},
-            **{gpu.index: gpu.uuid for gpu in snapshot.gpus},
-        }
-        return snapshot
+
+        def describe(index: int) -> DescribedGpu | GpuFailure:
+            return describe_gpu(self._binding, index, sysfs_root=self._sysfs_root, seen=seen, mig_profiles=profiles)
+
+        gpus: list[DescribedGpu] = []
+        failures: dict[int, GpuFailure] = {}
+        for index, answer in (await self._each(describe)).items():
+            if isinstance(answer, DescribedGpu):
+                gpus.append(answer)
+            else:
+                failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
+                failures[index] = answer if isinstance(answer, GpuFailure) else failure
+        levels = await self._read_levels(gpus, failures, versions.driver)
+        self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
+        self._binding.indices = {uuid: index for index, uuid in seen.items()}
+        return make_snapshot(versions, gpus, levels, failures)
+
+    async def _read_levels(
+        self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
+    ) -> dict[frozenset[int], Level]:
+        """The levels by pair of indices, as far as they can be read. Adds the GPUs that fail here to `failures`: after a call about
+        two GPUs has failed, those that answer no call of their own either. If both do, only the level is unknown."""
+        uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
+        levels: dict[frozenset[int], Level] = {}
+        for number, one in enumerate(gpus):
+            index = one.gpu.index
+            others = [each for each in gpus[:number] if each.gpu.index not in failures]
+            if index in failures or not others:
+                continue
+            doubtful: dict[int, str] = {}
+            for other, level in zip(others, await self._read_levels_of(one, others, driver_version), strict=True):
+                if isinstance(level, NvmlError):
+                    doubtful |= dict.fromkeys((index, other.gpu.index), str(level))
+                else:
+                    levels[frozenset((index, other.gpu.index))] = level
+            for each, reply in (await self._each(self._read_uuid, doubtful)).items():
+                if isinstance(reply, NvmlError):
+                    failures[each] = GpuFailure(index=each, uuid=uuids[each], reason=doubtful[each])
+        return levels
+
+    async def _read_levels_of(
+        self, one: DescribedGpu, others: list[DescribedGpu], driver_version: str | None
+    ) -> Sequence[Level | NvmlError]:
+        answers = await self._each(lambda _: read_levels(self._binding, one, others, driver_version), [one.gpu.index])
+        answer = answers[one.gpu.index]
+        return [answer] * len(others) if isinstance(answer, NvmlError) else answer
+
+    def _read_uuid(self, index: int) -> str:
+        return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
 
     async def sample(self, *, utilization: bool = False) -> NodeSample:
         """The GPUs' current use; with `utilization` also that of each process since the sample before."""
-
-        def read() -> NodeSample:
-            if not utilization:
-                self._utilization.forget()
-            return read_sample(self._binding, seen=self._seen, utilization=self._utilization if utilization else None)
-
-        return await self._call(read)
+        if not utilization:
+            self._utilization.forget()
+        of_processes = self._utilization if utilization else None
+        answers = await self._each(lambda index: read_sample(self._binding, index, of_processes))
+        return NodeSample(
+            gpus={answer.uuid: answer for answer in answers.values() if isinstance(answer, GpuSample)},
+            failures={
+                self._seen[index]: str(answer)
+                for index, answer in answers.items()
+                if isinstance(answer, NvmlError) and index in self._seen
+            },
+        )
 
     async def read_health(self) -> Mapping[str, Observation]:
         """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed."""
-        return await self._call(lambda: read_health(self._binding, seen=self._seen))
-
-    async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
-        """From now on, until `close`, calls `on_event` on the loop for each XID and double-bit error of the last snapshot's GPUs.
-
-        Returns the UUIDs of GPUs for which the driver doesn't report errors.
-        """
-        uuids = dict(self._seen)
-        async with self._session_lock:
-            event_set = await self._call(lambda: register_events(self._binding, uuids))
-            before, self._events = self._events, None
-            if event_set is not None:
-                self._events = EventThread(self._binding, event_set, on_event)
-            if before is not None:  # ended only now, so that no event falls between the two
-                await before.stop(timeout_seconds=_STOP_SECONDS)
-        return frozenset(uuids.values()) if event_set is None else event_set.unmonitored
+        readings: dict[str, Observation] = {}
+        for index, answer in (await self._each(lambda index: read_health(self._binding, index))).items():
+            if not isinstance(answer, NvmlError):
+                readings[answer[0]] = answer[1]
+            elif index in self._seen:
+                readings[self._seen[index]] = failed(answer)
+        return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error."""
+        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error or not."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
-        except CallError:
+        except (CallError, GpuHangs):
             return None
 
     async def compute_mode(self, uuid: str) -> int:
@@ -164,7 +153,17 @@ class Nvml:
 
     async def gpu_with_memory_limits(self) -> str:
         """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with the reason and the remedy."""
-        return await self._call(lambda: find_gpu_with_limits(self._binding, cgroup_root=self._cgroup_root))
+        obstacle: str | None = "the driver shows no GPU"
+        for index in range(self._count):
+            try:
+                look = partial(find_obstacle, self._binding, index, cgroup_root=self._cgroup_root)
+                uuid, obstacle = await self._call(look, gpu=index)
+            except (CallError, GpuHangs) as exc:
+                obstacle = f"no GPU supports memory limits ({exc}): see `nvidia-smi`"
+            else:
+                if obstacle is None:
+                    return uuid
+        raise NvmlError(obstacle)
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
         """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""
@@ -177,13 +176,13 @@ class Nvml:
 
     async def enable_mig(self, uuid: str) -> None:
         """Turns the GPU's MIG mode on, unless it is. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
-        await self._change_mig(lambda: enable_mig(self._binding, uuid))
+        await self._change_mig(uuid, lambda: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
         """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. What was made
         before an NvmlError is destroyed again; after a timeout the driver may still create it."""
         return await self._change_mig(
-            lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
+            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
         )
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
@@ -197,48 +196,14 @@ class Nvml:
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
         """Destroys the MIG device `instance` (its UUID) of the GPU; one that is gone is no error. Needs root. While processes use
         it, the NvmlError has their pids."""
-        await self._change_mig(lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance)))
+        await self._change_mig(
+            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
+        )
 
-    async def pause_or_recovery(self, seconds: float) -> None:
-        """Sleeps for `seconds`, or until a hanging driver answers."""
-        await self._worker.pause_or_recovery(seconds)
-
-    async def close(self) -> None:
-        """Ends the session and the threads. Does not wait for a driver that hangs: those threads stay until the process ends."""
-        try:
-            await self._close_session()
-        finally:
-            self._worker.close()
+    async def _change_mig(self, uuid: str, fn: Callable[[], T]) -> T:
+        async with self._session_lock:
+            return await self._about(uuid, fn, timeout_seconds=_MIG_SECONDS)
 
     async def _open_session(self) -> None:
         self._mig_profiles = {}  # the driver may be another one
-        await self._worker.call(self._binding.open, timeout_seconds=self._timeout_seconds)
-        self._opened = True
-
-    async def _close_session(self) -> None:
-        ended = await self._stop_events()
-        if self._opened and ended:
-            self._opened = False
-            await self._worker.call(self._binding.close, timeout_seconds=min(self._timeout_seconds, _SHUTDOWN_SECONDS))
-
-    async def _stop_events(self) -> bool:
-        # A thread that does not end is kept: NVML must not be shut down while it waits inside.
-        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
-            self._events = None
-        return self._events is None
-
-    async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        return await self._call(lambda: self._binding.on_gpu(uuid, fn))
-
-    async def _change_mig(self, fn: Callable[[], T]) -> T:
-        """Other calls wait for the end, since their timeouts would pass while they wait for the thread."""
-        async with self._session_lock:
-            self._session_open.clear()
-            try:
-                return await self._worker.call(fn, timeout_seconds=_MIG_SECONDS)
-            finally:
-                self._session_open.set()
-
-    async def _call(self, fn: Callable[[], T]) -> T:
-        await self.wait_for_session()
-        return await self._worker.call(fn, timeout_seconds=self._timeout_seconds)
+        await super()._open_session()

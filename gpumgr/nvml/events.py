@@ -1,6 +1,6 @@
 """A thread that waits for the driver's error events: the wait blocks and has no file descriptor.
 
-The worker's thread makes the event set; this thread waits on it in short intervals, and frees it at the end.
+The worker makes the event set; this thread waits on it in short intervals, and frees it at the end.
 """
 
 import asyncio
@@ -24,50 +24,27 @@ OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSet:
-    """A registered set. The driver reports no events of the `unmonitored` GPUs; only readings show their health."""
+    """A registered set. `uuids`: the GPUs of which the driver reports events, by the address in their handles."""
 
     handle: Handle
-    uuids: Mapping[int | None, str]
-    unmonitored: frozenset[str]
+    uuids: Mapping[int, str]
 
 
-def register_events(nvml: Binding, uuids: Mapping[int, str]) -> EventSet | None:
-    """An event set for the GPUs with these indices; None if the driver has no events."""
-    refused: set[str] = set()
-    while True:
-        event_set = nvml.ask("nvmlEventSetCreate")
-        if event_set is None:
-            return None
-        monitored: dict[int | None, str] = {}
-        for index, uuid in uuids.items():
-            if uuid in refused:
-                continue
-            try:
-                handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-                if _register(nvml, handle, event_set):
-                    monitored[nvml.address(handle)] = uuid
-            except CallError:
-                # By NVML's documentation a set is unusable after an error: make a new one without this GPU.
-                nvml.ask("nvmlEventSetFree", event_set)
-                refused.add(uuid)
-                break
-        else:
-            unmonitored = frozenset(uuids.values()) - frozenset(monitored.values())
-            return EventSet(handle=event_set, uuids=monitored, unmonitored=unmonitored)
-
-
-def _register(nvml: Binding, handle: Handle, event_set: Handle) -> bool:
+def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
+    """Registers the GPU's errors in the set. Returns the address in its handle, or None if the driver has no events of it. After a
+    CallError the set is unusable, by NVML's documentation."""
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
     if not types:
-        return False
+        return None
     try:
         nvml.call("nvmlDeviceRegisterEvents", handle, types, event_set)
     except CallError as exc:
         if nvml.is_capability(exc):
-            return False
+            return None
         raise
-    return True
+    return nvml.address(handle)
 
 
 class EventThread:
@@ -108,7 +85,8 @@ class EventThread:
         self._post(self._ended.set)
 
     def _report(self, data: Handle) -> None:
-        uuid = self._set.uuids.get(self._nvml.address(data.device))
+        address = self._nvml.address(data.device)
+        uuid = None if address is None else self._set.uuids.get(address)
         if data.eventType & EVENT_XID:
             self._post(lambda: self._on_event(uuid, Xid(number=int(data.eventData))))
         elif data.eventType & EVENT_DOUBLE_BIT_ECC:

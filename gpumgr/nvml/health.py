@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 State = Literal["healthy", "suspect", "unhealthy", "probation"]
-Reason = Literal["xid", "ecc", "lost", "reset", "error", "nvml_down", "mig", "operator", "missing"]
+Reason = Literal["xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing"]
 
 #: XIDs that applications cause. Source: the default list of NVIDIA's device plugin.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})

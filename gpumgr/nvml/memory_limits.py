@@ -57,36 +57,23 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
     return MemoryLimit(soft_bytes=found.soft_bytes, hard_bytes=None if found.hard_bytes == UNLIMITED else found.hard_bytes)
 
 
-def find_gpu_with_limits(nvml: Binding, *, cgroup_root: Path) -> str:
-    """The UUID of the first GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with why none is found, and
-    the remedy."""
+def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups there; None: it seems to do so. Raises CallError if the
+    GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
-    obstacle = "the driver shows no GPU"
-    for index in range(nvml.call("nvmlDeviceGetCount")):
-        try:
-            handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-            uuid = str(nvml.call("nvmlDeviceGetUUID", handle))
-            if read_mig_enabled(nvml, handle):
-                obstacle = "MIG is enabled, and the driver limits no cgroup's memory there: disable it with `nvidia-smi -mig 0`"
-                continue
-        except CallError as exc:
-            obstacle = _unsupported(exc)
-            continue
-        try:
-            _query_limit(nvml, handle, str(limited or cgroup_root))
-        except CallError as exc:
-            if exc.code == FUNCTION_NOT_FOUND:
-                version = nvml.ask("nvmlSystemGetDriverVersion")
-                raise NvmlError(f"the NVIDIA driver {version} has no memory limits ({exc}): install driver 615 or newer") from exc
-            if exc.code == NOT_SUPPORTED and limited is not None:
-                remedy = "take RmMemacctMode out of its module options and reload it"
-                raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
-            if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these say that this cgroup has no limits, and nothing about others
-                obstacle = _unsupported(exc)
-                continue
-        return uuid
-    raise NvmlError(obstacle)
-
-
-def _unsupported(error: CallError) -> str:
-    return f"no GPU supports memory limits ({error}): see `nvidia-smi`"
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    uuid = str(nvml.call("nvmlDeviceGetUUID", handle))
+    if read_mig_enabled(nvml, handle):
+        return uuid, "MIG is enabled, and the driver limits no cgroup's memory there: disable it with `nvidia-smi -mig 0`"
+    try:
+        _query_limit(nvml, handle, str(limited or cgroup_root))
+    except CallError as exc:
+        if exc.code == FUNCTION_NOT_FOUND:
+            version = nvml.ask("nvmlSystemGetDriverVersion")
+            raise NvmlError(f"the NVIDIA driver {version} has no memory limits ({exc}): install driver 615 or newer") from exc
+        if exc.code == NOT_SUPPORTED and limited is not None:
+            remedy = "take RmMemacctMode out of its module options and reload it"
+            raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
+        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these say that this cgroup has no limits, and nothing about others
+            raise
+    return uuid, None

@@ -89,6 +89,8 @@ class Monitor:
         self._published: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
         self._cordons: dict[str, str] = {}
+        #: GPUs that hung at the last reading.
+        self._hung: frozenset[str] = frozenset()
         self._down = False
         self._stale = False
         self._wake = asyncio.Event()
@@ -197,7 +199,8 @@ class Monitor:
             readings = await self._nvml.read_health()
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
-            if self._stale or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
+            back = self._hung - _hanging(readings)  # their events may have to be registered again
+            if self._stale or back or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)
@@ -225,6 +228,7 @@ class Monitor:
         return snapshot
 
     def _judge(self, readings: Mapping[str, Observation]) -> None:
+        self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
             self._observe(uuid, readings.get(uuid, missing))
@@ -268,6 +272,10 @@ class Monitor:
                     reason=health.effective_reason,
                     message="; ".join(filter(None, (health.cordon_reason, health.message))),
                 )
+
+
+def _hanging(readings: Mapping[str, Observation]) -> frozenset[str]:
+    return frozenset(uuid for uuid, each in readings.items() if isinstance(each, Failed) and each.reason == "hang")
 
 
 def _published_parts(health: GpuHealth | None) -> tuple[str | None, ...]:

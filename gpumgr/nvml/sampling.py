@@ -1,9 +1,10 @@
-"""Reads the use and the health of all GPUs. Synchronous functions for the worker's thread."""
+"""Reads the use and the health of a GPU. Synchronous functions for the worker's threads."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
+from gpumgr.errors import NvmlError
 from gpumgr.nvml.binding import (
     FIELD_RECOVERY_ACTION,
     GPU_IS_LOST,
@@ -15,10 +16,11 @@ from gpumgr.nvml.binding import (
     CallError,
     Handle,
 )
-from gpumgr.nvml.health import Failed, HealthReading, Observation, Reason
+from gpumgr.nvml.health import Failed, HealthReading, Reason
 from gpumgr.nvml.mig import read_mig_enabled, read_mig_handles
 from gpumgr.nvml.utilization import ProcessUtilization
-from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
+from gpumgr.nvml.worker import GpuHangs
+from gpumgr.topology.devices import GpuProcess, GpuSample
 
 _SENSOR_DIE: Final = 0
 _UNCORRECTED: Final = 1
@@ -35,30 +37,10 @@ T = TypeVar("T")
 Listed = dict[int, int | None]
 
 
-def _handles(nvml: Binding, seen: Mapping[int, str]) -> Iterator[tuple[str, Handle | CallError]]:
-    """Each GPU's UUID with its handle, or with its error (under its UUID in `seen`; a GPU that is not there is skipped)."""
-    for index in range(nvml.call("nvmlDeviceGetCount")):
-        try:
-            handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-            yield nvml.call("nvmlDeviceGetUUID", handle), handle
-        except CallError as exc:
-            if index in seen:
-                yield seen[index], exc
-
-
-def read_sample(nvml: Binding, *, seen: Mapping[int, str], utilization: ProcessUtilization | None = None) -> NodeSample:
-    """One sample of all GPUs. `utilization` None: the utilization of processes is not read."""
-    gpus: dict[str, GpuSample] = {}
-    failures: dict[str, str] = {}
-    for uuid, handle in _handles(nvml, seen):
-        if isinstance(handle, CallError):
-            failures[uuid] = str(handle)
-            continue
-        try:
-            gpus[uuid] = _read_gpu_sample(nvml, uuid, handle, utilization)
-        except CallError as exc:
-            failures[uuid] = str(exc)
-    return NodeSample(gpus=gpus, failures=failures)
+def read_sample(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuSample:
+    """One sample of the GPU. `utilization` None: the utilization of processes is not read. Raises CallError if the GPU fails."""
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    return _read_gpu_sample(nvml, nvml.call("nvmlDeviceGetUUID", handle), handle, utilization)
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
@@ -160,15 +142,10 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Lis
     return None
 
 
-def read_health(nvml: Binding, *, seen: Mapping[int, str]) -> dict[str, Observation]:
-    """One reading of each GPU, by UUID."""
-    readings: dict[str, Observation] = {}
-    for uuid, handle in _handles(nvml, seen):
-        try:
-            readings[uuid] = _failed(handle) if isinstance(handle, CallError) else _read_one(nvml, handle)
-        except CallError as exc:
-            readings[uuid] = _failed(exc)
-    return readings
+def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:
+    """The GPU's UUID and one reading of its health. Raises CallError if the GPU fails."""
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    return nvml.call("nvmlDeviceGetUUID", handle), _read_one(nvml, handle)
 
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
@@ -187,6 +164,9 @@ def _read_recovery_action(nvml: Binding, handle: Handle) -> int | None:
     return None if fields is None or fields[0].nvmlReturn else int(fields[0].value.uiVal)
 
 
-def _failed(error: CallError) -> Failed:
+def failed(error: NvmlError) -> Failed:
+    """What a reading of a GPU says that ended with this error."""
+    if isinstance(error, GpuHangs):
+        return Failed(reason="hang", message=str(error))
     known: dict[int, Reason] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset"}
-    return Failed(reason=known.get(error.code, "error"), message=str(error))
+    return Failed(reason=known.get(error.code, "error") if isinstance(error, CallError) else "error", message=str(error))

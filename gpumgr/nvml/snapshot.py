@@ -1,9 +1,9 @@
-"""Reads the GPUs of the node and their topology. Synchronous functions for the worker's thread; None = the driver does not report it.
+"""Reads the GPUs of the node and their topology. Synchronous functions for the worker's threads; None = the driver does not report it.
 
 A GPU that can't be described becomes a GpuFailure and is missing in the matrix; errors of the driver as a whole are raised.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -29,33 +29,65 @@ class _Links:
     fabric: int = 0
 
 
-def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str], mig_profiles: MigProfiles) -> NodeSnapshot:
-    """The whole snapshot. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs. `mig_profiles`: those
-    that were read before, to which this reading adds."""
-    driver_version = nvml.ask("nvmlSystemGetDriverVersion")
-    gpus: list[tuple[Gpu, Handle, _Links]] = []
-    failures: list[GpuFailure] = []
-    for index in range(nvml.call("nvmlDeviceGetCount")):
-        uuid = seen.get(index)
-        try:
-            handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-            uuid = nvml.call("nvmlDeviceGetUUID", handle)
-            gpus.append((_read_gpu(nvml, index, uuid, handle, sysfs_root, mig_profiles), handle, _read_links(nvml, handle)))
-        except CallError as exc:
-            failures.append(GpuFailure(index=index, uuid=uuid, reason=str(exc)))
-    levels, late = _read_levels(nvml, [(gpu, handle) for gpu, handle, _ in gpus], driver_version)
-    kept = [i for i, (gpu, _, _) in enumerate(gpus) if gpu.index not in late]
-    failures += [GpuFailure(index=g.index, uuid=g.uuid, reason=late[g.index]) for g, _, _ in gpus if g.index in late]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedGpu:
+    """A GPU with its handle, which is valid until the session ends, and its NVLinks."""
+
+    gpu: Gpu
+    handle: Handle
+    links: _Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Of the driver, of NVML, and the newest of CUDA that the driver supports."""
+
+    driver: str | None
+    nvml: str | None
+    cuda: str | None
+
+
+def read_versions(nvml: Binding) -> Versions:
+    return Versions(
+        driver=nvml.ask("nvmlSystemGetDriverVersion"),
+        nvml=nvml.ask("nvmlSystemGetNVMLVersion"),
+        cuda=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
+    )
+
+
+def describe_gpu(
+    nvml: Binding, index: int, *, sysfs_root: Path, seen: MutableMapping[int, str], mig_profiles: MigProfiles
+) -> DescribedGpu | GpuFailure:
+    """The GPU with this index. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs, and
+    `mig_profiles` the profiles that were read before; this reading adds to both."""
+    try:
+        handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+        seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
+        gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root, mig_profiles)
+        return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
+    except CallError as exc:
+        return GpuFailure(index=index, uuid=seen.get(index), reason=str(exc))
+
+
+def make_snapshot(
+    versions: Versions, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
+) -> NodeSnapshot:
+    """The snapshot of the GPUs that are not among the `failures` (by index). `levels` are by pair of indices; SYS where one is missing."""
+    kept = [each for each in gpus if each.gpu.index not in failures]
+
+    def level(one: DescribedGpu, other: DescribedGpu) -> Level:
+        return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
+
     return NodeSnapshot(
-        gpus=tuple(gpus[i][0] for i in kept),
+        gpus=tuple(each.gpu for each in kept),
         topology=Topology(
-            levels=tuple(tuple(levels[i][j] for j in kept) for i in kept),
-            nvlinks=tuple(tuple(_shared_links(gpus[i], gpus[j]) if i != j else 0 for j in kept) for i in kept),
+            levels=tuple(tuple(level(one, other) for other in kept) for one in kept),
+            nvlinks=tuple(tuple(_shared_links(one, other) for other in kept) for one in kept),
         ),
-        driver_version=driver_version,
-        nvml_version=nvml.ask("nvmlSystemGetNVMLVersion"),
-        cuda_version=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
-        failures=tuple(sorted(failures, key=lambda failure: failure.index)),
+        driver_version=versions.driver,
+        nvml_version=versions.nvml,
+        cuda_version=versions.cuda,
+        failures=tuple(sorted(failures.values(), key=lambda failure: failure.index)),
     )
 
 
@@ -133,31 +165,25 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
     return _Links(direct=direct, fabric=fabric)
 
 
-def _shared_links(one: tuple[Gpu, Handle, _Links], other: tuple[Gpu, Handle, _Links]) -> int:
+def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
     """NVLinks between two GPUs: those that both ends report, and as many fabric links as both have."""
-    a, b = one[2], other[2]
-    direct = min(a.direct.get(other[0].bus_id or "", 0), b.direct.get(one[0].bus_id or "", 0))
-    return direct + min(a.fabric, b.fabric)
+    if one is other:
+        return 0
+    there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))
+    return min(there, back) + min(one.links.fabric, other.links.fabric)
 
 
-def _read_levels(
-    nvml: Binding, gpus: list[tuple[Gpu, Handle]], driver_version: str | None
-) -> tuple[list[list[Level]], dict[int, str]]:
-    """The levels of all pairs, SYS if the driver can't report one, and by index the GPUs that failed while they were read."""
-    levels = [[Level.PSB] * len(gpus) for _ in gpus]
-    failed: dict[int, str] = {}
-    for i, (one, first) in enumerate(gpus):
-        for j in range(i):
-            other, second = gpus[j]
-            if one.index in failed or other.index in failed:
-                continue
-            try:
-                level = _read_level(nvml, first, second, driver_version)
-            except CallError as exc:
-                level = Level.SYS
-                failed.update(_failing(nvml, [gpus[i], gpus[j]], str(exc)))
-            levels[i][j] = levels[j][i] = level
-    return levels, failed
+def read_levels(
+    nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
+) -> list[Level | CallError]:
+    """The level of the GPU to each of the others, or the error of the call; SYS if the driver can't report it."""
+    levels: list[Level | CallError] = []
+    for other in others:
+        try:
+            levels.append(_read_level(nvml, one.handle, other.handle, driver_version))
+        except CallError as exc:
+            levels.append(exc)
+    return levels
 
 
 def _read_level(nvml: Binding, first: Handle, second: Handle, driver_version: str | None) -> Level:
@@ -166,18 +192,6 @@ def _read_level(nvml: Binding, first: Handle, second: Handle, driver_version: st
         return Level.SYS
     on_same_board = nvml.ask("nvmlDeviceOnSameBoard", first, second) if number == _INTERNAL else None
     return level_of(driver_version, number, None if on_same_board is None else bool(on_same_board))
-
-
-def _failing(nvml: Binding, pair: list[tuple[Gpu, Handle]], reason: str) -> dict[int, str]:
-    """Which GPUs of a pair fail, after a call about both failed: those that answer no call of their own either. If none does, only
-    the level is unknown."""
-    failed = {}
-    for gpu, handle in pair:
-        try:
-            nvml.call("nvmlDeviceGetUUID", handle)
-        except CallError:
-            failed[gpu.index] = reason
-    return failed
 
 
 def _cuda_version(number: int | None) -> str | None:

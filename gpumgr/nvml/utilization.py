@@ -49,7 +49,7 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs. For the worker's thread only."""
+    """The state of all GPUs, for the worker's threads: at most one reads a GPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}

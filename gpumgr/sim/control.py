@@ -5,8 +5,8 @@ again when it is replaced. Each change replaces the file atomically (rename), un
 
     generation N           grows when the driver is unloaded: older NVML sessions are stale then
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
-    hang FUNCTION UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until removed); `*` = all functions
-    latency FUNCTION MS    duration of calls                    result FUNCTION GPU CODE   result of calls (GPU -1: for all)
+    hang FUNCTION GPU UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until removed); `*` = all functions
+    result FUNCTION GPU CODE   result of calls (GPU -1, here and for `hang`: calls about any GPU, and about none)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
@@ -44,7 +44,7 @@ _MPS_SERVER_BYTES: Final = 66 << 20
 #: Number of words after the verb that belong to a fact's subject; 1 for all others.
 _SUBJECT_WORDS: Final = {
     **dict.fromkeys(("generation", "loaded", "driver"), 0),
-    **dict.fromkeys(("result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
+    **dict.fromkeys(("hang", "result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
 }
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit", "migmode", "migpending"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
@@ -223,9 +223,9 @@ class SimControl:
 
     # -- the driver ------------------------------------------------------------------------------------------------------
 
-    def hang(self, seconds: float = math.inf, *, function: str = "*") -> None:
-        """Calls (of one NVML function, or all) wait until `release`, or for this time."""
-        self._set(("hang", function), repr(time.monotonic() + seconds))
+    def hang(self, seconds: float = math.inf, *, function: str = "*", gpu: int | None = None) -> None:
+        """Calls (of one NVML function, or all; about one GPU, or any) wait until `release`, or for this time."""
+        self._set(("hang", function, _gpu(gpu)), repr(time.monotonic() + seconds))
 
     def release(self) -> None:
         """Ends every hang."""
@@ -233,7 +233,7 @@ class SimControl:
 
     def set_result(self, function: str, code: int, *, gpu: int | None = None) -> None:
         """The result code of calls of this NVML function (`*`: of any), for one GPU or all; 0 removes it."""
-        key = ("result", function, "-1" if gpu is None else str(gpu))
+        key = ("result", function, _gpu(gpu))
         if code:
             self._set(key, str(code))
         else:
@@ -295,6 +295,10 @@ class SimControl:
             facts = self._read()
             change(facts)
             replace_file(self.path, "".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), durable=False)
+
+
+def _gpu(gpu: int | None) -> str:
+    return "-1" if gpu is None else str(gpu)
 
 
 def instance_fact(instance: MigInstance) -> str:

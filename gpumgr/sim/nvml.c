@@ -100,7 +100,7 @@ typedef struct {
 } state_t;
 
 typedef struct { char function[64]; int gpu; int code; } refusal_t;
-typedef struct { char function[64]; double value; } delay_t; /* latency: milliseconds; hang: until this CLOCK_MONOTONIC second */
+typedef struct { char function[64]; int gpu; double until; } hang_t; /* until: second of CLOCK_MONOTONIC */
 typedef struct { unsigned long long number; int gpu; unsigned long long type, data; } fault_event_t;
 typedef struct { int gpu; char cgroup[MAX_CGROUP]; unsigned long long soft, hard; } limit_t;
 
@@ -117,10 +117,10 @@ static struct {
     char driver[64];
     state_t gpu[MAX_GPUS];
     refusal_t refusal[MAX_FAULTS];
-    delay_t latency[MAX_FAULTS], hang[MAX_FAULTS];
+    hang_t hang[MAX_FAULTS];
     fault_event_t event[MAX_EVENTS];
     limit_t limit[MAX_LIMITS];
-    int refusals, latencies, hangs, events, limits;
+    int refusals, hangs, events, limits;
 } control;
 
 static struct { int open; unsigned long long seen; unsigned long long types[MAX_GPUS]; } sets[MAX_SETS];
@@ -290,12 +290,12 @@ static void join_mps(state_t *g) {
     }
 }
 
-static void read_delay(delay_t *list, int *count, const char *rest) {
-    delay_t d;
-    char value[64];
-    if (*count < MAX_FAULTS && sscanf(rest, "%63s %63s", d.function, value) == 2) {
-        d.value = strtod(value, NULL); /* reads "inf" too */
-        list[(*count)++] = d;
+static void read_hang(const char *rest) {
+    hang_t h;
+    char until[64];
+    if (control.hangs < MAX_FAULTS && sscanf(rest, "%63s %d %63s", h.function, &h.gpu, until) == 3) {
+        h.until = strtod(until, NULL); /* reads "inf" too */
+        control.hang[control.hangs++] = h;
     }
 }
 
@@ -306,8 +306,7 @@ static void read_fact(const char *verb, const char *rest) {
     if (!strcmp(verb, "generation")) control.generation = strtoul(rest, NULL, 10);
     else if (!strcmp(verb, "loaded")) control.loaded = atoi(rest);
     else if (!strcmp(verb, "driver")) snprintf(control.driver, sizeof control.driver, "%.60s", rest);
-    else if (!strcmp(verb, "latency")) read_delay(control.latency, &control.latencies, rest);
-    else if (!strcmp(verb, "hang")) read_delay(control.hang, &control.hangs, rest);
+    else if (!strcmp(verb, "hang")) read_hang(rest);
     else if (!strcmp(verb, "result")) {
         if (control.refusals < MAX_FAULTS && sscanf(rest, "%63s %d %d", refusal.function, &refusal.gpu, &refusal.code) == 3)
             control.refusal[control.refusals++] = refusal;
@@ -387,17 +386,16 @@ static result_t keep_fact(const char *subject, const char *value) {
 
 static int concerns(const char *rule, const char *function) { return !strcmp(rule, "*") || !strcmp(rule, function); }
 
-static int hanging(const char *function) {
-    for (int i = 0; i < control.hangs; i++)
-        if (concerns(control.hang[i].function, function) && now() < control.hang[i].value) return 1;
-    return 0;
-}
+/* The GPU that this thread's call is about; -1 = none, EVERY_GPU = all that are found on the way. */
+enum { EVERY_GPU = -2 };
+static __thread int subject;
 
-static double latency(const char *function) {
-    double ms = 0;
-    for (int i = 0; i < control.latencies; i++)
-        if (concerns(control.latency[i].function, function)) ms += control.latency[i].value;
-    return ms;
+static int hanging(const char *function) {
+    for (int n = 0; n < control.hangs; n++) {
+        const hang_t *h = &control.hang[n];
+        if (concerns(h->function, function) && (h->gpu < 0 || h->gpu == subject || subject == EVERY_GPU) && now() < h->until) return 1;
+    }
+    return 0;
 }
 
 static result_t refused(const char *function, int gpu) {
@@ -414,13 +412,7 @@ static result_t refused(const char *function, int gpu) {
 static result_t arrive(const char *function, int gpu) {
     pthread_mutex_lock(&lock);
     refresh();
-    double ms = latency(function);
-    if (ms > 0) {
-        pthread_mutex_unlock(&lock);
-        sleep_ms(ms);
-        pthread_mutex_lock(&lock);
-        refresh();
-    }
+    subject = gpu;
     while (hanging(function)) {
         pthread_mutex_unlock(&lock);
         sleep_ms(2);
@@ -475,7 +467,7 @@ static instance_t *instance_at(int slot) {
 }
 
 /* Every function begins with one of these; on OK the lock is held and `leave` must follow. */
-#define ENTER() do { result_t r_ = arrive(__func__, -1); if (!r_) r_ = driver_state(); if (r_) return leave(r_); } while (0)
+#define ENTER(gpu) do { result_t r_ = arrive(__func__, gpu); if (!r_) r_ = driver_state(); if (r_) return leave(r_); } while (0)
 #define ENTER_GPU(device)                                                                                                                  \
     int i = index_of(device);                                                                                                              \
     do {                                                                                                                                   \
@@ -583,11 +575,11 @@ EXPORT const char *nvmlErrorString(result_t result) {
     }
 }
 
-EXPORT result_t nvmlSystemGetDriverVersion(char *text, unsigned length) { ENTER(); return leave(put_text(text, length, node.driver)); }
-EXPORT result_t nvmlSystemGetNVMLVersion(char *text, unsigned length) { ENTER(); return leave(put_text(text, length, node.nvml)); }
-EXPORT result_t nvmlSystemGetCudaDriverVersion(int *version) { ENTER(); *version = node.cuda; return leave(OK); }
-EXPORT result_t nvmlSystemGetCudaDriverVersion_v2(int *version) { ENTER(); *version = node.cuda; return leave(OK); }
-EXPORT result_t nvmlDeviceGetCount_v2(unsigned *count) { ENTER(); *count = (unsigned)node.gpus; return leave(OK); }
+EXPORT result_t nvmlSystemGetDriverVersion(char *text, unsigned length) { ENTER(-1); return leave(put_text(text, length, node.driver)); }
+EXPORT result_t nvmlSystemGetNVMLVersion(char *text, unsigned length) { ENTER(-1); return leave(put_text(text, length, node.nvml)); }
+EXPORT result_t nvmlSystemGetCudaDriverVersion(int *version) { ENTER(-1); *version = node.cuda; return leave(OK); }
+EXPORT result_t nvmlSystemGetCudaDriverVersion_v2(int *version) { ENTER(-1); *version = node.cuda; return leave(OK); }
+EXPORT result_t nvmlDeviceGetCount_v2(unsigned *count) { ENTER(-1); *count = (unsigned)node.gpus; return leave(OK); }
 
 /* ---- handles and identity -------------------------------------------------------------------------------------------- */
 
@@ -600,12 +592,12 @@ static result_t give_handle(const char *function, int i, void **device) {
 }
 
 EXPORT result_t nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
-    ENTER();
+    ENTER((int)index);
     return leave(index >= (unsigned)node.gpus ? INVALID_ARGUMENT : give_handle(__func__, (int)index, device));
 }
 
 EXPORT result_t nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
-    ENTER();
+    ENTER(EVERY_GPU); /* NVML may initialise other GPUs as it searches for the UUID */
     int found = -1;
     for (int i = 0; uuid && i < node.gpus; i++)
         if (!strcmp(node.gpu[i].uuid, uuid)) found = i;
@@ -619,7 +611,7 @@ EXPORT result_t nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
 }
 
 EXPORT result_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **device) {
-    ENTER();
+    ENTER(-1);
     int found = -1;
     for (int i = 0; bus_id && i < node.gpus; i++)
         if (!strcasecmp(node.gpu[i].bus_id, bus_id) || !strcasecmp(node.gpu[i].bus_id + 4, bus_id)) found = i;
@@ -910,6 +902,7 @@ EXPORT result_t nvmlComputeInstanceGetInfo_v2(void *handle, compute_instance_inf
 
 #define ENTER_PAIR(a, b)                                                                                                                   \
     int j = index_of(b);                                                                                                                   \
+    leave(arrive(__func__, j)); /* a call about two GPUs hangs if it hangs for one */                                                                    \
     ENTER_GPU(a);                                                                                                                          \
     do { if (j < 0 || control.gpu[j].lost) return leave(j < 0 ? INVALID_ARGUMENT : GPU_IS_LOST); } while (0)
 
@@ -1156,7 +1149,7 @@ static unsigned long long latest_event(void) {
 }
 
 EXPORT result_t nvmlEventSetCreate(void **set) {
-    ENTER();
+    ENTER(-1);
     for (int n = 0; n < MAX_SETS; n++) {
         if (sets[n].open) continue;
         memset(&sets[n], 0, sizeof sets[n]);
@@ -1175,7 +1168,7 @@ static int set_of(const void *set) {
 }
 
 EXPORT result_t nvmlEventSetFree(void *set) {
-    ENTER();
+    ENTER(-1);
     int n = set_of(set);
     if (n < 0) return leave(INVALID_ARGUMENT);
     sets[n].open = 0;

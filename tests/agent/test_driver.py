@@ -1,6 +1,7 @@
 """The driver and its GPUs: absent, late, hanging, reloaded, lost and back; and processes that outlive their pod."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from gpumgr.agent.state import QUARANTINE_NOTE
@@ -13,6 +14,11 @@ from .stage import BLOCKS, app, running, stage, until_sampled
 
 async def until_cores(node: SimulatedNode, count: int) -> None:
     await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == count)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    while not reached():  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
 
 
 async def until_noted(folder: Path, gpu: str) -> None:
@@ -36,7 +42,7 @@ async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
 
 async def test_a_driver_that_hangs_in_the_first_snapshot_delays_no_other_part(folder: Path) -> None:
     async with stage(folder, settings={"nvml": {"call_timeout_seconds": 2.0}}) as node:
-        node.control.hang(function="nvmlDeviceGetTopologyCommonAncestor")
+        node.control.hang(function="nvmlSystemGetDriverVersion")
         await node.agent.start()
         down = await node.agent.while_running(node.agent_log.until("nvml_down"))
         assert "hangs" in down["reason"]
@@ -44,6 +50,32 @@ async def test_a_driver_that_hangs_in_the_first_snapshot_delays_no_other_part(fo
         node.control.release()
         await node.until_offered()
         assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+
+
+async def test_a_gpu_whose_calls_hang_is_out_of_service_by_name_and_the_others_are_granted(folder: Path) -> None:
+    async with running(folder, settings={"nvml": {"call_timeout_seconds": 1.0}}) as node:
+        tenant = node.pod("tenant", app(100))
+        await node.run(tenant)
+        (index,) = (node.indices[name] for name in node.gpus_of(tenant))
+        (hung,) = (name for name, number in node.indices.items() if number == (index + 1) % 4)
+        node.control.hang(gpu=node.indices[hung])
+        changed = await node.agent_log.until("gpu_health_changed", reason="hang")
+        assert changed["message"] == "the driver does not answer calls about this GPU"
+        await node.kubelet.until(lambda: node.healthy(hung) == {"core": 0, "memory": 0})
+        assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 300
+        others = [node.pod(f"p{n}", app(100)) for n in range(2)]
+        for pod in others:
+            assert (await node.run(pod)).phase == "Running"
+            assert hung not in node.gpus_of(pod)
+        refused = node.pod("refused", app(100))
+        assert (await node.run(refused)).phase == "Failed"
+        node.delete(refused)
+        sentence = f"GPU{node.indices[hung]} ({hung}): {changed['message']}"
+        await until(lambda: node.api is not None and node.api.written.conditions["GpuTrouble"]["message"] == sentence)
+        node.control.release()
+        await node.kubelet.until(lambda: node.healthy(hung) == {"core": 100, "memory": BLOCKS})
+        assert node.agent_log.find("nvml_down") == []
+        assert node.disagreements() == []
 
 
 async def test_a_driver_reload_leaves_allocations_alone(folder: Path) -> None:

@@ -10,6 +10,7 @@ _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",
     "reset": "needs reset",
+    "hang": "driver hangs",
     "nvml_down": "no driver",
     "mig": "in MIG mode",
     "operator": "held",

@@ -32,13 +32,20 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gets no time to end for a second or two is not one that hangs in the driver."""
-    monkeypatch.setattr("gpumgr.nvml.driver._STOP_SECONDS", 30.0)
-    monkeypatch.setattr("gpumgr.nvml.driver._SHUTDOWN_SECONDS", 30.0)
+    monkeypatch.setattr("gpumgr.nvml.session._STOP_SECONDS", 30.0)
+    monkeypatch.setattr("gpumgr.nvml.session._SHUTDOWN_SECONDS", 30.0)
 
 
 def give_up_after(nvml: Nvml, seconds: float) -> None:
     """From now on. As long as the driver is to answer it has its time, which passes too while this very process stands still."""
     nvml._timeout_seconds = seconds
+
+
+async def until_calls_return(nvml: Nvml) -> None:
+    """After the end of a hang."""
+    async with asyncio.timeout(20):
+        while nvml._worker.stuck:
+            await nvml.pause_or_recovery(20)
 
 
 @pytest.fixture
@@ -64,6 +71,7 @@ async def opened(node: SimNode) -> AsyncIterator[Nvml]:
         yield nvml
     finally:
         node.control.clear()
+        await until_calls_return(nvml)
         await nvml.close()
 
 
@@ -119,10 +127,12 @@ class Listener:
 
 
 @asynccontextmanager
-async def watched(node: SimNode, *, kind: type[Nvml] = Nvml, **settings: Any) -> AsyncIterator[tuple[Monitor, Listener]]:
+async def watched(
+    node: SimNode, *, kind: type[Nvml] = Nvml, timeout_seconds: float = 10.0, **settings: Any
+) -> AsyncIterator[tuple[Monitor, Listener]]:
     """A monitor that runs over a node, quickly, and its listener."""
     listener = Listener()
-    nvml = kind(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=10.0)
+    nvml = kind(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds)
     monitor = Monitor(nvml, listener, **{"sample_period_seconds": PERIOD_SECONDS, "retry_seconds": RETRY_SECONDS, **settings})
     task = asyncio.create_task(monitor.run())
     try:

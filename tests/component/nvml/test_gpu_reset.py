@@ -147,20 +147,21 @@ async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
     assert listener.outages == []
 
 
-async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, smi: Smi) -> None:
+async def test_a_gpu_is_not_reset_while_calls_about_another_hang(node: Prepare, smi: Smi) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
         give_up_after(monitor._nvml, 0.2)
-        sim.control.hang(function="nvmlDeviceGetMemoryInfo")
-        await listener.until(lambda: bool(listener.outages))
-        with pytest.raises(NvmlError, match="hangs"):
+        sim.control.hang(function="nvmlDeviceGetMemoryInfo_v2", gpu=1)
+        await listener.until(lambda: listener.states == [WELL, ("unhealthy", "hang")])
+        with pytest.raises(NvmlError, match="can't be ended: a call about GPU1 hangs"):
             await reset_gpu(monitor, uuid, program=smi(sim))
         give_up_after(monitor._nvml, 10)
         sim.control.release()
         await listener.until(lambda: listener.states == [WELL, WELL])
         assert "successfully" in await reset_gpu(monitor, uuid, program=smi(sim))
+    assert listener.outages == []
 
 
 async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(node: Prepare) -> None:

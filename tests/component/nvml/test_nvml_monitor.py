@@ -129,6 +129,61 @@ async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prep
     assert listener.snapshots[0] == listener.snapshots[-1]
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues", "*"])
+async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_return(node: Prepare, function: str) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
+        sim.control.hang(function=function, gpu=3)
+        await listener.until(lambda: listener.states[3] == ("unhealthy", "hang"))
+        await listener.rounds(3)
+        assert listener.states == [*[WELL] * 3, ("unhealthy", "hang"), *[WELL] * 4]
+        assert len(listener.samples[-1].gpus) == 7
+        sim.control.xid(5, 79)
+        await listener.until(lambda: listener.states[5][1] == "xid")
+        give_up_after(monitor._nvml, 10)
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 8)
+        sim.control.xid(3, 119)
+        await listener.until(lambda: listener.states[3][1] == "xid")
+    assert listener.outages == []
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceRegisterEvents", "*"])
+async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(node: Prepare, function: str) -> None:
+    sim = node("pcie-a10-4")
+    sim.control.hang(function=function, gpu=2)
+    async with watched(sim, timeout_seconds=0.2) as (monitor, listener):
+        await listener.rounds(2)
+        assert listener.states.count(WELL) >= 3
+        give_up_after(monitor._nvml, 10)
+        sim.control.release()
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+        uuid = sim.description.uuid_of(2)
+        await listener.until(lambda: listener.health[uuid].state == "healthy")
+        sim.control.xid(2, 119)
+        await listener.until(lambda: listener.health[uuid].reason == "xid")
+    assert listener.outages == []
+
+
+async def test_an_error_of_the_driver_is_recovered_from_while_a_gpu_hangs(node: Prepare) -> None:
+    """The session can't be closed under the call that hangs."""
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
+        sim.control.hang(gpu=2)
+        await listener.until(lambda: listener.states[2][1] == "hang")
+        give_up_after(monitor._nvml, 10)
+        sim.control.set_result("nvmlDeviceGetCount_v2", 999)
+        await listener.until(lambda: bool(listener.outages))
+        sim.control.set_result("nvmlDeviceGetCount_v2", 0)
+        await listener.until(lambda: listener.states == [WELL, WELL, ("unhealthy", "hang"), WELL])
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+
+
 async def test_a_driver_reload(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     async with watched(sim) as (_, listener):

@@ -2,18 +2,21 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpumgr.errors import NvmlAbsent, NvmlError
 from gpumgr.nvml.binding import DriverMismatchError
 from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import Failed
 from gpumgr.sim.library import prepare
-from gpumgr.topology.devices import Level, NodeSnapshot
+from gpumgr.topology.devices import GpuFailure, Level, NodeSnapshot
 
-from .conftest import Prepare, give_up_after, opened
+from .conftest import Prepare, give_up_after, opened, until_calls_return
 
 MIB = 1024 * 1024
+HANGS = "the driver does not answer calls about this GPU"
 
 
 async def look(prepare_node: Prepare, name: str) -> NodeSnapshot:
@@ -233,15 +236,14 @@ async def test_a_driver_older_than_init_with_flags(node: Prepare) -> None:
         await Nvml(library_path=sim.library_path).open()
 
 
-async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare) -> None:
+async def test_a_driver_that_hangs_in_the_middle_of_a_snapshot(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     async with opened(sim) as nvml:
         before = await nvml.snapshot()
         give_up_after(nvml, 0.2)
-        sim.control.hang(function="nvmlDeviceGetNvLinkState")
+        sim.control.hang(function="nvmlSystemGetDriverVersion")
         with pytest.raises(NvmlError, match=r"no answer within 0\.2 s"):
             await nvml.snapshot()
-        assert nvml.stuck_seconds > 0
         give_up_after(nvml, 10)
         with pytest.raises(NvmlError, match="has not answered for"):
             await nvml.sample()
@@ -250,6 +252,52 @@ async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare) -> None:
         sim.control.release()
         await resting
         assert await nvml.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNvLinkState", "*"]
+)
+async def test_a_gpu_whose_calls_hang_is_missing_in_a_snapshot_by_name(node: Prepare, function: str) -> None:
+    sim = node("hgx-h100-8")
+    uuids = [sim.description.uuid_of(index) for index in range(8)]
+    async with opened(sim) as nvml:
+        before = await nvml.snapshot()
+        give_up_after(nvml, 0.2)
+        sim.control.hang(function=function, gpu=3)
+        hung = await nvml.snapshot()
+        assert [gpu.uuid for gpu in hung.gpus] == [*uuids[:3], *uuids[4:]]
+        assert hung.failures == (GpuFailure(index=3, uuid=uuids[3], reason=HANGS),)
+        give_up_after(nvml, 10)
+        sample, health = await nvml.sample(), await nvml.read_health()
+        assert ({*sample.gpus}, sample.failures) == ({*uuids} - {uuids[3]}, {uuids[3]: HANGS})
+        assert [uuid for uuid, each in health.items() if each == Failed(reason="hang", message=HANGS)] == [uuids[3]]
+        assert await nvml.compute_mode(uuids[4]) == 0, "it is not searched for among the GPUs"
+        with pytest.raises(NvmlError, match=f"^the driver does not answer calls about {uuids[3]}$"):
+            await nvml.compute_mode(uuids[3])
+        assert await nvml.processes(uuids[3]) is None
+        sim.control.release()
+        await until_calls_return(nvml)
+        assert await nvml.snapshot() == before
+
+
+async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_with_it_at_most(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of GPU1 is in the call about both."""
+    sim = node("hgx-16")
+    async with opened(sim) as nvml:
+        before, read = await nvml.snapshot(), nvml._read_levels
+
+        async def hang_then_read(*arguments: Any) -> dict[frozenset[int], Level]:
+            sim.control.hang(gpu=0)
+            return await read(*arguments)
+
+        monkeypatch.setattr(nvml, "_read_levels", hang_then_read)
+        give_up_after(nvml, 0.5)
+        hung = await nvml.snapshot()
+        assert [(each.index, each.uuid) for each in hung.failures] == [(n, before.gpus[n].uuid) for n in (0, 1)]
+        assert hung.gpus == before.gpus[2:]
+        assert hung.topology.levels == tuple(row[2:] for row in before.topology.levels[2:])
 
 
 async def test_preparing_a_folder_again_changes_the_node(tmp_path: Path) -> None:

@@ -1,13 +1,28 @@
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
 from gpumgr.errors import NvmlError
-from gpumgr.nvml.worker import NvmlWorker
+from gpumgr.nvml.worker import GpuHangs, NvmlWorker
+
+Threads = Callable[[], set[threading.Thread]]
+
+
+@pytest.fixture
+def threads() -> Threads:
+    """The threads that the test has started and that have not ended."""
+    before = {*threading.enumerate()}
+    return lambda: {thread for thread in threading.enumerate() if thread.name == "nvml"} - before
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():  # noqa: ASYNC110 (it is another thread)
+            await asyncio.sleep(0.01)
 
 
 @contextmanager
@@ -20,7 +35,7 @@ def blocked() -> Iterator[threading.Event]:
         release.set()
 
 
-async def test_calls_run_on_one_daemon_thread_in_order() -> None:
+async def test_calls_about_the_driver_run_on_daemon_threads_in_order() -> None:
     worker = NvmlWorker()
     done: list[int] = []
 
@@ -28,11 +43,78 @@ async def test_calls_run_on_one_daemon_thread_in_order() -> None:
         done.append(number)
         return threading.current_thread()
 
-    threads = await asyncio.gather(*(worker.call(partial(work, number), timeout_seconds=5) for number in range(20)))
+    used = await asyncio.gather(*(worker.call(partial(work, number), timeout_seconds=5) for number in range(20)))
     worker.close()
     assert done == list(range(20))
-    assert len(set(threads)) == 1
-    assert threads[0].daemon
+    assert all(thread.daemon for thread in used)
+
+
+async def test_one_thread_serves_all_gpus_that_answer(threads: Threads) -> None:
+    worker = NvmlWorker()
+    for _ in range(10):
+        calls: dict[int | None, Callable[[], int]] = {gpu: partial(int, gpu) for gpu in range(16)}
+        assert await worker.each(calls, timeout_seconds=5) == {gpu: gpu for gpu in range(16)}
+    await until(lambda: len(threads()) == 1)
+    worker.close()
+
+
+async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(threads: Threads) -> None:
+    worker = NvmlWorker()
+    with blocked() as release:
+        calls: dict[int | None, Callable[[], object]] = {gpu: partial(int, gpu) for gpu in range(16)}
+        calls |= {3: release.wait, 0: release.wait}
+        for _ in range(3):
+            answers = await worker.each(calls, timeout_seconds=0.2)
+            assert [gpu for gpu, answer in answers.items() if isinstance(answer, GpuHangs)] == [0, 3]
+            assert [answer for answer in answers.values() if not isinstance(answer, GpuHangs)] == [1, 2, *range(4, 16)]
+        with pytest.raises(GpuHangs):
+            await worker.call(lambda: 1, timeout_seconds=5, gpu=3)
+        assert await worker.call(lambda: 1, timeout_seconds=5, gpu=4) == 1
+        assert await worker.call(lambda: 2, timeout_seconds=5) == 2
+        assert worker.stuck.keys() == {0, 3}
+        await until(lambda: len(threads()) == 3)
+        with pytest.raises(NvmlError, match=r"a call about GPU[03] hangs"):
+            await worker.finish(timeout_seconds=5)
+    await worker.pause_or_recovery(20)
+    await until(lambda: not worker.stuck)
+    assert await worker.call(lambda: 3, timeout_seconds=5, gpu=3) == 3
+    await until(lambda: len(threads()) == 1)
+    worker.close()
+
+
+async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gpu_has_ended() -> None:
+    worker = NvmlWorker()
+    order: list[str] = []
+    with blocked() as release:
+        slow = asyncio.create_task(worker.call(lambda: order.append(str(release.wait())), timeout_seconds=60, gpu=1))
+        next_one = asyncio.create_task(worker.call(lambda: order.append("next"), timeout_seconds=0.2, gpu=1))
+        for _ in range(4):  # longer than the limit of the waiting call
+            assert await worker.call(lambda: 7, timeout_seconds=5, gpu=2) == 7
+            await asyncio.sleep(0.1)
+        assert not next_one.done()
+    await slow
+    await next_one
+    assert order == ["True", "next"]
+    worker.close()
+
+
+async def test_the_end_of_all_calls_is_awaited_also_of_cancelled_ones() -> None:
+    worker = NvmlWorker()
+    with blocked() as release:
+        running = threading.Event()
+
+        def work() -> None:
+            running.set()
+            release.wait()
+
+        call = asyncio.create_task(worker.call(work, timeout_seconds=60, gpu=2))
+        await asyncio.to_thread(running.wait)
+        call.cancel()
+        with pytest.raises(NvmlError, match=r"have not ended within 0\.1 s"):
+            await worker.finish(timeout_seconds=0.1)
+        end = asyncio.create_task(worker.finish(timeout_seconds=60))
+    await end
+    worker.close()
 
 
 async def test_errors_reach_the_caller_and_the_thread_continues() -> None:
@@ -75,12 +157,12 @@ async def test_a_cancelled_caller_does_not_make_the_driver_stuck() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert worker.stuck_seconds == 0.0
+        assert not worker.stuck
     assert await worker.call(lambda: 3, timeout_seconds=5) == 3
     worker.close()
 
 
-def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served() -> None:
+def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served(threads: Threads) -> None:
     worker = NvmlWorker()
     with blocked() as release:
 
@@ -89,10 +171,9 @@ def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served() ->
                 await worker.call(release.wait, timeout_seconds=0.01)
 
         asyncio.run(give_up())
-    thread = worker._thread
-    assert thread is not None
     worker.close()
-    thread.join()
+    for thread in threads():
+        thread.join()
 
     async def again() -> int:
         return await worker.call(lambda: 4, timeout_seconds=5)
