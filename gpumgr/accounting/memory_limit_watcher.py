@@ -6,9 +6,8 @@ container was granted. What containers and the libraries in them report about th
 While no container shares a GPU there is no limit to enforce, and an evaluation every 10 s shows what whole GPUs are used for.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -50,8 +49,6 @@ class Backends(Protocol):
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None: ...
-
-    def own_pids(self) -> Collection[int]: ...
 
 
 class LimitMeter(Protocol):
@@ -136,9 +133,8 @@ class MemoryLimitWatcher:
         shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
-        own_pids = frozenset(await asyncio.to_thread(self._backends.own_pids)) if seen else frozenset()
-        ownership = await self._owners.find(index, shares, seen - own_pids, started)
-        use = self._use = join(ledger, sample, ownership.owners, own_pids=own_pids, index=index, taken_at=now)
+        ownership = await self._owners.find(index, shares, seen, started)
+        use = self._use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)

@@ -299,6 +299,7 @@ class Components:
             device_root=None if self._hardware.simulated else str(self.settings.container.device_root),
             before_snapshot=self.enforcement.choose,
             on_sample=self._evaluate,
+            own_pids=self.enforcement.limits.own_pids,
         )
 
     def _make_monitor(self) -> Monitor:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -26,7 +27,8 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not checked (a simulated node has none).
+    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not checked (a simulated node has none). `own_pids`
+    returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. These appear nowhere.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -40,9 +42,10 @@ class HardwareEvents:
         device_root: str | None,
         before_snapshot: Callable[[NodeSnapshot], Awaitable[None]],
         on_sample: Callable[[NodeSample, Mapping[int, int]], Awaitable[None]],
+        own_pids: Callable[[Mapping[int, int]], Collection[int]] = lambda _: (),
     ) -> None:
         self._agent_state, self._processes, self._device_root = agent_state, processes, device_root
-        self._before_snapshot, self._on_sample = before_snapshot, on_sample
+        self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
         #: Set at the driver's first answer or error.
         self.known = asyncio.Event()
         #: Set after each sample, once it is evaluated.
@@ -83,11 +86,18 @@ class HardwareEvents:
         if self._nodeless != before:
             await self._publish_health()
         pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
-        started = await asyncio.to_thread(self._processes.start_times, pids) if pids else {}
+        started, own = await asyncio.to_thread(self._look_up, pids) if pids else ({}, frozenset())
+        if own:
+            sample = _without(sample, own)
         await self._agent_state.set_sample(sample, started)
         self._keep(sample)
         await self._on_sample(sample, started)
         self.sampled.set()
+
+    def _look_up(self, pids: Collection[int]) -> tuple[Mapping[int, int], frozenset[int]]:
+        """The start times of those that run, and which of them are gpumgr's own."""
+        started = self._processes.start_times(pids)
+        return started, frozenset(self._own_pids(started))
 
     async def driver_down(self, message: str) -> None:
         self.driver_up, self.down_reason = False, message
@@ -178,6 +188,15 @@ def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry)
     """UUID -> code of the latest entry of each GPU that was unhealthy before the restart."""
     last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
     return {card.uuid: code for card in gpu_registry.gpus if (code := last.get(card.name)) is not None and code != "back"}
+
+
+def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
+    """The sample without these processes."""
+    gpus = {
+        uuid: gpu if gpu.processes is None else replace(gpu, processes=tuple(p for p in gpu.processes if p.pid not in pids))
+        for uuid, gpu in sample.gpus.items()
+    }
+    return replace(sample, gpus=gpus)
 
 
 def _why(health: GpuHealth) -> str:

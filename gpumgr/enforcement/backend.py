@@ -5,7 +5,7 @@ it runs; `cleanup` when its allocation is gone and it has no process. The agent 
 is on disk or in separate processes, and `recover` takes it over.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,8 +95,14 @@ class Backend:
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         """After a start of the agent: takes over the state of these containers (all of this backend)."""
 
-    def own_pids(self) -> Collection[int]:
-        """The host's pids of this backend's own processes, which may have contexts on GPUs. Reads /proc: call it on a thread."""
+    async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
+        """After each end of a container, and when it is due: ends what no container needs. `known`: the allocations that exist at present.
+        Returns the seconds until it is due again, None if nothing waits."""
+        return None
+
+    def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002
+        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. Reads
+        /proc: call it on a thread."""
         return ()
 
     async def close(self) -> None:

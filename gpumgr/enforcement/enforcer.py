@@ -202,8 +202,8 @@ class Enforcer:
         """Every backend with its containers, also one without any: it may have something to end."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
-    def own_pids(self) -> frozenset[int]:
-        return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids())
+    def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
+        return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
@@ -227,10 +227,12 @@ class Enforcer:
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Removes the files of allocations that are not `known` (at present), after the grace, and while no process has them mounted.
+        """Ends what no `known` allocation (at present) needs, and removes the files of allocations that are not known, after the grace, and
+        while no process has them mounted.
 
-        Returns the seconds until the next ones are due; None if none wait.
+        Returns the seconds until it is due again; None if nothing waits.
         """
+        later = [await backend.tend(known) for backend in self.backends.values()]
         now = self._clock()
         self._starting = {key: lock for key, lock in self._starting.items() if key in known() or lock.locked()}
         for lost in self._written.keys() - set(known()):
@@ -243,7 +245,7 @@ class Enforcer:
             if allocation not in used:
                 await self._remove(allocation, known)
         waiting = [since + self._grace_seconds - now for allocation, since in self._orphans.items() if allocation not in due]
-        return min(waiting, default=None)
+        return min((seconds for seconds in (*waiting, *later) if seconds is not None), default=None)
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
         """Those that a process may have mounted: all of them if the mounts of processes can't be read."""

@@ -3,7 +3,6 @@
 Invariants:
 * A process belongs to the container that its cgroup names; what the process itself reports is not used.
 * A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
-* `own_pids`, the processes of gpumgr's enforcement mechanisms, appear nowhere.
 * A process without an answer yet is unknown, not unattributed. What a container without other processes uses is unknown then, if the
   process may be its own.
 """
@@ -29,7 +28,6 @@ def join(
     sample: NodeSample,
     owners: Mapping[int, Container | None],
     *,
-    own_pids: Collection[int] = frozenset(),
     index: AllocationIndex | None = None,
     taken_at: float = 0.0,
 ) -> NodeUse:
@@ -45,8 +43,6 @@ def join(
         if card is None:
             continue
         for process in gpu_sample.processes or ():
-            if process.pid in own_pids:
-                continue
             container = owners.get(process.pid)
             if process.pid not in owners:
                 unknown.add(process.pid)

@@ -69,25 +69,22 @@ owners_of = st.dictionaries(PIDS, st.one_of(st.none(), containers))
 
 
 @settings(deadline=None)
-@given(ledgers(), node_samples(), owners_of, st.frozensets(PIDS, max_size=3))
-def test_every_process_is_in_exactly_one_place(
-    ledger: Ledger, node: NodeSample, owners: dict[int, Container | None], own_pids: frozenset[int]
-) -> None:
-    use = join(ledger, node, owners, own_pids=own_pids)
+@given(ledgers(), node_samples(), owners_of)
+def test_every_process_is_in_exactly_one_place(ledger: Ledger, node: NodeSample, owners: dict[int, Container | None]) -> None:
+    use = join(ledger, node, owners)
     gpu_registry = ledger.gpu_registry.by_uuid
     listed = {
         (gpu_registry[uuid].name, process.pid): process.memory_bytes
         for uuid, gpu in node.gpus.items()
         if uuid in gpu_registry
         for process in gpu.processes or ()
-        if process.pid not in own_pids
     }
     at_home = [(each.gpu, pid) for each in use.containers.values() for pid in each.processes]
     strange = list(use.unattributed)
     unknown = [key for key in listed if key[1] in use.unknown and key not in at_home and key not in strange]
     assert sorted([*at_home, *strange, *unknown]) == sorted(listed)
     assert all(each.processes[pid] == listed[each.gpu, pid] for each in use.containers.values() for pid in each.processes)
-    assert all(pid in own_pids or owners[pid] is not None for _, pid in at_home)
+    assert all(owners[pid] is not None for _, pid in at_home)
     assert not any(owners.get(pid, "?") is None for _, pid in unknown)
 
 

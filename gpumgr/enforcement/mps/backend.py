@@ -22,6 +22,7 @@ from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
 from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.errors import GpumgrError, MpsError, Refusal
+from gpumgr.proc import Process
 from gpumgr.units import Resource
 from gpumgr.unix_socket import MAX_PATH_BYTES
 
@@ -80,6 +81,8 @@ class Mps(Backend):
         self._keep = True
         self._supervisor: Supervisor | None = None
         self._outside: dict[tuple[AllocationId, int], int] = {}
+        #: The processes of the last sample, and whether each is a server of a daemon.
+        self._servers: dict[Process, bool] = {}
         #: The containers of the last observations, also exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
 
@@ -324,8 +327,16 @@ class Mps(Backend):
         if self._supervisor is not None:
             await self._supervisor.tick()
 
-    def own_pids(self) -> Collection[int]:
-        return frozenset(pid for daemon in self.daemons() for pid in daemon.own_pids())
+    async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
+        return await self._supervisor.end_idle(known) if self._supervisor is not None else None
+
+    def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
+        """The servers of its daemons, also of a try, and those that outlived their daemon. NVML lists a server like any program, also while
+        it exits, when it can't be recognized any more."""
+        pipes = [each.folder.pipe for each in self.daemons()] + [probe.folder_of(self._root).pipe]
+        known = self._servers
+        self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}
+        return frozenset(pid for (pid, _), is_server in self._servers.items() if is_server)
 
     def daemons(self) -> Sequence[Daemon]:
         """The daemons that gpumgr started. Reads no file."""

@@ -51,7 +51,8 @@ class DaemonConfig:
 @dataclass(slots=True)
 class Daemon:
     """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
-    `checked_at`: when the last one began. `tampering`: found at the last check or since."""
+    `checked_at`: when the last one began. `tampering`: found at the last check or since. `idle_since`: no container uses it since then;
+    `end_not_before`: it could not be ended, and is tried again then. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -66,6 +67,7 @@ class Daemon:
     checks: int = 0
     checked_at: float = float("-inf")
     idle_since: float | None = None
+    end_not_before: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failures: int = 0
     _not_before: float = float("-inf")
@@ -304,12 +306,6 @@ class Daemon:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
                 processes.send_signal((pid, started), signal.SIGTERM)
-
-    def own_pids(self) -> frozenset[int]:
-        """The daemon, its servers (its children), and servers that outlived it."""
-        left = {pid for pid in self.servers if processes.uses_pipe_folder(pid, self.folder.pipe)}
-        pid = self.pid
-        return frozenset(left if pid is None else {pid, *processes.children(pid), *left})
 
     # -- GPU and /dev/shm ---------------------------------------------------------------------------------------------------------
 

@@ -86,4 +86,9 @@ async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfi
 def _daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> Daemon:
     """It has a folder and a record of its own, so that no other part takes it for a daemon of containers."""
     records = DaemonRecords(state_dir / _RECORDS_NAME)
-    return Daemon(uuid, GpuFolder(root / "probe"), records, replace(config, exclusive=False))
+    return Daemon(uuid, folder_of(root), records, replace(config, exclusive=False))
+
+
+def folder_of(root: Path) -> GpuFolder:
+    """The folder of the daemon that is tried. `root`: that of all daemons."""
+    return GpuFolder(root / "probe")

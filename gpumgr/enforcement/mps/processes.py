@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
+_SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
 POLL_SECONDS: Final = 0.05
 
 
@@ -101,13 +103,17 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
     return None
 
 
-def children(pid: int) -> tuple[int, ...]:
-    """Children of all its threads; servers are children of the daemon."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in (PROC / str(pid) / "task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return tuple(sorted(found))
+def is_server(pid: int, pipes: Collection[Path]) -> bool:
+    """Whether the process is the server of a daemon with one of these pipe folders. Processes of pods are none: a tenant can give its
+    process any name and environment. A server that has begun to exit can't be recognized."""
+    try:
+        # Before any read of the process's memory, with which a tenant can make the agent hang.
+        if b"kubepods" in (PROC / str(pid) / "cgroup").read_bytes():
+            return False
+        program, _, _ = (PROC / str(pid) / "cmdline").read_bytes().partition(b"\0")
+    except OSError:
+        return False
+    return os.path.basename(program) == _SERVER_PROGRAM and any(uses_pipe_folder(pid, pipe) for pipe in pipes)
 
 
 def user_of(pid: int) -> int | None:

@@ -1,12 +1,14 @@
 """All daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
@@ -22,7 +24,8 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` list the existing ones, also those elsewhere.
 
-    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick; it ends `idle_seconds` after its last container.
+    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick. The records of containers outlive these by
+    enforcement.orphan_grace_seconds, so they do not show whether a daemon is in use.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Supervisor:
         # A few in each tick, the longest waiting first: each check runs programs.
         for daemon in due[: -(-len(self.daemons()) // int(max(1, self._check_seconds)))]:
             daemon.checked_at = now
-            self._begin(daemon, self._check)
+            self._begin(daemon, Daemon.check)
         for daemon in free if self.config.protocol == 3 else ():
             if daemon.uuid not in self._tasks:
                 self._begin(daemon, Daemon.guard)
@@ -77,18 +80,31 @@ class Supervisor:
         finally:
             del self._tasks[daemon.uuid]
 
-    async def _check(self, daemon: Daemon) -> None:
-        await daemon.check()
-        now = self.config.clock()
-        if daemon.folder.allocations():
-            daemon.idle_since = None
-        elif daemon.idle_since is None:
-            daemon.idle_since = now
-        if daemon.idle_since is not None and now - daemon.idle_since >= self._idle_seconds:
-            try:
-                await daemon.stop()
-            except (MpsError, OSError) as error:
-                log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+    async def end_idle(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
+        """Ends each daemon `idle_seconds` after the last of its containers; `known`: the allocations that exist at present. Returns the
+        seconds until the next one is due, None if all are in use."""
+        now, due = self.config.clock(), list[float]()
+        for daemon in self.daemons():
+            if _in_use(daemon, known()):
+                daemon.idle_since = None
+                continue
+            if daemon.idle_since is None:
+                daemon.idle_since = now
+            due.append(max(daemon.idle_since + self._idle_seconds, daemon.end_not_before) - now)
+            if due[-1] <= 0 and daemon.uuid not in self._tasks:
+                self._begin(daemon, partial(self._end, known=known))
+        if self._tasks and any(seconds <= 0 for seconds in due):
+            await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
+        return min(due, default=None)
+
+    async def _end(self, daemon: Daemon, *, known: Callable[[], Collection[AllocationId]]) -> None:
+        if _in_use(daemon, known()):  # by now
+            return
+        try:
+            await daemon.stop()
+        except (MpsError, OSError) as error:
+            log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+            daemon.end_not_before = self.config.clock() + self._check_seconds
 
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""
@@ -96,3 +112,10 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
+    try:
+        return any(each in known for each in daemon.folder.allocations())
+    except OSError:  # containers that can't be read may be there
+        return True

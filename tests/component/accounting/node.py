@@ -75,7 +75,6 @@ class MemoryBackends:
     """`findings` is the result of each `observe`; `seen` records all calls, in order."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    own: set[int] = field(default_factory=set)
     seen: list[tuple[str, list[tuple[RunningContainer, Mechanisms]]]] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     bug: Exception | None = None
@@ -92,9 +91,6 @@ class MemoryBackends:
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         self.seen.append(("adjust", list(running)))
-
-    def own_pids(self) -> Collection[int]:
-        return frozenset(self.own)
 
 
 @dataclass

@@ -107,16 +107,6 @@ async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_contai
     assert running.gpu_pids == {5, 11}
 
 
-async def test_processes_of_the_mechanisms_are_not_attributed() -> None:
-    node = sharing()
-    node.backends.own = {77}
-    with capture_logs() as logs:
-        await node.sampled(sample({77: 5}, {}))
-    assert not node.use.unattributed
-    assert not logs
-    assert node.runtime.asked == []
-
-
 async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers() -> None:
     """A tenant can't hide by ending its first thread: such a process looks dead in /proc and stands in its cgroup."""
     node = sharing()

@@ -121,7 +121,7 @@ async def test_a_node_that_can_carry_it(world: DriverNode) -> None:
     assert await backend.unavailable() is None
     assert backend.prepare(world.tenant, "memory") == ContainerResponse()
     await backend.start(world.tenant)
-    assert (list(backend.remains()), list(backend.own_pids())) == (["a1"], [])
+    assert (list(backend.remains()), list(backend.own_pids({1: 1}))) == (["a1"], [])
     await backend.cleanup("a1")
     assert list(backend.remains()) == []
 

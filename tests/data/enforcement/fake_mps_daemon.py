@@ -59,7 +59,7 @@ def tell_driver(gone: Iterable[int], fact: str = "") -> None:
 
 @dataclass
 class Server:
-    """Its process ends with the daemon: its standard input does."""
+    """A child of the daemon with the real server's name. It ends with the daemon, since its standard input does."""
 
     name: str
     user: int
@@ -68,11 +68,15 @@ class Server:
     clients: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        program = "exec sleep 3600" if behaviour("servers_outlive", False) else "exec cat"
+        program, *words = ("/bin/sleep", "3600") if behaviour("servers_outlive", False) else ("/bin/sh",)
         # A server of protocol 3 has a folder below the daemon's.
         environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(PIPE / self.name)}
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+            ["nvidia-cuda-mps-server", *words],
+            executable=program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
         )
 
     @property

@@ -44,7 +44,5 @@ def nameless(letter: str) -> Container:
     return Container(id=letter * 64, pod=("", ""), pod_uid=f"uid-{letter}", name="", cgroup=f"/{letter}/0")
 
 
-def used(
-    ledger: Ledger, node: NodeSample, owners: Mapping[int, Container | None], own_pids: frozenset[int] = frozenset()
-) -> NodeUse:
-    return join(ledger, node, owners, own_pids=own_pids)
+def used(ledger: Ledger, node: NodeSample, owners: Mapping[int, Container | None]) -> NodeUse:
+    return join(ledger, node, owners)

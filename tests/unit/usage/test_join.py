@@ -173,11 +173,6 @@ def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
     assert told == {"a": (None, None), "b": (6, 1), "c": (0, 0)}, "it may be of a, which is not known to use nothing"
 
 
-def test_processes_of_the_mechanisms_are_left_out() -> None:
-    found = used(view_of(share()).ledger, sample({7: 5, 8: 6}), {7: None, 8: None}, own_pids=frozenset({7}))
-    assert found.unattributed.keys() == {(GPU0, 8)}
-
-
 def test_gpus_that_the_ledger_does_not_know_are_left_out() -> None:
     found = used(view_of(share(), count=1).ledger, sample({}, {99: 5}), {99: None})
     assert not found.unattributed

@@ -9,12 +9,13 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, merged
 from gpumgr.enforcement.backend import Backend, RunningContainer
 from gpumgr.enforcement.mps import processes
@@ -60,6 +61,11 @@ class Unhurried(Mps):
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         await super().adjust(running)
         await self._looked()
+
+    async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
+        due_seconds = await super().tend(known)
+        await self._looked()
+        return due_seconds
 
     async def _looked(self) -> None:
         while self._supervisor is not None and (looks := list(self._supervisor._tasks.values())):
@@ -119,16 +125,20 @@ class Place:
         return {**settings, **different}
 
     async def pass_time(self, backend: Mps, seconds: float = CHECK_SECONDS) -> None:
-        """One look of the agent, so much later."""
+        """One look of the agent, so much later. Each container that has a record exists."""
         self.seconds += seconds
         await backend.adjust(())
+        known: Collection[str] = ()
+        with contextlib.suppress(OSError):
+            known = backend.remains()
+        await backend.tend(lambda: known)
         self.daemon_pid()
 
     def daemon_pid(self) -> int | None:
         found = processes.find_daemon(self.folder.pipe)
         if found is None:
             return None
-        self._pids |= {found[0], *processes.children(found[0])}
+        self._pids |= {found[0], *children(found[0])}
         return found[0]
 
     async def kill_daemon(self) -> int:
@@ -189,6 +199,20 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
+
+
+def children(pid: int) -> tuple[int, ...]:
+    """Children of all its threads."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return tuple(found)
+
+
+def own(backend: Backend, *pids: int) -> set[int]:
+    """Which of these processes are the backend's own, if the driver lists them."""
+    return set(backend.own_pids({pid: ticks for pid in pids if (ticks := start_time_ticks(pid)) is not None}))
 
 
 def tenant(allocation: str = "a1", *, cores: int = 30, memory_bytes: int = 3 * GIB, uuid: str = UUID) -> GpuShare:

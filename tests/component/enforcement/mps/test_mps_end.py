@@ -1,12 +1,15 @@
 """How daemons end, and what they leave."""
 
+import asyncio
+
 import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
+from gpumgr.enforcement.mps.folders import Share
 from gpumgr.errors import Refusal
 from gpumgr.proc import start_time_ticks
-from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, tenant
+from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
@@ -30,8 +33,55 @@ async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: Pro
     assert place.daemon_pid() is None
     assert start_time_ticks(server) is None
     assert place.modes.now == {UUID: 2}
-    assert (backend.daemons(), backend.own_pids(), place.folder.root.exists()) == ([], frozenset(), False)
+    assert (backend.daemons(), place.folder.root.exists()) == ([], False)
     await backend.start(tenant("c3"))
+    assert place.daemon_pid() is not None
+
+
+@BOTH
+async def test_the_idle_time_begins_with_the_end_of_the_last_container(place: Place, setting: ProtocolSetting) -> None:
+    """Not with the removal of its record, which is kept for a while, nor with a check of the daemon."""
+    backend = await place.started(setting=setting)
+    await backend.start(tenant("b2"))
+    known = {"a1", "b2"}
+    assert await backend.tend(lambda: known) is None
+    place.seconds += 10 * IDLE_SECONDS
+    known = {"b2"}
+    assert await backend.tend(lambda: known) is None
+    known = set()
+    assert await backend.tend(lambda: known) == IDLE_SECONDS
+    place.seconds += IDLE_SECONDS - 1
+    assert await backend.tend(lambda: known) == 1
+    assert place.daemon_pid() is not None
+    place.seconds += 1
+    await backend.tend(lambda: known)
+    assert (place.daemon_pid(), backend.remains(), place.modes.now) == (None, set(), {UUID: 0})
+    assert await backend.tend(lambda: known) is None
+
+
+async def test_a_container_that_comes_before_the_idle_time_is_over_keeps_the_daemon(place: Place) -> None:
+    backend = await place.started()
+    known = set[str]()
+    await backend.tend(lambda: known)
+    place.seconds += IDLE_SECONDS
+    known = {"b2"}
+    await backend.start(tenant("b2"))
+    assert await backend.tend(lambda: known) is None
+    known = set()
+    assert await backend.tend(lambda: known) == IDLE_SECONDS
+    assert place.daemon_pid() is not None
+
+
+async def test_a_container_that_comes_while_the_end_waits_keeps_the_daemon(place: Place) -> None:
+    backend = await place.started(idle_seconds=0.0)
+    (daemon,) = backend.daemons()
+    known = set[str]()
+    async with daemon.lock:  # an admission, say
+        ending = asyncio.create_task(backend.tend(lambda: known))
+        await until(lambda: daemon.idle_since is not None)
+        known = {"b2"}
+        daemon.folder.put("b2", Share(cores=30, memory_bytes=GIB))
+    await ending
     assert place.daemon_pid() is not None
 
 
@@ -75,6 +125,7 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     place.modes.broken = "Unknown Error"
     await place.pass_time(backend)
     assert place.former_mode() == 0
+    assert await backend.tend(set) == CHECK_SECONDS
     with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -c 0`"):
         await backend.vacate([UUID])
     place.modes.broken = None

@@ -8,7 +8,7 @@ import pytest
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
+from tests.component.enforcement.mps.place import GIB, UUID, Place, own, running, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
@@ -25,8 +25,7 @@ async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, set
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
     _, got = await place.attach(backend, tenant())
     assert (got["percentage"], got["memory"]) == (30, 3 * GIB)
-    assert pid in backend.own_pids()
-    assert got["server"] in backend.own_pids()
+    assert own(backend, pid, got["server"], os.getpid()) == {got["server"]}
 
 
 async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_the_server_of_the_smaller(place: Place) -> None:

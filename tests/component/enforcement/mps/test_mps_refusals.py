@@ -30,7 +30,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert "mps.control_program" in reason
     with pytest.raises(Refusal, match="not available on this node"):
         backend.prepare(tenant(), "core")
-    assert not any((backend.remains(), backend.own_pids(), backend.daemons()))
+    assert not any((backend.remains(), backend.own_pids({1: 1}), backend.daemons()))
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])

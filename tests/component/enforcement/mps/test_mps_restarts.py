@@ -7,7 +7,7 @@ import pytest
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.proc import start_time_ticks
-from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
+from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, own, running, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
@@ -107,7 +107,7 @@ async def test_a_server_of_protocol_3_ends_after_its_daemon(place: Place) -> Non
     (daemon,) = backend.daemons()
     await place.pass_time(backend)
     (server,) = daemon.servers
-    assert server in daemon.own_pids()
+    assert own(backend, server) == {server}
     await place.kill_daemon()
     await place.pass_time(backend)
     await until(lambda: start_time_ticks(server) is None)

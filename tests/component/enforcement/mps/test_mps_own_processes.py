@@ -1,0 +1,95 @@
+"""The servers of gpumgr's daemons, which the driver lists like any program, are recognized, and nothing else is.
+
+Measured with driver 580 on an H200: the server is a child of the daemon, has its environment, and is listed from its first client on.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.mps import processes
+from gpumgr.enforcement.mps.commands import ProtocolSetting
+from gpumgr.proc import start_time_ticks
+from tests.component.enforcement.mps.place import UUID, Place, own, tenant, until
+
+BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+
+
+@BOTH
+async def test_a_server_is_own_and_its_clients_are_not(place: Place, setting: ProtocolSetting) -> None:
+    backend = await place.started(setting=setting)
+    client, got = await place.attach(backend, tenant())
+    assert own(backend, client, got["server"], os.getpid()) == {got["server"]}
+
+
+@BOTH
+async def test_a_server_is_own_for_an_agent_that_has_just_started(place: Place, setting: ProtocolSetting) -> None:
+    """Samples are taken before the daemons are adopted, and a server may have outlived its daemon."""
+    place.behave(servers_outlive=True)
+    old = await place.started(setting=setting)
+    server = (await place.attach(old, tenant()))[1]["server"]
+    await old.close()
+    await place.kill_daemon()
+    new = await place.agent()
+    assert own(new, server) == {server}
+    await new.recover([tenant()])
+    assert own(new, server) == {server}
+
+
+async def test_the_server_of_a_try_is_own(place: Place) -> None:
+    """In protocol 3 a try makes a server."""
+    backend = await place.agent(setting="3")
+    pipe = place.root / "mps/probe/pipe"
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe / "gpu")}
+    server = await asyncio.create_subprocess_exec(
+        "nvidia-cuda-mps-server", executable="/bin/sh", stdin=asyncio.subprocess.PIPE, env=environment
+    )
+    await until(lambda: Path(f"/proc/{server.pid}/environ").read_bytes() != b"")  # its program is loaded
+    assert own(backend, server.pid) == {server.pid}
+    await server.communicate(b"")  # which closes its input, and so ends it
+
+
+def proc(root: Path, pid: int, *, cgroup: str = "0::/system.slice", name: str = "nvidia-cuda-mps-server", pipe: str = "") -> Path:
+    folder = root / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "cgroup").write_text(f"{cgroup}\n")
+    (folder / "cmdline").write_bytes(f"{name}\0-multiuser-server\0".encode())
+    (folder / "environ").write_bytes(f"A=b\0CUDA_MPS_PIPE_DIRECTORY={pipe}\0".encode())
+    return folder
+
+
+async def test_a_tenant_can_not_pass_for_a_server(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend = await place.started(setting="2")
+    pipe = str(place.folder.pipe)
+    proc(tmp_path, 1, pipe=pipe)
+    proc(tmp_path, 2, pipe=pipe, cgroup="0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-2.scope")
+    proc(tmp_path, 3, pipe=pipe, name="python3")
+    proc(tmp_path, 4, pipe="/tmp/nvidia-mps")  # the daemon of another program
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert backend.own_pids(dict.fromkeys(range(1, 6), 10)) == {1}
+
+
+async def test_a_server_that_exits_is_still_own_and_a_new_process_with_its_pid_is_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver lists a process until it has freed its memory; the kernel shows neither its arguments nor its environment any more."""
+    backend = await place.started(setting="2")
+    folder = proc(tmp_path, 1, pipe=str(place.folder.pipe))
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert backend.own_pids({1: 10}) == {1}
+    for name in ("cmdline", "environ"):
+        (folder / name).write_bytes(b"")
+    assert backend.own_pids({1: 10}) == {1}
+    assert backend.own_pids({1: 99}) == set()
+
+
+async def test_servers_that_ended_are_forgotten(place: Place) -> None:
+    backend = await place.started()
+    server = (await place.attach(backend, tenant()))[1]["server"]
+    assert own(backend, server) == {server}
+    await place.detach()
+    await backend.vacate([UUID])
+    assert start_time_ticks(server) is None
+    assert own(backend, server) == set()
