@@ -22,7 +22,8 @@ class OutboxState:
     """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due).
 
     `dropped` and `written` (by object: "pod", "event", "node", "eviction"; and result: "ok", "refused") count since the start of the
-    process. `away`: the API server does not answer. `eviction_retries` counts eviction requests after the first for a pod.
+    process. `away`: the API server does not answer. `eviction_retries` counts eviction requests after the first for a pod. `unreadable`:
+    how many pods of the watch can't be read.
     """
 
     waiting: int = 0
@@ -31,6 +32,7 @@ class OutboxState:
     written: Mapping[tuple[str, str], int] = field(default_factory=dict)
     away: bool = False
     eviction_retries: int = 0
+    unreadable: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

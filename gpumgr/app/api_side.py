@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -55,7 +55,11 @@ class ApiSide:
         publisher = Publisher(server, settings.node.name)
         try:
             pods = PodCache(
-                server, settings.node.name, resources=replica_resources(settings), mig_resource=mig_resource(settings)
+                server,
+                settings.node.name,
+                resources=replica_resources(settings),
+                mig_resource=mig_resource(settings),
+                write_events=settings.kubernetes.write_events,
             )
             yield cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
             await publisher.flush(FLUSH_SECONDS)
@@ -64,7 +68,9 @@ class ApiSide:
 
     def outbox(self) -> OutboxState | None:
         """What waits for the API server; None without one."""
-        return self.publisher.state() if self.publisher is not None else None
+        if self.publisher is None or not isinstance(self.pods, PodCache):
+            return None
+        return replace(self.publisher.state(), unreadable=self.pods.unreadable)
 
     def start(self, group: asyncio.TaskGroup, components: Components, readers: ReadModel) -> list[asyncio.Task[None]]:
         """The daemons of this side."""

@@ -10,6 +10,7 @@ from gpumgr.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, 
 from gpumgr.cluster.index import PlacedPod
 from gpumgr.cluster.node import GpuState
 from gpumgr.cluster.request import ContainerRequest, PodRequest
+from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.scheduler.objects import QuotaLabels
 from gpumgr.units import CORES_PER_GPU, Amounts
@@ -68,7 +69,7 @@ class WatchedSlice:
 
 def decode_unbound(item: msgspec.Raw) -> dict[str, Any] | None:
     """None for pods without claims and without the gate. Raises ValueError."""
-    pod: dict[str, Any] = msgspec.json.decode(item)
+    pod: dict[str, Any] = decode_stored(item)
     spec = pod.get("spec") or {}
     return pod if spec.get("resourceClaims") or _gate(spec) is not None else None
 

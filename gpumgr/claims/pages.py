@@ -15,6 +15,9 @@ from gpumgr.scheduler.pages import Routes
 _BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
 _LEADER: Final = gauge("claims_leader", "1 on the replica that writes.")
 _SYNCED: Final = gauge("claims_synced", "1 once all objects have been read.")
+_UNREADABLE: Final = gauge(
+    "claims_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
+)
 _TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
 _GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
 _REFUSED: Final = gauge("claims_refused_pods", "Those of them that the quota of their namespace does not allow.")
@@ -24,7 +27,7 @@ _WRITES: Final = counter(
     "object",
     "outcome",
 )
-FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _TEMPLATES, _GATED, _REFUSED, _WRITES)
+FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _UNREADABLE, _TEMPLATES, _GATED, _REFUSED, _WRITES)
 
 
 class ClaimsPages:
@@ -43,6 +46,7 @@ class ClaimsPages:
             _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
             _LEADER: {(): self._controller.leads},
             _SYNCED: {(): self._watches.synced},
+            _UNREADABLE: {(): self._watches.unreadable},
             _TEMPLATES: {(): sum(each.managed for each in self._watches.templates.values())},
             _GATED: {(): sum(each.gate is not None for each in self._watches.pods.values())},
             _REFUSED: {(): self._controller.refused},

@@ -86,6 +86,10 @@ class ClaimWatches:
     def synced(self) -> bool:
         return self._cluster.synced
 
+    @property
+    def unreadable(self) -> int:
+        return self._cluster.unreadable
+
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gpumgr.allocator.annotations import is_ours
@@ -29,8 +30,9 @@ class PodCache:
         watch_times: WatchTimes | None = None,
         resources: ReplicaResources | None = None,
         mig_resource: str | None = None,
+        write_events: bool = True,
     ) -> None:
-        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`."""
+        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see Reflector."""
         self._server, self._resources, self._mig_resource = server, resources, mig_resource
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
@@ -41,7 +43,13 @@ class PodCache:
         self._changed = asyncio.Event()
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
         self._reflector = Reflector(
-            server, "/api/v1/pods", query, parse=self._parse, on_change=self._change, watch_times=watch_times
+            server,
+            "/api/v1/pods",
+            query,
+            parse=self._parse,
+            on_change=self._follow,
+            watch_times=watch_times,
+            write_events=write_events,
         )
 
     @property
@@ -52,7 +60,12 @@ class PodCache:
     @property
     def reachable(self) -> bool:
         """All pods are known, and the API server has answered the last request."""
-        return self.synced and self._reflector.answered
+        return self.synced and self._reflector.answered and not self.unreadable
+
+    @property
+    def unreadable(self) -> int:
+        """How many pods can't be read."""
+        return self._reflector.unreadable
 
     async def wait_synced(self) -> None:
         await self._reflector.synced.wait()
@@ -116,25 +129,24 @@ class PodCache:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod.uid}}
         return await self._server.send("DELETE", path, body, but=(404, 409))
 
-    def _parse(self, item: Mapping[str, Any]) -> PodView:
+    def _parse(self, item: Mapping[str, Any]) -> "_Known":
         """Raises what `parse_pod` raises."""
-        view = parse_pod(item, self._resources, self._mig_resource)
-        ours = {
-            key: str(value)
-            for key, value in (item["metadata"].get("annotations") or {}).items()
-            if is_ours(key) or key == MIG_ALLOCATIONS
-        }
-        if ours:
-            self._annotations[view.uid] = ours
-        else:
-            self._annotations.pop(view.uid, None)
-        return view
+        annotations = item["metadata"].get("annotations") or {}
+        ours = {key: str(value) for key, value in annotations.items() if is_ours(key) or key == MIG_ALLOCATIONS}
+        return _Known(parse_pod(item, self._resources, self._mig_resource), ours)
+
+    def _follow(self, old: "_Known | None", new: "_Known | None") -> None:
+        before, after = old.pod if old is not None else None, new.pod if new is not None else None
+        if before is not None:
+            self._annotations.pop(before.uid, None)
+        if new is not None and new.annotations:
+            self._annotations[new.uid] = new.annotations
+        if before != after:
+            self._change(before, after)
 
     def _change(self, before: PodView | None, after: PodView | None) -> None:
         if before is not None:
             self._by_uid.pop(before.uid, None)
-            if after is None:
-                self._annotations.pop(before.uid, None)
             if (named := self._by_key.get(before.key)) is not None and named.uid == before.uid:
                 del self._by_key[before.key]
         if after is not None:
@@ -147,6 +159,18 @@ class PodCache:
         self._changed = asyncio.Event()
         for listener in self._listeners:
             listener(before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A pod of the watch."""
+
+    pod: PodView
+    annotations: Mapping[str, str]
+
+    @property
+    def uid(self) -> str:
+        return self.pod.uid
 
 
 class NoPods:

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from gpumgr.errors import GpumgrError
+from gpumgr.foreign_text import UnreadableText, decode_answer, decode_json
 from gpumgr.kubeapi.credentials import CredentialFiles, Credentials
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -33,8 +34,8 @@ _SET_IT: Final = (
 )
 #: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
-#: What reading an object of the API server raises if it has another structure.
-UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError)
+#: What reading an object of the API server raises if it has another structure, or is nested too deeply.
+UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
@@ -181,8 +182,8 @@ class ApiServer:
             if response.status >= 300:
                 raise await answer_error(response)
             try:
-                return msgspec.json.decode(await response.read(), type=dict[str, Any])
-            except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
+                return await decode_answer(await response.read(), dict[str, Any])
+            except UnreadableText as error:
                 raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
 
     async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
@@ -227,8 +228,8 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
     """The error in an answer. Reads the beginning of its body; raises what reading raises."""
     body = await response.content.read(4096)
     try:
-        status = msgspec.json.decode(body, type=_Status)
-    except ValueError:  # from a proxy, or longer than what is read
+        status = decode_json(body, _Status)
+    except UnreadableText:  # from a proxy, or longer than what is read
         status = _Status(message=body.decode(errors="replace"))
     wanted = response.headers.get("Retry-After", "")
     return AnswerError(

@@ -5,11 +5,13 @@ Invariants:
    missing there counts as deleted.
 2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered
    pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once.
-3. Only the result of `parse` is kept. An object that it can't read is logged; it never counts as deleted.
+3. Only the result of `parse` is kept. Each object is decoded on its own: one that can't be read is named in the log and in an event, its
+   last result is kept, and the others are not affected. It never counts as deleted.
+
+The API has no option to leave out `metadata.managedFields`; the decoders skip them.
 """
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,12 +22,13 @@ import msgspec
 import structlog
 
 from gpumgr.errors import GpumgrError, SettingsError
+from gpumgr.foreign_text import UnreadableText, decode_answer, decode_stored
 from gpumgr.kubeapi.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
+from gpumgr.kubeapi.unreadable import UnreadableObjects
 
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
-#: Raised by `parse` and by access to the fields of a malformed answer.
 
 
 class _PageMetadata(msgspec.Struct):
@@ -47,8 +50,9 @@ class _Event(msgspec.Struct):
 
 class _Metadata(msgspec.Struct, rename="camel"):
     resource_version: str = ""
-    uid: str | None = None
-    name: str | None = None
+    uid: str = ""
+    namespace: str = ""
+    name: str = ""
 
 
 class _Item(msgspec.Struct):
@@ -98,6 +102,7 @@ class Reflector(Generic[T]):
     `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
 
     `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
+    `write_events`: an object that can't be read gets an event.
     """
 
     def __init__(
@@ -109,8 +114,9 @@ class Reflector(Generic[T]):
         parse: Callable[[Any], T],
         on_change: Callable[[T | None, T | None], None],
         on_list: Callable[[], object] = lambda: None,
-        decode: Callable[[msgspec.Raw], Any] = msgspec.json.decode,
+        decode: Callable[[msgspec.Raw], Any] = decode_stored,
         watch_times: WatchTimes | None = None,
+        write_events: bool = True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -118,6 +124,7 @@ class Reflector(Generic[T]):
         self._parse, self._on_change, self._on_list, self._decode = parse, on_change, on_list, decode
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
+        self._unreadable = UnreadableObjects(server, path, write_events=write_events)
         #: None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None
@@ -128,6 +135,11 @@ class Reflector(Generic[T]):
     def answered(self) -> bool:
         """The last request succeeded."""
         return self._logged is None
+
+    @property
+    def unreadable(self) -> int:
+        """How many objects can't be read."""
+        return len(self._unreadable.reasons)
 
     def expire(self) -> None:
         """The next `run` begins with a list. Must not be called while `run` runs."""
@@ -177,16 +189,24 @@ class Reflector(Generic[T]):
 
     async def _list(self) -> None:
         found: dict[str, T] = {}
+        unreadable: set[str] = set()
         query = {**self._query, "limit": _PAGE}
         while True:
-            page = _decoded(await self._page(query), _Page)
+            page = await _decoded(await self._page(query), _Page)
             for item in page.items or ():
-                if (parsed := self._parsed(item, _decoded(item, _Item).metadata)) is not None:
+                metadata = self._metadata(item)
+                parsed, readable = self._parsed(item, metadata)
+                if parsed is not None:
                     found[parsed.uid] = parsed
+                if not readable:
+                    unreadable.add(metadata.uid)
             if not page.metadata.following:
                 break
             query = {**self._query, "limit": _PAGE, "continue": page.metadata.following}
             await asyncio.sleep(0)
+        if "" in unreadable:  # it may be any object that is missing now
+            found = {**self._objects, **found}
+        self._unreadable.listed(unreadable)
         before, self._objects = self._objects, found
         self._version, self._logged = page.metadata.resource_version, None
         for uid in before.keys() - found.keys():
@@ -202,15 +222,24 @@ class Reflector(Generic[T]):
             await _check_status(response)
             return await response.read()
 
-    def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> T | None:
-        """The result of `parse`. An object that it can't read is logged, and its last result is kept."""
+    def _metadata(self, item: msgspec.Raw) -> _Metadata:
+        """Without a UID if they can't be read."""
+        try:
+            return decode_stored(item, _Item).metadata
+        except UnreadableText:
+            return _Metadata()
+
+    def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
+        """The result of `parse`, and whether it could read the object; else the last result."""
+        if not metadata.uid:
+            self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it is no object with a UID"))
+            return None, False
         try:
             decoded = self._decode(item)
-            return self._parse(decoded) if decoded is not None else None
+            return (self._parse(decoded) if decoded is not None else None), True
         except UNREADABLE as error:
-            why = f"{type(error).__name__}: {error}"
-            _log.warning("api_object_unreadable", path=self._path, name=metadata.name, error=why)
-            return self._objects.get(metadata.uid or "")
+            self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
+            return self._objects.get(metadata.uid), False
 
     # -- watch -------------------------------------------------------------------------------------------------------------
 
@@ -230,18 +259,23 @@ class Reflector(Generic[T]):
             await _check_status(response)
             self._logged, self._watching_since = None, asyncio.get_running_loop().time()
             async for line in _lines(response.content):
-                self._event(_decoded(line, _Event))
+                await self._event(await _decoded(line, _Event))
 
-    def _event(self, event: _Event) -> None:
+    async def _event(self, event: _Event) -> None:
         if event.type == "ERROR":
-            failure = _decoded(event.object, _Failure)
+            failure = await _decoded(bytes(event.object), _Failure)
             raise ExpiredError(f"the watch ended with {failure.code} {failure.reason}: {failure.message}")
-        metadata = _decoded(event.object, _Item).metadata
-        after = self._parsed(event.object, metadata) if event.type not in ("BOOKMARK", "DELETED") else None
-        self._version = metadata.resource_version
+        metadata = self._metadata(event.object)
         if event.type == "BOOKMARK":
+            self._version = metadata.resource_version or self._version
             return
-        before = self._objects.pop(metadata.uid or "", None)
+        if not metadata.uid:
+            raise ExpiredError("an event of the watch has no object with a UID")
+        after, readable = (None, True) if event.type == "DELETED" else self._parsed(event.object, metadata)
+        if readable:
+            self._unreadable.reasons.pop(metadata.uid, None)
+        self._version = metadata.resource_version
+        before = self._objects.pop(metadata.uid, None)
         if after is not None:
             self._objects[after.uid] = after
         if before != after:
@@ -255,14 +289,10 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
     raise ExpiredError(str(error)) if error.status == 410 else error
 
 
-def _decoded(text: bytes | msgspec.Raw, kind: type[_K]) -> _K:
+async def _decoded(text: bytes, kind: type[_K]) -> _K:
     try:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError:  # halves of surrogate pairs, which JSON allows and msgspec does not
-            again = json.dumps(json.loads(bytes(text)), ensure_ascii=False).encode(errors="replace")
-            return msgspec.json.decode(again, type=kind)
-    except (ValueError, RecursionError) as error:
+        return await decode_answer(text, kind)
+    except UnreadableText as error:
         raise ExpiredError(f"the server's JSON can't be used: {error}") from error
 
 

@@ -29,13 +29,14 @@ _WRITES: Final = counter("api_writes_total", "Writes to the API server, by objec
 _RETRIES: Final = counter(
     "eviction_retries_total", "Eviction requests after the first for a pod, for example while its PodDisruptionBudget refuses it."
 )
+_UNREADABLE: Final = gauge("api_objects_unreadable", "Pods in the watch that can't be read; their last readable state is used.")
 _FREE: Final = gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits.")
 _REGISTRATIONS: Final = counter("vcuda_registrations_total", "Registrations of processes with the backend vcuda.", "result")
 _RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu")
 
 FAMILIES: Final = (
     *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED, _DISCONNECTS),
-    *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES),
+    *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES, _UNREADABLE),
     *(_FREE, _REGISTRATIONS, _RESTARTS),
 )
 
@@ -68,6 +69,7 @@ def _api_server(outbox: OutboxState) -> Iterator[RenderedFamily]:
     yield render(_OLDEST, {"": max(0.0, outbox.oldest_seconds)})
     yield render(_DROPPED, {"": outbox.dropped})
     yield render(_RETRIES, {"": outbox.eviction_retries})
+    yield render(_UNREADABLE, {"": outbox.unreadable})
     # All series exist from the start, so that a first refusal shows as an increase.
     writes = dict.fromkeys(((what, outcome) for what in WRITES for outcome in OUTCOMES), 0)
     for (what, outcome), times in outbox.written.items():

@@ -41,6 +41,9 @@ _SECONDS: Final = Family(
 _BUILD: Final = gauge("scheduler_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
 _LEADER: Final = gauge("scheduler_leader", "1 on the replica that answers kube-scheduler.")
 _SYNCED: Final = gauge("scheduler_synced", "1 once all nodes and pods have been read.")
+_UNREADABLE: Final = gauge(
+    "scheduler_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
+)
 _NODES: Final = gauge(
     "scheduler_nodes",
     "Nodes with GPUs, by inventory: used, outdated (it claims more GPUs than the kubelet of the Ready node has), unusable (see the log), "
@@ -77,7 +80,7 @@ _MEMORY: Final = gauge(
     "model",
     "part",
 )
-FAMILIES: Final = (_SECONDS, _BUILD, _LEADER, _SYNCED, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
+FAMILIES: Final = (_SECONDS, _BUILD, _LEADER, _SYNCED, _UNREADABLE, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
 
 
 class SchedulerMetrics:
@@ -88,8 +91,10 @@ class SchedulerMetrics:
         *,
         leader: Callable[[], bool],
         synced: Callable[[], bool],
+        unreadable: Callable[[], int],
     ) -> None:
         self._index, self._overview, self._leader, self._synced = index, overview, leader, synced
+        self._unreadable = unreadable
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
@@ -129,6 +134,7 @@ class SchedulerMetrics:
             _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
             _LEADER: {(): self._leader()},
             _SYNCED: {(): self._synced()},
+            _UNREADABLE: {(): self._unreadable()},
             _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): self._index.assumed_pods},

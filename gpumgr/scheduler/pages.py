@@ -242,5 +242,7 @@ def make_pages(
 ) -> tuple[ClusterPages, SchedulerMetrics]:
     overview = ClusterOverview(index, watches.nodes)
     reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
-    metrics = SchedulerMetrics(index, overview, leader=leader, synced=lambda: watches.synced)
+    metrics = SchedulerMetrics(
+        index, overview, leader=leader, synced=lambda: watches.synced, unreadable=lambda: watches.unreadable
+    )
     return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

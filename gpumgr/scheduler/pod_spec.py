@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.pods import parse_milli
 from gpumgr.units import VCUDA_NAMES
 
@@ -81,9 +82,9 @@ class _Pod(msgspec.Struct):
 def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) -> dict[str, Any] | CpuPod | None:
     """The whole object only of a pod with GPU requests. Most pods of a cluster have none: of these the CPU counts, on their nodes. Raises
     ValueError."""
-    pod = msgspec.json.decode(item, type=_Pod)
+    pod = decode_stored(item, _Pod)
     if pod.spec.wants_any(gpu_resources):
-        found: dict[str, Any] = msgspec.json.decode(item)
+        found: dict[str, Any] = decode_stored(item)
         return found
     node = pod.spec.node_name
     return CpuPod(pod.metadata.uid, node, pod.spec.cpu_milli) if node else None

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypedDict
 
-import msgspec
 import structlog
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import NamespaceQuota, Quotas
+from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.kubeapi.replica_requests import ReplicaResources
@@ -85,7 +85,7 @@ class ClusterWatches:
             "/api/v1/nodes",
             {},
             parse=lambda item: parse_node(item, labels, hami),
-            decode=msgspec.json.Decoder(_Node).decode,
+            decode=lambda item: decode_stored(item, _Node),
             on_change=self._node_changed,
             watch_times=watch_times,
         )
@@ -133,6 +133,11 @@ class ClusterWatches:
     @property
     def _watched(self) -> list[Reflector[Any]]:
         return [each for each in (self._nodes, self._pods, self._limits, self._resource_quotas, *self._more) if each is not None]
+
+    @property
+    def unreadable(self) -> int:
+        """How many objects can't be read."""
+        return sum(each.unreadable for each in self._watched)
 
     async def run(self) -> NoReturn:
         while True:

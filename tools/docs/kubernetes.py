@@ -21,6 +21,7 @@ from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
 from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.kubeapi.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
+from gpumgr.kubeapi.unreadable import REASON
 from gpumgr.topology.labels import MODEL
 from gpumgr.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from tools.docs.markdown import code, table
@@ -165,6 +166,12 @@ EVENTS: Final = (
     ),
     ("pod", event_texts.REFUSED, True, "The pod was refused; the message has the reason, as the kubelet's own event does."),
     ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
+    (
+        "pod",
+        REASON,
+        True,
+        "The pod, or another object that gpumgr watches, can't be read. What was last read of it stays in use.",
+    ),
     ("pod", "GpuLimitTampered", True, "A container changed its limits, which the agent corrects."),
     ("pod", "GpuLimitBypassed", True, "A process of a container bypasses the enforcement of its limits."),
     ("pod", "GpuLimitBroken", True, "The enforcement mechanism of a container does not work."),

@@ -198,7 +198,8 @@ MEANINGS: Final = {
     # the API server
     "api_server_retries": "The API server is unavailable or refuses the list or the watch, which is retried. Placement does not "
     "wait for it.",
-    "api_object_unreadable": "A pod can't be parsed. Its last readable version, if any, is used.",
+    "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. It is logged once, and gets "
+    "the event `GpumgrCannotRead`.",
     "credentials_not_renewed": "The token file can't be read. The previous token stays in use.",
     "announcements_wait": "The API server is unavailable. The latest state is written when it answers again.",
     "announcements_go_on": "The API server answers again.",

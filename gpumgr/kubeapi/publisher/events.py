@@ -7,7 +7,7 @@ events.k8s.io.
 import hashlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.pods import PodKey
@@ -27,12 +27,14 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRef:
-    """The object that an event is about; `kubectl describe` finds its events by name and `uid`. `namespace` is "" for a node."""
+    """The object that an event is about; `kubectl describe` finds its events by name and `uid`. `namespace` is "" for an
+    object without one, such as a node."""
 
-    kind: Literal["Pod", "Node"]
+    kind: str
     namespace: str = ""
     name: str
     uid: str
+    api_version: str = "v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,13 @@ class EventSeries:
     def body(self, node: str) -> Body:
         """The Event object."""
         event, about = self.event, self.event.about
-        ref = {"apiVersion": "v1", "kind": about.kind, "namespace": about.namespace, "name": about.name, "uid": about.uid}
+        ref = {
+            "apiVersion": about.api_version,
+            "kind": about.kind,
+            "namespace": about.namespace,
+            "name": about.name,
+            "uid": about.uid,
+        }
         metadata: Body = {"namespace": about.namespace or "default", "name": self.name}
         if event.allocations:
             metadata["annotations"] = {ALLOCATION_ANNOTATION: ",".join(event.allocations)}

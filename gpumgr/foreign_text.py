@@ -1,0 +1,146 @@
+"""Decodes JSON and YAML that others wrote. Only this module knows what the decoders raise; all other modules use its functions.
+
+For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If an object has a key
+twice, the last value counts, as in Go.
+"""
+
+import asyncio
+import json
+import re
+from typing import Any, Final, TypeVar, overload
+
+import msgspec
+import yaml
+
+T = TypeVar("T")
+
+#: No object of Kubernetes that gpumgr reads is nested nearly as deep; the decoders reach about a thousand levels.
+MAX_DEPTH: Final = 100
+#: Messages reach logs, events and refusals, and a decoder may quote a key of any length.
+_MAX_MESSAGE: Final = 400
+_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_JSON_TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+class UnreadableText(ValueError):
+    """The text can't be decoded. The message is one line."""
+
+    def __init__(self, error: Exception | str) -> None:
+        text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        super().__init__(text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}...")
+
+
+class WrongStructure(UnreadableText):
+    """The text is JSON or YAML, and its values are not of the expected types."""
+
+
+@overload
+def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
+@overload
+def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
+def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
+    """Raises UnreadableText."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise WrongStructure(error) from error
+    except Exception as error:
+        raise UnreadableText(error) from error
+
+
+def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
+    """A decoded value in this type. Raises WrongStructure."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except Exception as error:
+        raise WrongStructure(error) from error
+
+
+def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
+    """All non-empty documents. JSON, which is also YAML, is tried first: that takes a hundredth of the time. Raises UnreadableText."""
+    if len(text) > max_bytes:
+        raise UnreadableText(f"it has more than {max_bytes} bytes")
+    try:
+        return [document for document in (decode_json(text),) if document is not None]
+    except UnreadableText:
+        pass
+    try:
+        _check_yaml(text)
+        return [document for document in yaml.load_all(text, Loader=_LOADER) if document is not None]
+    except UnreadableText:
+        raise
+    except Exception as error:  # PyYAML raises any error for a bad tag or a number of thousands of digits
+        raise UnreadableText(error) from error
+
+
+def _check_yaml(text: bytes | str) -> None:
+    """Checks the events before any object is built. Raises UnreadableText, and what PyYAML raises."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise UnreadableText(
+                f"it has the alias *{event.anchor}, and a few of those may stand for gigabytes; write the value itself"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise UnreadableText(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+# -- objects of the API server -----------------------------------------------------------------------------------------------
+
+
+@overload
+def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
+@overload
+def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
+def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
+    """An object that the API server stored: values that are nested deeper than MAX_DEPTH are read as null. So are NaN and Infinity, which
+    are no JSON; halves of surrogate pairs, which msgspec refuses, are read as "?". No user can hide an object by a part of it that gpumgr
+    does not read.
+
+    Raises UnreadableText.
+    """
+    try:
+        return decode_json(text, kind)
+    except WrongStructure:
+        raise
+    except UnreadableText:
+        flat = _flattened(bytes(text))
+    try:
+        return decode_json(flat, kind)
+    except WrongStructure:
+        raise
+    except UnreadableText as error:
+        try:
+            mended = json.dumps(json.loads(flat, parse_constant=lambda _: None), ensure_ascii=False).encode(errors="replace")
+        except Exception:
+            raise error from None
+        return decode_json(mended, kind)
+
+
+async def decode_answer(text: bytes, kind: type[T]) -> T:
+    """As `decode_stored`, for a text of any length: what takes long runs on a thread."""
+    try:
+        return decode_json(text, kind)
+    except WrongStructure:
+        raise
+    except UnreadableText:
+        return await asyncio.to_thread(decode_stored, text, kind)
+
+
+def _flattened(text: bytes) -> bytes:
+    """The JSON with null for each list and object below MAX_DEPTH. It works on tokens, since every recursive decoder has a limit."""
+    kept, depth, start = [], 0, 0
+    for token in _JSON_TOKEN.finditer(text):
+        place = token.start()
+        if text[place] in b"[{":
+            depth += 1
+            if depth == MAX_DEPTH + 1:
+                kept += [text[start:place], b"null"]
+        elif text[place] in b"]}":
+            if depth == MAX_DEPTH + 1:
+                start = token.end()
+            depth -= 1
+    if depth <= MAX_DEPTH:
+        kept.append(text[start:])
+    return b"".join(kept)
