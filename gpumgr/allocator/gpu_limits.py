@@ -17,6 +17,13 @@ Strength = Literal["hard", "soft", "none"]
 #: Mechanism -> what it limits, and how strongly.
 Strengths = Mapping[str, Mapping[Resource, Strength]]
 
+#: What the limits of cores were on a GPU, where they were measured; docs/benchmarks.md has the tables.
+_MEASURED_CORES: Final[Mapping[str, str]] = {
+    "mps": "mps at 25 and 75 cores gave 24.6 and 69 % of an unlimited rate of matrix products (H200, driver 580.159.04, protocol 2, "
+    "2026-11-26)",
+    "hami-core": "hami-core limited only small kernels, and no matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
+    "5091a2f, 2026-11-26)",
+}
 #: The driver limits neither MPS clients on these GPUs nor cgroups: NVIDIA's MPS documentation r615.
 _NOT_WITH_MIG: Final = ("mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
@@ -49,11 +56,14 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """(NVML's index, limits) of each GPU as text, equal ones together: "GPU 0-7: memory hard (nvml-memory), cores soft (mps)"."""
+    """(NVML's index, limits) of each GPU as text, equal ones together, and what was measured of limits of cores:
+    "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ..."."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)
-    return "; ".join(f"GPU {','.join(_ranges(sorted(indices)))}: {each}" for each, indices in groups.items())
+    by = dict.fromkeys(each.cores_by for each in groups if each.cores != "none")
+    measured = [f"measured: {_MEASURED_CORES[name]}" for name in by if name in _MEASURED_CORES]
+    return "; ".join([*(f"GPU {','.join(_ranges(sorted(indices)))}: {each}" for each, indices in groups.items()), *measured])
 
 
 def _works_on(gpu: Gpu, mechanism: str) -> bool:

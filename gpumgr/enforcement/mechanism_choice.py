@@ -1,7 +1,8 @@
 """The mechanisms that a share gets: the node's choice and the operator's overrides. Nothing that a pod's owner can write counts.
 
 `auto` uses the driver's own memory limits where the node has them. For the rest it uses the mechanism with the strongest limits; of
-equally strong ones a library that the operator has configured comes before NVIDIA's Multi-Process Service.
+equally strong ones NVIDIA's Multi-Process Service comes before a library that the operator has configured: on an H200 HAMi-core limited
+the cores of small kernels alone, MPS those of all work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ Mechanisms = tuple[str, ...]
 
 NO_MECHANISM: Mechanisms = ("none",)
 #: Those that limit cores and memory. Of equally strong ones `auto` takes the first.
-COMPLETE: Final = ("hami-core", "vcuda", "mps")
+COMPLETE: Final = ("mps", "hami-core", "vcuda")
 _RANK: Final[Mapping[Strength, int]] = {"none": 0, "soft": 1, "hard": 2}
 
 

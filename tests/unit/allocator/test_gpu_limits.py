@@ -57,8 +57,23 @@ def test_a_mechanism_that_the_node_can_not_use_limits_nothing() -> None:
 def test_equal_gpus_are_described_together() -> None:
     soft = GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")
     text = describe_limits([(0, BOTH), (4, soft), (1, BOTH), (2, BOTH), (5, GpuLimits()), (7, BOTH)])
-    assert text == (
+    described, _, measured = text.partition("; measured: ")
+    assert described == (
         "GPU 0-2,7: memory hard (nvml-memory), cores hard (mps); GPU 4: memory soft (mps), cores soft (mps); "
         "GPU 5: memory none, cores none"
     )
+    assert "measured" not in measured
     assert describe_limits([]) == ""
+
+
+@pytest.mark.parametrize("name", ["mps", "hami-core"])
+def test_limits_of_cores_are_shown_with_what_was_measured(name: str) -> None:
+    shown = describe_limits([(0, GpuLimits(memory="soft", memory_by=name, cores="soft", cores_by=name))])
+    assert f"; measured: {name} " in shown
+    assert "H200, driver 580.159.04" in shown
+    assert "2026-11-26" in shown
+
+
+@pytest.mark.parametrize("limits", [GpuLimits(cores="soft", cores_by="vcuda"), GpuLimits(cores="none", cores_by="mps")])
+def test_nothing_is_shown_as_measured_that_was_not_or_that_does_not_apply(limits: GpuLimits) -> None:
+    assert "measured" not in describe_limits([(0, limits)])

@@ -31,15 +31,17 @@ def gpu(index: int = 0) -> Gpu:
         (("mps",), SOFT, ("mps",)),
         (("nvml-memory", "mps"), SOFT, ("nvml-memory", "mps")),
         (("nvml-memory",), SOFT, ("nvml-memory",)),
-        (("hami-core", "mps"), SOFT, ("hami-core",)),
+        # HAMi-core limits no cores of matrix products, graphs and copies on an H200.
+        (("hami-core", "mps"), SOFT, ("mps",)),
+        (("vcuda", "mps"), SOFT, ("mps",)),
         (("hami-core", "mps"), MIXED, ("mps",)),
         (("vcuda", "mps"), HARD, ("mps",)),
         (("vcuda",), SOFT, ("vcuda",)),
         (("vcuda", "hami-core"), SOFT, ("hami-core",)),
-        (("nvml-memory", "hami-core", "vcuda", "mps"), SOFT, ("nvml-memory", "hami-core")),
+        (("nvml-memory", "hami-core", "vcuda", "mps"), SOFT, ("nvml-memory", "mps")),
         (("nvml-memory", "hami-core", "vcuda", "mps"), MIXED, ("nvml-memory", "mps")),
         # Only what is still open counts: the memory is limited already.
-        (("nvml-memory", "hami-core", "mps"), {"core": "soft", "memory": "hard"}, ("nvml-memory", "hami-core")),
+        (("nvml-memory", "hami-core", "mps"), {"core": "none", "memory": "hard"}, ("nvml-memory", "hami-core")),
     ],
 )
 def test_auto_takes_the_strongest_that_is_there(
@@ -68,7 +70,7 @@ def test_the_drivers_memory_limits_take_mps_for_the_cores() -> None:
 
 def test_the_choice_is_described_by_gpu_and_without_gpus_by_mechanism() -> None:
     choice = choose_mechanisms("auto", able("nvml-memory", "mps"), STRENGTHS)
-    assert choice.describe([gpu(0), gpu(1)]) == "GPU 0-1: memory hard (nvml-memory), cores soft (mps)"
+    assert choice.describe([gpu(0), gpu(1)]).startswith("GPU 0-1: memory hard (nvml-memory), cores soft (mps); measured: mps ")
     assert choice.describe([]) == "nvml-memory+mps"
     assert MechanismChoice().describe([gpu()]) == "GPU 0: memory none, cores none"
 

@@ -77,7 +77,9 @@ def test_the_node_and_its_health() -> None:
     assert document(picture_of())["mode"] == "plugin"
     assert (told["driver_version"], told["cuda_version"]) == ("550.54.15", "12.4")
     assert (told["ready"], told["not_ready"]) == (False, ["memory is not registered"])
-    assert told["limits"] == "GPU 0: memory hard (nvml-memory), cores soft (mps); GPU 1: memory none, cores none"
+    limits, _, measured = told["limits"].partition("; measured: ")
+    assert limits == "GPU 0: memory hard (nvml-memory), cores soft (mps); GPU 1: memory none, cores none"
+    assert "H200" in measured
     assert document(picture_of())["gpus"][0]["limits"] is None
     assert told["health"] == {
         "nvml_up": True,
