@@ -10,7 +10,7 @@ import structlog
 
 from gpumgr.agent.node_report import OutboxState
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.aio import persistently
+from gpumgr.aio import forever, persistently, wait_at_most
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
 from gpumgr.app.read_model import ReadModel
@@ -76,15 +76,15 @@ class ApiSide:
         """The daemons of this side."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
-        failed: asyncio.Queue[PodView] = asyncio.Queue()
+        failed = FailedPods(self.pods)
 
         def changed(before: PodView | None, after: PodView | None) -> None:
             if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
                 components.reconciler.soon()
             if before is None and after is not None:
                 report_two_limits(components.agent_state, after)
-            if self.delete_failed and after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled:
-                failed.put_nowait(after)
+            if self.delete_failed:
+                failed.changed(before, after)
 
         self.pods.subscribe(changed)
         node, scheduler = components.settings.node.name, components.settings.hami.scheduler
@@ -117,7 +117,7 @@ class ApiSide:
         ):
             tasks.append(group.create_task(persistently(name, run), name=name))
         if self.delete_failed:
-            tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
+            tasks.append(group.create_task(forever("delete_failed_pods", failed.run), name="delete_failed_pods"))
         return tasks
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
@@ -135,12 +135,50 @@ class ApiSide:
                     await self.pods.wait_synced()
 
 
-async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:
-    """Setting `kubernetes.delete_failed_pods`: the owner creates a new pod at once instead of after its back-off."""
-    while True:
-        view = await failed.get()
+class FailedPods:
+    """Setting `kubernetes.delete_failed_pods`: deletes pods that a refusal failed, so that their owner creates new ones at once instead of
+    after its back-off. A deletion that the API server does not carry out is tried again, in pauses that grow from the first to the longest
+    of `pause_seconds`, until the pod has gone."""
+
+    def __init__(self, pods: PodCache, *, pause_seconds: tuple[float, float] = (1.0, 60.0)) -> None:
+        self._pods, self._pause_seconds = pods, pause_seconds
+        self._due: dict[str, PodView] = {}
+        self._logged: set[str] = set()
+        self._wake = asyncio.Event()
+
+    def changed(self, before: PodView | None, after: PodView | None) -> None:
+        """For PodCache.subscribe."""
+        if before is not None and (after is None or after.uid != before.uid or after.deleted):
+            self._due.pop(before.uid, None)
+            self._logged.discard(before.uid)
+        refused = after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled
+        if after is not None and refused and not after.deleted:
+            self._due[after.uid] = after
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        pause = self._pause_seconds[0]
+        while True:
+            if not self._due:
+                pause = self._pause_seconds[0]
+                await self._wake.wait()
+            self._wake.clear()
+            for view in list(self._due.values()):
+                await self._delete(view)
+            if self._due:
+                await wait_at_most(self._wake, pause)
+                pause = min(2 * pause, self._pause_seconds[1])
+
+    async def _delete(self, view: PodView) -> None:
         try:
-            if await pods.delete_pod(view):
-                log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)
+            deleted = await self._pods.delete_pod(view)
         except API_FAILURES as error:
-            log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
+            if view.uid not in self._logged:
+                self._logged.add(view.uid)
+                log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
+            return
+        self._due.pop(view.uid, None)
+        self._logged.discard(view.uid)
+        if deleted:
+            log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)

@@ -67,7 +67,8 @@ MEANINGS: Final = {
     "gpus_not_remembered": "The checkpoint can't be written, so new GPUs are not offered. The write is retried; check the free "
     "space of the disk.",
     "failed_pod_deleted": "A refused pod was deleted (`kubernetes.delete_failed_pods`); its owner creates another one.",
-    "failed_pod_not_deleted": "The API server refused to delete a refused pod, or is unavailable. Check the agent's RBAC rules.",
+    "failed_pod_not_deleted": "The API server refused to delete a refused pod, or is unavailable; the agent tries again. Check its RBAC "
+    "rules.",
     # GPUs
     "gpus_found": "The driver lists these GPUs; for those in `without_events` it reports no XIDs.",
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",

@@ -180,6 +180,8 @@ class FakeApiServer:
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         self.deleted.append((request.path, await request.json()))
+        async with self.changed:
+            self.changed.notify_all()
         if self.deletions:
             return await self.deletions.popleft()(request)
         return web.json_response({"kind": "Status", "status": "Success"})
