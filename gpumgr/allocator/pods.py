@@ -77,7 +77,8 @@ class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
     `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's values (a kubelet that refuses a pod sets them).
-    `controlled`: a controller would replace the pod. `deleted`: it is to be deleted, also if its containers still run.
+    `controlled`: a controller would replace the pod. `deleted`: it is to be deleted, also if its containers still run. `ends_at`: when its
+    grace period ends then, by the API server's clock, in unix seconds; `grace_seconds`: how long that is.
     `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID of a static pod in
     the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
     container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
@@ -97,6 +98,8 @@ class PodView:
     message: str | None = None
     controlled: bool = False
     deleted: bool = False
+    ends_at: float | None = None
+    grace_seconds: float | None = None
     created_at: float = 0.0
     containers: tuple[ContainerSpec, ...] = ()
     service_account: str | None = None

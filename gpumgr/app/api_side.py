@@ -13,6 +13,7 @@ from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.aio import forever, persistently, wait_at_most
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
+from gpumgr.app.pod_ends import PodEnds
 from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -87,6 +88,8 @@ class ApiSide:
                 failed.changed(before, after)
 
         self.pods.subscribe(changed)
+        pod_ends = PodEnds(components.enforcement.end_clients)
+        self.pods.subscribe(pod_ends.pod_changed)
         node, scheduler = components.settings.node.name, components.settings.hami.scheduler
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher.node, report=readers.report)
@@ -97,7 +100,7 @@ class ApiSide:
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
         )
-        reporters = [("inventory_reporter", inventory.run)]
+        reporters = [("inventory_reporter", inventory.run), ("pod_ends", pod_ends.run)]
         if "replica" in offered(components.settings) and scheduler != "none":
             register = RegisterReporter(
                 self.publisher.node.annotate,

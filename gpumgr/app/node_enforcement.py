@@ -19,6 +19,7 @@ from gpumgr.aio import wait_at_most
 from gpumgr.allocator.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.pods import PodView
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.containers import Containers
@@ -34,7 +35,7 @@ from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.enforcement.unlimited import Unlimited, unlimited_message
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
-from gpumgr.errors import DriverFilesError, InputError
+from gpumgr.errors import CriError, DriverFilesError, InputError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
@@ -180,6 +181,19 @@ class NodeEnforcement:
     def freed(self) -> None:
         """An allocation was freed: its files become due for removal."""
         self._freed.set()
+
+    async def end_clients(self, pod: PodView) -> None:
+        """Ends the work of the pod's MPS clients, before the kubelet kills them: a client that is killed amid its work can block the server
+        for all."""
+        if not self.mps.daemons():
+            return
+        containers = [each for each in self.containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
+        try:
+            pids = await asyncio.to_thread(lambda: {pid for each in containers for pid in self.containers.pids(each)})
+        except CriError as error:
+            log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
+            return
+        await self.mps.end_clients(pids)
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""

@@ -59,7 +59,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         reason=_word(status.get("reason")),
         message=_word(status.get("message"), _MAX_SENTENCE),
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
-        deleted=bool(metadata.get("deletionTimestamp")),
+        **_deletion(metadata),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
         containers=containers if wants_gpu else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
@@ -72,6 +72,14 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         **placed,
         **(selected(annotations) if wants_gpu else {}),
     )
+
+
+def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`deleted`, `ends_at` and `grace_seconds`."""
+    if not (timestamp := metadata.get("deletionTimestamp")):
+        return {}
+    grace = metadata.get("deletionGracePeriodSeconds")
+    return {"deleted": True, "ends_at": _unix_seconds(timestamp), "grace_seconds": None if grace is None else float(grace)}
 
 
 def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:

@@ -327,6 +327,17 @@ class Mps(Backend):
         if self._supervisor is not None:
             await self._supervisor.tick()
 
+    async def end_clients(self, pids: Collection[int]) -> None:
+        """Terminates those of these processes that are clients of a daemon."""
+        await asyncio.gather(*(self._end_clients(daemon, pids) for daemon in self.daemons()))
+
+    async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
+        async with daemon.lock:
+            try:
+                await daemon.end_clients(pids)
+            except (MpsError, OSError) as error:
+                log.warning("mps_clients_not_ended", gpu=daemon.uuid, reason=str(error))
+
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 

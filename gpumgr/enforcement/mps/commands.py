@@ -155,6 +155,11 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
     return {_number(pid, answer): namespace for pid, _, _, namespace, *_ in _rows(answer, 4)}
 
 
+def terminate_client(server_pid: int, client_pid: int) -> Command:
+    """Of protocol 2. The client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED); measured with driver 580 on an H200."""
+    return Command(text=f"terminate_client {server_pid} {client_pid}\n")
+
+
 # -- protocol 2: one outer bound for all clients of a daemon ---------------------------------------------------------------
 
 

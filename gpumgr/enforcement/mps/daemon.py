@@ -272,6 +272,20 @@ class Daemon:
         self.checks += 1
         return named
 
+    async def end_clients(self, pids: Collection[int]) -> None:
+        """Terminates the work of those clients that are among `pids`. Does nothing in protocol 3, for which no such command is known.
+
+        Raises MpsError.
+        """
+        if self.config.protocol != 2 or self.pid is None:
+            return
+        await self._list()
+        for server in self.servers if not self.clients.keys().isdisjoint(pids) else ():
+            answer = await self._client.run_for_server(server, commands.list_clients(2, server))
+            for pid in sorted(commands.parse_clients(2, answer or "").keys() & set(pids)):
+                await self._client.run_for_server(server, commands.terminate_client(server, pid))
+                log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
+
     async def stop(self) -> None:
         """Ends it and removes all its files. Raises MpsError, OSError if something is left; a later call continues."""
         found = processes.find_daemon(self.folder.pipe, self.process)

@@ -1,11 +1,12 @@
 """The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
@@ -19,6 +20,8 @@ from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
+from gpumgr.usage.containers import Container
+from tests.component.accounting.node import MemoryRuntime
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 
@@ -146,3 +149,29 @@ async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(
     monkeypatch.setattr(Enforcer, "choose", choose)
     await enforcement.choose(snapshot(1, 16))
     assert calls == ["restarted", "chosen"]
+
+
+async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cgroups(
+    enforcement: NodeEnforcement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Collection[int]] = []
+
+    async def end_clients(pids: Collection[int]) -> None:
+        ended.append(pids)
+
+    runtime = MemoryRuntime()
+    for uid, name, pids in (("u", "main", (11, 12)), ("u", "side", (21,)), ("other", "main", (31,))):
+        runtime.containers.append(Container(id=uid + name, pod=("team", "web"), pod_uid=uid, name=name))
+        runtime.inside[uid + name] = pids
+    monkeypatch.setattr(enforcement, "containers", runtime)
+    monkeypatch.setattr(enforcement.mps, "end_clients", end_clients)
+    pod = PodView(namespace="team", name="web", uid="u")
+    await enforcement.end_clients(pod)
+    assert ended == [], "no daemon runs"
+    monkeypatch.setattr(enforcement.mps, "daemons", lambda: ["a daemon"])
+    await enforcement.end_clients(pod)
+    assert ended == [{11, 12, 21}]
+    runtime.cgroups_broken = True
+    with capture_logs() as logs:
+        await enforcement.end_clients(pod)
+    assert [line["event"] for line in logs] == ["mps_clients_not_ended"]

@@ -244,6 +244,9 @@ class Daemon:
             return "Quit accepted; shutting down the MPS control daemon." if self.protocol == 3 else ""
         if "pinned_mem" in words[0] and not behaviour("knows_memory_limits", True):
             raise Refused(f'Unknown command "{words[0]}"')
+        if words[0] == "terminate_client" and self.protocol == 2:
+            self._known(words[1]).detach(int(words[2]))
+            return ""
         if self.protocol == 2:
             return self._obey_2(*words)
         positional = [word for word in words if not word.startswith("--")]

@@ -35,6 +35,14 @@ def test_a_pod_with_a_deletion_timestamp_is_deleted(timestamp: str | None) -> No
     assert parse_pod({"metadata": metadata}).deleted is (timestamp is not None)
 
 
+def test_the_end_of_a_deleted_pods_grace_period_is_read() -> None:
+    metadata = {"namespace": "team", "name": "p", "uid": "u", "deletionTimestamp": "2026-11-01T10:00:30Z"}
+    known = parse_pod({"metadata": {**metadata, "deletionGracePeriodSeconds": 30}})
+    assert (known.ends_at, known.grace_seconds) == (1793527230.0, 30.0)
+    assert parse_pod({"metadata": metadata}).grace_seconds is None
+    assert parse_pod({"metadata": {**metadata, "deletionTimestamp": None}}).ends_at is None
+
+
 WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
 
 

@@ -1,0 +1,49 @@
+"""Calls a function one second before the grace period of each deleted pod ends, and never earlier."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from gpumgr.aio import wait_at_most
+from gpumgr.allocator.pods import PodView
+
+#: Before the end of the grace period, at which the kubelet kills what still runs.
+AHEAD_SECONDS: Final = 1.0
+
+
+class PodEnds:
+    """`pod_changed` is a listener of the pod cache, `run` a daemon. `clock` is monotonic, `wall_clock` in unix seconds."""
+
+    def __init__(
+        self,
+        about_to_end: Callable[[PodView], Awaitable[None]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._about_to_end, self._clock, self._wall_clock = about_to_end, clock, wall_clock
+        #: By UID; the time is monotonic.
+        self._due: dict[str, tuple[float, PodView]] = {}
+        self._changed = asyncio.Event()
+
+    def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
+        """The kubelet's grace period begins when it sees the deletion, as the agent does, and lasts `grace_seconds`. The timestamp has
+        whole seconds, and is of the API server's clock; it alone is known of a deletion from before the agent's start."""
+        if after is None:
+            if before is not None:
+                self._due.pop(before.uid, None)
+        elif after.ends_at is not None and (before is None or before.ends_at != after.ends_at):
+            wait = after.ends_at - self._wall_clock()
+            if before is not None and after.grace_seconds is not None:
+                wait = max(wait, after.grace_seconds)
+            self._due[after.uid] = self._clock() + max(0.0, wait - AHEAD_SECONDS), after
+            self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
+            await asyncio.gather(*(self._about_to_end(pod) for _, pod in [self._due.pop(uid) for uid in due]))
+            first = min((at for at, _ in self._due.values()), default=None)
+            await wait_at_most(self._changed, None if first is None else max(0.0, first - self._clock()))
+            self._changed.clear()
