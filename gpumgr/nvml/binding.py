@@ -39,7 +39,14 @@ _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
 #: Codes that mean "none so far", which is no failure. (The binding raises even success if it finds no list.)
 _NONE_YET: Final = frozenset(
-    {("nvmlDeviceGetProcessUtilization", SUCCESS), ("nvmlDeviceGetProcessUtilization", NOT_FOUND), ("nvmlEventSetWait", TIMEOUT)}
+    {
+        *(
+            (f"nvmlDeviceGet{name}", code)
+            for name in ("ProcessUtilization", "ProcessesUtilizationInfo")
+            for code in (SUCCESS, NOT_FOUND)
+        ),
+        ("nvmlEventSetWait", TIMEOUT),
+    }
 )
 
 MEMORY_V2: Final = 0x02000028

@@ -19,6 +19,8 @@ from gpumgr.nvml.binding import INSUFFICIENT_SIZE, NOT_FOUND, SUCCESS, Binding, 
 _PERIOD_MICROSECONDS: Final = 1_000_000
 #: An answer that grows between the query of its size and its fetch is fetched again, this often.
 _TRIES: Final = 3
+#: The second one, of drivers 550 and newer, is used where the first one is not supported.
+_FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
 #: The host's pid, the wall clock's microseconds, and percent of the time in which the process' kernels ran.
 Sample = tuple[int, int, int]
@@ -70,9 +72,16 @@ class ProcessUtilization:
 
 
 def _fetch(nvml: Binding, handle: Handle, since: int) -> list[Sample] | None:
+    for function in _FUNCTIONS:
+        if (samples := _fetch_by(nvml, function, handle, since)) is not None:
+            return samples
+    return None
+
+
+def _fetch_by(nvml: Binding, function: str, handle: Handle, since: int) -> list[Sample] | None:
     for _ in range(_TRIES):
         try:
-            samples = nvml.ask("nvmlDeviceGetProcessUtilization", handle, since)
+            samples = nvml.ask(function, handle, since)
         except CallError as exc:
             if exc.code in (SUCCESS, NOT_FOUND):
                 return []

@@ -1031,8 +1031,7 @@ LISTS(nvmlDeviceGetComputeRunningProcesses, put_processes(i, m, n, list, 0))
 LISTS(nvmlDeviceGetMPSComputeRunningProcesses, put_processes(i, m, n, list, 1))
 LISTS(nvmlDeviceGetGraphicsRunningProcesses, ((void)list, (void)m, *n = 0, OK))
 
-EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
-    ENTER_GPU(d);
+static result_t put_samples(int i, process_sample_t *list, unsigned *count, unsigned long long since) {
     state_t *g = &control.gpu[i];
     unsigned n = 0, room = *count;
     struct timespec t;
@@ -1044,8 +1043,13 @@ EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list,
         n++;
     }
     *count = n;
-    if (!n || stamp <= since) return leave(NOT_FOUND);
-    return leave(list && room >= n ? OK : INSUFFICIENT_SIZE);
+    if (!n || stamp <= since) return NOT_FOUND;
+    return list && room >= n ? OK : INSUFFICIENT_SIZE;
+}
+
+EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
+    ENTER_GPU(d);
+    return leave(put_samples(i, list, count, since));
 }
 
 /* ---- settings of administrators -------------------------------------------------------------------------------------- */

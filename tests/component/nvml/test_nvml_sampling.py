@@ -2,19 +2,22 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from gpumgr.nvml.binding import Binding
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import DoubleBitError, Failed, HealthReading, Observation, Xid
+from gpumgr.sim import library
 from gpumgr.sim.control import SimProcess, SimWork
 from gpumgr.topology.devices import GpuProcess, GpuSample
 
 from .conftest import Prepare, opened
 
 MIB = 1024 * 1024
+_NEWER_CALL: Final = Path(__file__).parents[2] / "data/nvml/processes_utilization.c"
 
 
 async def first_sample(nvml: Nvml) -> GpuSample:
@@ -192,6 +195,27 @@ async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prep
         assert ratios == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
         sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
         assert await busy(nvml, uuid) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
+
+
+@pytest.mark.parametrize("code", [3, 13, 26])
+async def test_utilization_by_the_newer_call_where_the_older_is_not_supported(
+    node: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    source = tmp_path / "nvml.c"
+    source.write_text(library._SOURCE.read_text() + _NEWER_CALL.read_text())
+    monkeypatch.setattr(library, "_SOURCE", source)
+    sim = node("hgx-h100-8")
+    sim.control.set_result("nvmlDeviceGetProcessUtilization", code)
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        assert await busy(nvml, uuid) == {}
+        sim.control.set_processes(0, [SimProcess(pid=3)])
+        assert await busy(nvml, uuid) == {3: 0.0}
+        sim.control.set_processes(0, [SimProcess(pid=3), *(SimProcess(pid=pid, sm_percent=pid) for pid in (30, 60))])
+        assert await busy(nvml, uuid) == {3: 0.0, 30: 0.3, 60: 0.6}
+        assert nvml.call_errors == {}, "that nothing ran is no failure"
+        sim.control.set_result("nvmlDeviceGetProcessesUtilizationInfo", 3)
+        assert await busy(nvml, uuid) == {3: None, 30: None, 60: None}
 
 
 async def busy(nvml: Nvml, uuid: str) -> dict[int, float | None]:
