@@ -83,4 +83,4 @@ class Workload:
         if container.cores < CORES_PER_GPU:
             return container.memory_blocks * BLOCK_BYTES
         cards = [self._node.description.card_of(self._node.indices[gpu]) for gpu in gpus]
-        return min(card.memory_mib - card.reserved_mib for card in cards) << 20
+        return int(min(card.memory_mib - card.reserved_mib for card in cards)) << 20

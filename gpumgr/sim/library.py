@@ -6,7 +6,7 @@ with `library_path` or with LD_LIBRARY_PATH.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,8 @@ _SOURCE: Final = Path(__file__).with_name("nvml.c")
 # No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated one that is still mapped.
 _FLAGS: Final = ("-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 _MIB: Final = 1024 * 1024
+#: NVML's number and the driver's id of the profile of one slice with media engines.
+_WITH_MEDIA: Final = (7, 20)
 _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
 
@@ -81,11 +83,15 @@ def render_node(node: NodeDescription) -> str:
     for index, gpu in enumerate(node.gpus):
         card = node.card_of(index)
         identity = [index, node.uuid_of(index), _nvml_bus_id(gpu.bus_id), node.minor_of(index)]
-        memory = [card.memory_mib * _MIB, card.reserved_mib * _MIB]
+        memory = [card.memory_mib * _MIB, int(card.reserved_mib * _MIB)]
         place = [-1 if gpu.numa_node is None else gpu.numa_node]
-        rest = [_MIG_NUMBER[card.mig], card.idle_celsius, card.idle_watts * 1000]
+        rest = [_MIG_NUMBER[card.mig], card.idle_celsius, round(card.idle_watts * 1000)]
         lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
-        lines += [f"profile {index} {number} {_profile_fact(each)}" for number, each in node.mig_profiles_of(index).items()]
+        for number, each in node.mig_profiles_of(index).items():
+            lines.append(_profile_line(index, number, each, instances=len(each.starts)))
+            if number == 0:  # one instance may have the media engines, too
+                with_media = replace(each, name=f"{each.name}+me", number=_WITH_MEDIA[1])
+                lines.append(_profile_line(index, _WITH_MEDIA[0], with_media, instances=1))
         lines += [f"instance {index} {number} {instance_fact(mig)}" for number, mig in enumerate(node.mig_instances_of(index))]
     for a in range(len(node.gpus)):
         lines += [f"level {a} {b} {node.nvml_level(a, b)}" for b in range(a + 1, len(node.gpus))]
@@ -93,9 +99,11 @@ def render_node(node: NodeDescription) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _profile_fact(profile: MigProfile) -> str:
+def _profile_line(gpu: int, number: int, profile: MigProfile, *, instances: int) -> str:
+    """`number`: NVML's."""
     starts = sum(1 << start for start in profile.starts)
-    return f"{profile.number} {profile.slices} {profile.size} {starts} {profile.memory_mebibytes} {profile.name}"
+    sizes = f"{profile.slices} {profile.size} {starts} {instances} {profile.memory_mebibytes}"
+    return f"profile {gpu} {number} {profile.number} {sizes} {profile.name}"
 
 
 def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:

@@ -41,17 +41,20 @@ _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 MigProfile = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until a script changes them."""
+    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until a script changes them. `mig_memory_mib` is the
+    memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
-    reserved_mib: Whole = 0
+    reserved_mib: Positive = 0
     mig: Literal["unsupported", "disabled", "enabled"] = "unsupported"
     idle_celsius: Whole = 30
-    idle_watts: Whole = 40
+    idle_watts: Positive = 40
+    mig_memory_mib: tuple[Whole, Whole, Whole, Whole] | None = None
 
 
 class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +106,9 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             number: GpuMigProfile(
                 name=f"{slices}g.{(2 * size * gib + 8) // 16}gb",
                 number=driver_id,
-                memory_mebibytes=128 * (card.memory_mib * size // 1024 - _MIG_RESERVED[size]),
+                memory_mebibytes=card.mig_memory_mib[size.bit_length() - 1]
+                if card.mig_memory_mib
+                else 128 * (card.memory_mib * size // 1024 - _MIG_RESERVED[size]),
                 slices=slices,
                 size=size,
                 starts=starts,

@@ -27,7 +27,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8, MAX_PROFILES = 8, MAX_MPS = 256 };
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512, MAX_INSTANCES = 8, MAX_PROFILES = 10, MAX_MPS = 256 };
 enum { MAX_CGROUP = 512, MAX_LINE = 1024 };
 
 typedef enum {
@@ -36,8 +36,8 @@ typedef enum {
     IN_USE = 19, INSUFFICIENT_RESOURCES = 23, ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
 } result_t;
 
-enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8 };
-enum { FIELD_ECC_DOUBLE_BIT_VOLATILE = 4, FIELD_RECOVERY_ACTION = 230 };
+enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8, SUPPORTED_EVENTS = 0xff9f }; /* those of an H200 with driver 580 */
+enum { FIELD_ECC_DOUBLE_BIT_VOLATILE = 4, FIELD_REMAPPED_FIRST = 142, FIELD_REMAPPED_LAST = 145, FIELD_RECOVERY_ACTION = 230 };
 
 /* ---- structures of the ABI ------------------------------------------------------------------------------------------- */
 
@@ -71,7 +71,7 @@ typedef struct { unsigned multiprocessors, copy, decoder, encoder, jpeg, ofa, gp
 typedef struct { char uuid[96], profile[32]; unsigned gpu_instance, compute_instance, memory_slices; attributes_t attributes; } instance_t;
 
 /* A GPU instance profile; starts: memory slice n as bit n. */
-typedef struct { char name[32]; unsigned number, id, slices, size, starts; unsigned long long memory_mib; } profile_t;
+typedef struct { char name[32]; unsigned number, id, slices, size, starts, instances; unsigned long long memory_mib; } profile_t;
 
 typedef struct {
     char uuid[96], bus_id[32], name[96];
@@ -199,7 +199,7 @@ static void read_node_link(const char *text) {
 static void read_node_profile(const char *text) {
     profile_t p = {0};
     int i;
-    if (sscanf(text, "%d %u %u %u %u %u %llu %31s", &i, &p.number, &p.id, &p.slices, &p.size, &p.starts, &p.memory_mib, p.name) < 8) return;
+    if (sscanf(text, "%d %u %u %u %u %u %u %llu %31s", &i, &p.number, &p.id, &p.slices, &p.size, &p.starts, &p.instances, &p.memory_mib, p.name) < 9) return;
     if (i >= 0 && i < MAX_GPUS && node.gpu[i].profiles < MAX_PROFILES) node.gpu[i].profile[node.gpu[i].profiles++] = p;
 }
 
@@ -658,7 +658,7 @@ EXPORT result_t nvmlDeviceGetMigMode(void *d, unsigned *current, unsigned *pendi
 
 EXPORT result_t nvmlDeviceGetMaxMigDeviceCount(void *d, unsigned *count) {
     ENTER_GPU(d);
-    *count = node.gpu[i].mig < 0 ? 0 : MAX_INSTANCES;
+    *count = mig_of(i) == 1 ? MAX_INSTANCES : 0;
     return leave(OK);
 }
 
@@ -672,7 +672,12 @@ EXPORT result_t nvmlDeviceGetMigDeviceHandleByIndex(void *d, unsigned index, voi
 
 EXPORT result_t nvmlDeviceGetGpuInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->gpu_instance; return leave(OK); }
 EXPORT result_t nvmlDeviceGetComputeInstanceId(void *d, unsigned *id) { ENTER_MIG(d, 0); *id = m->compute_instance; return leave(OK); }
-EXPORT result_t nvmlDeviceGetAttributes_v2(void *d, attributes_t *attributes) { ENTER_MIG(d, 0); *attributes = m->attributes; return leave(OK); }
+EXPORT result_t nvmlDeviceGetAttributes_v2(void *d, attributes_t *attributes) {
+    ENTER_MIG(d, 1);
+    if (!m) return leave(NOT_SUPPORTED);
+    *attributes = m->attributes;
+    return leave(OK);
+}
 
 EXPORT result_t nvmlDeviceSetMigMode(void *d, unsigned mode, result_t *status) {
     ENTER_GPU(d);
@@ -717,7 +722,7 @@ EXPORT result_t nvmlDeviceGetGpuInstanceProfileInfo(void *d, unsigned number, pr
     ENTER_GPU(d);
     profile_t *p = profile_of(i, number, 0);
     if (!p) return leave(no_profile(number));
-    *info = (profile_info_t){.id = p->id, .slices = p->slices, .instances = bits(p->starts), .memory_mib = p->memory_mib};
+    *info = (profile_info_t){.id = p->id, .slices = p->slices, .instances = p->instances, .memory_mib = p->memory_mib};
     return leave(OK);
 }
 
@@ -726,7 +731,7 @@ EXPORT result_t nvmlDeviceGetGpuInstanceProfileInfoV(void *d, unsigned number, p
     profile_t *p = profile_of(i, number, 0);
     if (!p) return leave(no_profile(number));
     if (info->version != (sizeof *info | 2u << 24)) return leave(ARGUMENT_VERSION_MISMATCH);
-    *info = (profile_info_v2_t){.version = info->version, .id = p->id, .slices = p->slices, .instances = bits(p->starts), .memory_mib = p->memory_mib};
+    *info = (profile_info_v2_t){.id = p->id, .slices = p->slices, .instances = p->instances, .memory_mib = p->memory_mib};
     snprintf(info->name, sizeof info->name, "MIG %s", p->name);
     return leave(OK);
 }
@@ -1134,6 +1139,7 @@ EXPORT result_t nvmlDeviceGetFieldValues(void *d, int count, field_t *fields) {
         fields[n].type = 1;
         if (fields[n].field == FIELD_RECOVERY_ACTION) fields[n].value.ui = (unsigned)control.gpu[i].recovery;
         else if (fields[n].field == FIELD_ECC_DOUBLE_BIT_VOLATILE) fields[n].type = 3, fields[n].value.ull = control.gpu[i].double_bit_errors;
+        else if (fields[n].field >= FIELD_REMAPPED_FIRST && fields[n].field <= FIELD_REMAPPED_LAST) fields[n].type = 3, fields[n].value.ull = 0;
         else fields[n].result = NOT_SUPPORTED;
     }
     return leave(OK);
@@ -1141,7 +1147,7 @@ EXPORT result_t nvmlDeviceGetFieldValues(void *d, int count, field_t *fields) {
 
 EXPORT result_t nvmlDeviceGetSupportedEventTypes(void *d, unsigned long long *types) {
     ENTER_GPU(d);
-    *types = EVENT_DOUBLE_BIT_ECC | EVENT_XID;
+    *types = SUPPORTED_EVENTS;
     return leave(OK);
 }
 
