@@ -1,4 +1,4 @@
-"""The whole agent with MPS: NVIDIA's control program is a stand-in, whose server and clients the simulated driver lists."""
+"""The whole agent with MPS: NVIDIA's control program is a stand-in, and the simulated driver lists its server and clients."""
 
 import asyncio
 import contextlib

@@ -28,7 +28,7 @@ class MemoryMig:
     broken: str = ""
     destroyed: list[str] = field(default_factory=list)
     generation: str = ""
-    #: Each creation waits for it, and `creating` is set meanwhile.
+    #: Each creation waits for it, and `creating` is set until then.
     created: asyncio.Event = field(default_factory=_set_event)
     creating: asyncio.Event = field(default_factory=asyncio.Event)
 
