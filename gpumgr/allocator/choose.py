@@ -143,7 +143,7 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
     needs = chain_needs(caller.chain[:1] if alone else caller.chain)
     if needs.most_cores >= CORES_PER_GPU:
         return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
-    if needs.cores >= CORES_PER_GPU:
+    if needs.cores > CORES_PER_GPU:
         raise Refusal(
             "invalid_request",
             f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "

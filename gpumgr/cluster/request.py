@@ -88,7 +88,7 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
         made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
     for position in range(len(made)):
         needs = chain_needs(made[position:])
-        if needs.most_cores < CORES_PER_GPU <= needs.cores:
+        if needs.most_cores < CORES_PER_GPU < needs.cores:
             raise Refusal(
                 "invalid_request",
                 f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "

@@ -9,6 +9,8 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 #: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
 _MOST_MEBIBYTES: Final = 2**31 - 1
 
+_ALL_PERCENT: Final = 100
+
 #: How many times its memory, and its cores, a GPU has for such requests.
 Scaling = tuple[float, float]
 
@@ -44,6 +46,9 @@ class ReplicaRequest:
     @property
     def problem(self) -> str | None:
         """Why no node can grant it."""
+        for percent, name, part in ((self.cores, "gpucores", "cores"), (self.memory_percent, "gpumem-percentage", "memory")):
+            if not 0 <= percent <= _ALL_PERCENT:
+                return f"{percent} % of the {part} of each GPU asked: {name} must be 0 to 100; ask for more GPUs instead"
         if self.memory_mebibytes is not None and self.memory_mebibytes > _MOST_MEBIBYTES:
             return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
         return None
@@ -65,5 +70,6 @@ class ReplicaRequest:
             return Amounts(CORES_PER_GPU, gpu_mebibytes)
         if self.memory_mebibytes is not None:
             return Amounts(self.cores, self.memory_mebibytes)
-        part = int(gpu_mebibytes * self.memory_scaling) * self.memory_percent // 100
+        # HAMi's scheduler admits more than 100 %, and grants 100 %.
+        part = int(gpu_mebibytes * self.memory_scaling) * min(self.memory_percent, _ALL_PERCENT) // 100
         return Amounts(self.cores, min(part, dict(self.memory_on).get(uuid, part)))

@@ -63,21 +63,22 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
 def replica_request(
     wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
 ) -> ReplicaRequest | None:
-    """None: the container has no GPUs from the kubelet. `wanted`: resource -> quantity. Raises ValueError for an invalid quantity."""
+    """None: the container has no GPUs from the kubelet. `wanted`: resource -> quantity. Amounts above 100 % are kept, for
+    `ReplicaRequest.problem`. Raises ValueError for an invalid quantity."""
 
     def amount(name: str) -> int:
         return parse_quantity(str(wanted.get(name, "0")))
 
-    count, percent = amount(resources.count_resource), min(amount(resources.memory_percentage_resource), 100)
+    count, percent = amount(resources.count_resource), amount(resources.memory_percentage_resource)
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
     # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
-    cores = min(amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores, CORES_PER_GPU)
+    cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
         count=count,
-        cores=CORES_PER_GPU if whole else cores if cores == CORES_PER_GPU or not resources.disable_core_limit else 0,
+        cores=CORES_PER_GPU if whole else cores if cores >= CORES_PER_GPU or not resources.disable_core_limit else 0,
         memory_mebibytes=memory or None,
         memory_percent=percent or 100,
         memory_scaling=resources.device_memory_scaling,

@@ -88,6 +88,8 @@ def _asked(container: KubernetesContainer, resources: ReplicaResources) -> Repli
     wanted = {**container.resources.requests, **container.resources.limits}
     if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the number
         wanted = {resources.count_resource: 1, **wanted}
+    for name in {resources.core_resource, resources.memory_percentage_resource} & wanted.keys():
+        wanted[name] = min(quantity_or_0(str(wanted[name])), 100)  # as HAMi grants it
     return replica_request(wanted, resources, quantity_or_0)
 
 

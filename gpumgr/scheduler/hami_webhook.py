@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from gpumgr.kubeapi.pods import quantity_or_0
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
@@ -20,6 +21,17 @@ _MOST_BYTES: Final = 8 << 20
 _NONE: Final = ("", "0")
 #: A container with such a limit has GPUs from a device plugin, also if none of HAMi's.
 _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
+
+
+def refusal(pod: Mapping[str, Any], hami: ReplicaResources) -> str | None:
+    """Why no node can grant it: amounts outside 0 to 100 %. Raises what `patches` raises."""
+    spec = pod["spec"]
+    for container in [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]:
+        limits = (container.get("resources") or {}).get("limits") or {}
+        for name in (hami.core_resource, hami.memory_percentage_resource):
+            if quantity_or_0(str(limits.get(name, "0"))) > 100:
+                return f"container {container['name']}: {name} {limits[name]} must be 0 to 100"
+    return None
 
 
 def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings) -> list[dict[str, Any]]:
@@ -90,10 +102,13 @@ def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> we
     async def review(request: web.Request) -> web.Response:
         try:
             asked = msgspec.json.decode(await request.read())["request"]
-            patch = patches(asked["object"], hami, settings)
-            response: dict[str, Any] = {"uid": asked["uid"], "allowed": True}
+            refused = refusal(asked["object"], hami)
+            patch = patches(asked["object"], hami, settings) if refused is None else []
+            response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
         except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
             return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
+        if refused is not None:
+            response["status"] = {"code": 422, "reason": "Invalid", "message": refused}
         if patch:
             response |= {"patchType": "JSONPatch", "patch": b64encode(msgspec.json.encode(patch)).decode()}
         body = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}

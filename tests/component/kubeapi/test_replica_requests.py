@@ -25,12 +25,12 @@ def wanted(**amounts: object) -> dict[str, object]:
     [
         (wanted(gpu=1), ReplicaRequest(count=1, cores=100)),
         (wanted(gpu=2, gpumem=4096), ReplicaRequest(count=2, memory_mebibytes=4096)),
-        (wanted(gpu=1, gpumem_percentage=150), ReplicaRequest(count=1, cores=100)),
+        (wanted(gpu=1, gpumem_percentage=150), ReplicaRequest(count=1, memory_percent=150)),
         (wanted(gpu=1, gpumem_percentage=50), ReplicaRequest(count=1, memory_percent=50)),
         (wanted(gpu=1, gpumem_percentage=0, gpucores=0), ReplicaRequest(count=1)),
         (wanted(gpu=1, gpumem=0, gpucores=70), ReplicaRequest(count=1, cores=70)),
         (wanted(gpu=1, gpumem=5, gpumem_percentage=50), ReplicaRequest(count=1, memory_mebibytes=5, memory_percent=50)),
-        (wanted(gpu=1, gpucores=120), ReplicaRequest(count=1, cores=100)),
+        (wanted(gpu=1, gpucores=120), ReplicaRequest(count=1, cores=120)),
         (wanted(gpu=1, gpumem="16Gi"), ReplicaRequest(count=1, memory_mebibytes=16 << 30)),
         (wanted(gpumem=5), None),
         ({}, None),
@@ -38,6 +38,27 @@ def wanted(**amounts: object) -> dict[str, object]:
 )
 def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None) -> None:
     assert replica_request(limits, RESOURCES, parse_quantity) == request_
+
+
+@pytest.mark.parametrize("disable_core_limit", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (wanted(gpu=1, gpucores=100), None),
+        (wanted(gpu=1, gpumem_percentage=100, gpucores=0), None),
+        (wanted(gpu=1, gpucores=101), "101 % of the cores of each GPU asked: gpucores must be 0 to 100"),
+        (wanted(gpu=2, gpumem=1000, gpucores=150), "150 % of the cores of each GPU asked: gpucores must be 0 to 100"),
+        (wanted(gpu=1, gpumem_percentage=101), "101 % of the memory of each GPU asked: gpumem-percentage must be 0 to 100"),
+        (wanted(gpu=1, gpumem=1, gpumem_percentage="1k"), "1000 % of the memory of each GPU asked: gpumem-percentage must be"),
+    ],
+)
+def test_amounts_above_a_whole_gpu_have_a_problem(
+    limits: Mapping[str, object], problem: str | None, disable_core_limit: bool
+) -> None:
+    request = replica_request(limits, ReplicaResources(disable_core_limit=disable_core_limit), parse_quantity)
+    assert request is not None
+    assert (request.problem or "").startswith(problem or "")
+    assert (request.problem is None) is (problem is None)
 
 
 def test_defaults_and_the_factor_of_memory() -> None:

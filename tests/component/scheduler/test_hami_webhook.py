@@ -112,6 +112,23 @@ async def test_an_answer_has_the_uid_and_the_patch(client: TestClient[Any, Any])
 
 
 @pytest.mark.parametrize(
+    ("field", "limits", "message"),
+    [
+        ("containers", {"cores": "101", "mem": "4"}, "container c: cores 101 must be 0 to 100"),
+        ("containers", {"example.com/a~b": 1, "percent": "1k"}, "container c: percent 1k must be 0 to 100"),
+        ("initContainers", {"percent": 150}, "container c: percent 150 must be 0 to 100"),
+    ],
+)
+async def test_a_pod_with_amounts_above_a_whole_gpu_is_refused(
+    client: TestClient[Any, Any], field: str, limits: dict[str, Any], message: str
+) -> None:
+    item = {"spec": {"containers": [{"name": "first"}], field: pod(limits)["spec"]["containers"]}}
+    answer = await client.post(PATH, json={"request": {"uid": "u1", "object": item}})
+    status = {"code": 422, "reason": "Invalid", "message": message}
+    assert (await answer.json())["response"] == {"uid": "u1", "allowed": False, "status": status}
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"request":{}}', b'{"request":{"uid":"u","object":{"spec":{"containers":[3]}}}}', b"\xff"]
 )
 async def test_a_body_that_is_no_review_is_named(client: TestClient[Any, Any], body: bytes) -> None:

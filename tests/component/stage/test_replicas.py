@@ -55,7 +55,7 @@ async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
         ({"gpumem_percentage": 33}, Amounts(0, MEBIBYTES * 33 // 100)),
         ({"gpumem": 1, "gpumem_percentage": 50, "gpucores": 1}, Amounts(1, 1)),
         ({"gpucores": 30}, Amounts(30, MEBIBYTES)),
-        ({"gpumem": 10, "gpucores": 120}, Amounts(100, MEBIBYTES)),
+        ({"gpumem": 10, "gpucores": 100}, Amounts(100, MEBIBYTES)),
     ],
 )
 async def test_what_is_requested_is_granted(folder: Path, amounts: Mapping[str, int], gpus: Amounts) -> None:
@@ -147,6 +147,8 @@ async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> N
     ("containers", "reason"),
     [
         ((hami(gpumem=16 << 30),), "so that 16 GiB are 16384 and not 16Gi"),
+        ((hami(gpumem=10, gpucores=101),), "101 % of the cores of each GPU asked: gpucores must be 0 to 100"),
+        ((hami(gpumem_percentage=150),), "150 % of the memory of each GPU asked: gpumem-percentage must be 0 to 100"),
         ((hami(5),), "5 of 4 GPUs needed, and 4 have what the container requests of each"),
         ((hami(gpumem=5000),), "has 100 cores and 4096 MiB left, and 0 cores and 5000 MiB are needed"),
         (

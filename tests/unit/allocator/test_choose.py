@@ -147,8 +147,26 @@ def test_the_first_call_reserves_for_the_whole_chain_of_containers() -> None:
 
 
 def test_a_chain_that_no_gpu_can_hold_is_refused() -> None:
-    with pytest.raises(Refusal, match="container prepare and the containers after it need 100 cores on one GPU"):
-        asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(80, 1))
+    with pytest.raises(Refusal, match="container prepare and the containers after it need 101 cores on one GPU"):
+        asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(81, 1))
+
+
+@pytest.mark.parametrize("resource", ["core", "memory"])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        (init(60, 1), app(50, 1), app(50, 1)),
+        (init(60, 1), sidecar(20, 1), app(80, 1)),
+        (init(99, 1), sidecar(98, 1), app(2, 1)),
+    ],
+)
+def test_a_chain_of_exactly_one_gpu_fits_a_free_one(resource: Resource, chain: tuple[ContainerSpec, ...]) -> None:
+    """Kubernetes counts no more than 100 cores for it, so the scheduler binds it to a node with one free GPU."""
+    ledger = empty([16, 16]).occupy(on(ONE, 1, 1))
+    size = chain[0].cores if resource == "core" else 1
+    assert asked(ledger, resource, size, *chain).gpus == (TWO,)
+    with pytest.raises(Refusal, match="free"):
+        asked(ledger.occupy(on(TWO, 1, 1)), resource, size, *chain)
 
 
 def test_all_gpus_that_a_chain_needs_must_be_free() -> None:

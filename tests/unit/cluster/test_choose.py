@@ -4,9 +4,10 @@ import pytest
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.node import NodeState, PodUse, Used, homogeneous
-from gpumgr.cluster.request import PodRequest, Policy, vcuda_request
+from gpumgr.cluster.request import PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import Amounts
 from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
 
@@ -117,6 +118,20 @@ def test_requests_that_every_agent_refuses_are_refused(
 ) -> None:
     with pytest.raises(Refusal, match=reason):
         vcuda_request(containers)
+
+
+@pytest.mark.parametrize("wanted", [ReplicaRequest(count=1, cores=101), ReplicaRequest(count=2, memory_percent=150)])
+def test_amounts_above_a_whole_gpu_are_refused(wanted: ReplicaRequest) -> None:
+    with pytest.raises(Refusal, match=r"container main: .* must be 0 to 100"):
+        replica_request([("main", "app", wanted)])
+
+
+@pytest.mark.parametrize("kind", ["app", "sidecar"])
+def test_a_pod_that_needs_exactly_one_gpu_fits_a_free_one(kind: ContainerKind) -> None:
+    wanted = vcuda_request([("load", "init", 60, 4), ("main", kind, 50, 4), ("side", "app", 50, 4)])
+    node = node_state("a", 2)
+    assert gpus(choose(node, used(node, gpu0=(1, 1)), wanted, "binpack")) == [[1], [1], [1]]
+    assert isinstance(choose(node, used(node, gpu0=(1, 1), gpu1=(1, 1)), wanted, "binpack"), Misfit)
 
 
 def test_equal_requests_are_one_shape() -> None:

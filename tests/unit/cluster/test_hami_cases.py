@@ -126,7 +126,6 @@ ONE = node_state("n", 1)
                      ["has no room for 1 GPU whole (0 free)"], id="21"),
         pytest.param([node_state("n", 1, **other({0: (100, 0)}))], [hami(memory=256)], "binpack",
                      ["has no room for 1 GPU with 256 MiB (closest: GPU 0, 1 cores and 16 GiB)"], id="22"),
-        pytest.param([ONE], [hami(cores=120)], "binpack", ["n:0"], id="23"),
         pytest.param([node_state("n", 2)], [hami(gpus=3, memory=512)], "binpack",
                      ["has no room for 3 GPUs with 512 MiB (2 free)"], id="24"),
         pytest.param([node_state("n", 2, cordoned=(1,))], [hami(memory=512)], "binpack", ["n:0"], id="25"),
