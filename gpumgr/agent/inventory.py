@@ -28,7 +28,8 @@ class Inventory:
     """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
     `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
-    `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their MIG mode.
+    `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their
+    MIG mode.
     `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
     are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
     all); None: none are. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be created now, for example because of a
@@ -45,6 +46,7 @@ class Inventory:
     mig_on_demand: Collection[str] | None = None
     mig_blocked: Mapping[str, int] = field(default_factory=dict)
     in_mig_mode: Collection[str] = ()
+    lost: Collection[str] = ()
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
         """The registry with all GPUs of the snapshot."""
@@ -110,6 +112,14 @@ class Inventory:
             for c in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
+
+    def gone(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
+        """GPU -> why no container can start on it: it fell off the bus, or the driver answers and does not list it."""
+        answered = self.snapshot.gpus or self.snapshot.driver_version is not None
+        shown = {gpu.uuid for gpu in self.snapshot.gpus} | {failure.uuid for failure in self.snapshot.failures}
+        missing = {gpu.uuid for gpu in gpu_registry.gpus if answered and gpu.uuid not in shown}
+        reasons = self.failures(gpu_registry)
+        return {gpu.name: reasons[gpu.name] for gpu in gpu_registry.gpus if gpu.uuid in {*missing, *self.lost}}
 
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it accepts no new containers."""

@@ -56,6 +56,7 @@ class PreStart:
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         spec = view.container(allocation.container) if view and allocation.container else None
         record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
+        self._refuse_gone_gpus(allocation)
         if resource in RESOURCES:
             self._check(allocation, spec)
         refuse_undemanded(agent_state.node(), view, allocation.gpus)
@@ -69,6 +70,17 @@ class PreStart:
         if resource != "memory":  # every vcuda share has cores, so one of the container's two calls is enough
             for holder in holders:
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
+
+    def _refuse_gone_gpus(self, allocation: Allocation) -> None:
+        """The runtime would fail on a device that does not exist, with an error that names no reason."""
+        gone = self._agent_state.inventory.gone(self._agent_state.ledger.gpu_registry)
+        for gpu in allocation.gpus:
+            if gpu in gone:
+                raise Refusal(
+                    "gpu_unhealthy",
+                    f"the container's {self._agent_state.node().label(gpu)} is gone: {gone[gpu]}; delete the pod, so that a new pod gets "
+                    "another GPU",
+                )
 
     def _check(self, allocation: Allocation, spec: ContainerSpec | None) -> None:
         if spec is not None:

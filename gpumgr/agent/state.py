@@ -186,12 +186,19 @@ class AgentState:
             await self._before_offer()
 
     async def set_health(
-        self, *, failed: Mapping[str, str], cordoned: Mapping[str, str], in_mig_mode: Collection[str] = ()
+        self,
+        *,
+        failed: Mapping[str, str],
+        cordoned: Mapping[str, str],
+        in_mig_mode: Collection[str] = (),
+        lost: Collection[str] = (),
     ) -> None:
         """UUID -> why a GPU does not work, and why it accepts no new containers. A GPU in neither is healthy. Those `in_mig_mode` are
-        cordoned for this reason alone."""
+        cordoned for this reason alone; those in `lost` failed because they fell off the bus."""
         async with self.lock:
-            self.inventory = replace(self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode)
+            self.inventory = replace(
+                self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode, lost=lost
+            )
             self.publish()
 
     async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:

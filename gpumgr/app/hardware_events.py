@@ -113,7 +113,10 @@ class HardwareEvents:
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
         in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
         await self._agent_state.set_health(
-            failed={**self._nodeless, **failed}, cordoned={**cordoned, **cordon_reason}, in_mig_mode=in_mig_mode
+            failed={**self._nodeless, **failed},
+            cordoned={**cordoned, **cordon_reason},
+            in_mig_mode=in_mig_mode,
+            lost={uuid for uuid, health in bad.items() if health.reason in LOST_REASONS and health.state == "unhealthy"},
         )
         self._add_to_history(bad, cordon_reason)
 

@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.inventory import EMPTY
 from gpumgr.errors import Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
+from gpumgr.topology.devices import GpuFailure
+from gpumgr.units import RESOURCES
 from tests.unit.agent.world import World
 
 
@@ -116,3 +119,49 @@ async def test_a_share_is_refused_with_share_mode_off() -> None:
     with pytest.raises(Exception, match="this node does not share GPUs"):
         await world.admit(pod)
     await world.run(world.pod("b", replace(app(100, 16))))
+
+
+# -- GPUs that are gone ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cores", [20, 100])
+@pytest.mark.parametrize("how", ["lost", "missing"])
+async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, cores: int) -> None:
+    world = await World.made()
+    pod, other = await world.run(world.pod("a", app(cores))), await world.run(world.pod("b", app(200, 4)))
+    (mine,) = world.ledger.of(("team", "a"))
+    gpu = world.ledger.gpu_registry.by_name[next(iter(mine.gpus))]
+    if how == "lost":
+        await world.agent_state.set_health(failed={gpu.uuid: "XID 79"}, cordoned={}, lost={gpu.uuid})
+    else:
+        left = tuple(each for each in world.node.gpus if each.uuid != gpu.uuid)
+        await world.agent_state.set_snapshot(replace(world.node, gpus=left))
+    reason = "XID 79" if how == "lost" else "the driver does not show it"
+    for _ in range(3):
+        with pytest.raises(SimKubeletError, match=rf"the container's GPU.*{gpu.name}.* is gone: {reason}; delete the pod"):
+            await world.start(pod)
+    entries = [each for each in world.agent_state.history.entries() if each.what == "refused"]
+    found = {(each.pod, each.pod_uid, each.container, each.code) for each in entries}
+    assert found == {(("team", "a"), pod.uid, "main", "gpu_unhealthy")}
+    assert len(entries) <= len(RESOURCES)
+    await world.start(other)
+    await world.agent_state.set_snapshot(world.node)
+    await world.agent_state.set_health(failed={}, cordoned={})
+    await world.start(pod)
+
+
+async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
+    """It has another fault, the driver can't describe it, or does not answer (since the agent's start, or any more)."""
+    world = await World.made()
+    pod = await world.run(world.pod("a", app(400, 4)))
+    uuids = [gpu.uuid for gpu in world.node.gpus]
+    await world.agent_state.set_health(failed=dict.fromkeys(uuids, "the driver does not answer"), cordoned={uuids[0]: "fan"})
+    await world.start(pod)
+    failure = GpuFailure(index=3, uuid=uuids[3], reason="no answer in 5 s")
+    await world.agent_state.set_snapshot(replace(world.node, gpus=world.node.gpus[:3], failures=(failure,)))
+    await world.start(pod)
+    world.agent_state.inventory = replace(world.agent_state.inventory, snapshot=EMPTY)
+    await world.start(pod)
+    world.agent_state.inventory = replace(world.agent_state.inventory, snapshot=replace(EMPTY, driver_version="580.1"))
+    with pytest.raises(SimKubeletError, match="is gone: the driver does not"):
+        await world.start(pod)
