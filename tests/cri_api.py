@@ -22,3 +22,12 @@ def recorded_status(runtime: str) -> Any:
     answer = cri.ContainerStatusResponse(info={"info": json.dumps(told["info"])})
     json_format.ParseDict(told["status"], answer.status)
     return answer
+
+
+def recorded_runtime(runtime: str, **config: Any) -> Any:
+    """The verbose StatusResponse of "containerd" or "crio"; `config` replaces values in the object under the key "config"."""
+    told = json.loads((_DATA / f"{runtime}-runtime.json").read_text())
+    answer = cri.StatusResponse(info={"config": json.dumps(told["info"]["config"] | config)})
+    for handler in told.get("runtimeHandlers", ()):
+        answer.runtime_handlers.add(name=handler["name"])
+    return answer

@@ -15,6 +15,14 @@ from gpumgr.errors import Refusal
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
 
 LIBRARY_PATH = "/usr/local/nvidia"
+#: Where glibc looks for libraries in every image, also without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
+#: subfolders of its own folders (Debian's, then those of others), which images normally do not have. glibc 2.33 and later look into the
+#: former ones, glibc before 2.37 into the latter ones. Source: ld.so(8), "Hardware capabilities".
+LOADER_PATHS = tuple(
+    f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
+)
+#: Where nvidia-smi is in the PATH of every image.
+SMI_PATH = "/usr/bin/nvidia-smi"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
@@ -24,6 +32,20 @@ AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 #: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
 MIG_ANNOTATION = "gpumgr.io/mig-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
+#: The name of the mechanism that puts a library in the place of the driver's.
+VCUDA = "vcuda"
+#: With this in NVIDIA_VISIBLE_DEVICES NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit, docker-specialized.md.
+NO_DEVICES = "void"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverAccess:
+    """How containers see the driver. `mounted`: its files are mounted from the host; otherwise NVIDIA's container toolkit brings them.
+    `toolkit`: one of the node's runtimes has the toolkit, or it is not known whether one has. `why` is a clause."""
+
+    mounted: bool = True
+    toolkit: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +55,7 @@ class HostPaths:
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str
+    driver_access: Callable[[], DriverAccess] = DriverAccess
     device_root: str = "/dev"
     share_driver_dir: str = ""
     whole_driver_dir: str = ""
@@ -56,19 +79,11 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
     paths = [*(f"{host.device_root}/{name}" for name in nodes), *control, *host.extra_devices]
-    driver_dir = host.whole_driver_dir if allocation.whole or allocation.by_mig else host.share_driver_dir
-    mounts = (
-        [Mount(container_path=LIBRARY_PATH, host_path=driver_dir, read_only=True)]
-        if driver_dir and host.exists(driver_dir)
-        else []
-    )
+    driver = _driver_mounts(allocation, host)
     folder = f"{host.allocation_dir}/{allocation.id}"
     return ContainerResponse(
-        envs={
-            "LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64",
-            "NVIDIA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in granted),
-        },
-        mounts=(*mounts, Mount(container_path=ALLOCATION_PATH, host_path=folder, read_only=True)),
+        envs=_driver_variables(allocation, host, [gpu.uuid for gpu in granted], mounted=bool(driver)),
+        mounts=(*driver, Mount(container_path=ALLOCATION_PATH, host_path=folder, read_only=True)),
         devices=tuple(
             DeviceNode(container_path=_inside(path, host), host_path=path, permissions="rw")
             for path in dict.fromkeys(paths)
@@ -81,9 +96,31 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
     )
 
 
+def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
+    """The driver's files; with vcuda always, since its library takes the place of the driver's. The folder is a link, which the runtime
+    follows at each start of the container: it gets the files of the driver that is loaded then, and keeps them."""
+    by_vcuda = VCUDA in allocation.mechanisms
+    folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
+    if not folder or not (by_vcuda or host.driver_access().mounted):
+        return ()
+    places = {LIBRARY_PATH: "", **dict.fromkeys(LOADER_PATHS, "/lib64"), SMI_PATH: "/bin/nvidia-smi"}
+    return tuple(
+        Mount(container_path=path, host_path=folder + below, read_only=True)
+        for path, below in places.items()
+        if host.exists(folder + below)
+    )
+
+
+def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
+    """`devices`: UUIDs of GPUs or MIG devices. The image's LD_LIBRARY_PATH is kept, as images need it for libraries of their own; with
+    vcuda its library must be found first. A toolkit must not add the files that are mounted."""
+    path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if mounted and VCUDA in allocation.mechanisms else {}
+    hidden = mounted and host.driver_access().toolkit
+    return {**path, "NVIDIA_VISIBLE_DEVICES": NO_DEVICES if hidden else ",".join(devices)}
+
+
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the call for `nvidia.com/gpu`. As in HAMi the container's LD_LIBRARY_PATH is its own, unless the driver's files are
-    mounted; the amounts and MIG devices are kept for a rebuild of the ledger."""
+    """Response to the call for `nvidia.com/gpu`. The amounts and MIG devices are kept for a rebuild of the ledger."""
     amounts = (
         f"{gpu}={each.cores},{each.memory_mebibytes}"
         + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
@@ -91,7 +128,7 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
     )
     annotations = {AMOUNTS_ANNOTATION: ";".join(amounts)}
     if not allocation.mig_devices:
-        return _with_own_path(replace(core_answer(allocation, gpus, host), annotations=annotations))
+        return replace(core_answer(allocation, gpus, host), annotations=annotations)
     annotations[MIG_ANNOTATION] = ";".join(
         f"{each.gpu}={each.profile},{each.memory_slices},{each.uuid},{each.gpu_instance},{each.compute_instance}"
         for each in allocation.mig_devices
@@ -124,13 +161,8 @@ def _of_instances(
         found = [numbers.get(f"{part}/{name}access") for name in ("", f"ci{compute_instance}/")]
         paths += [f"{host.device_root}/nvidia-caps/nvidia-cap{number}" for number in found if number is not None]
     full = core_answer(allocation, gpus, replace(host, extra_devices=(*host.extra_devices, *paths)))
-    return _with_own_path(replace(full, envs={**full.envs, "NVIDIA_VISIBLE_DEVICES": ",".join(places)}, annotations={}))
-
-
-def _with_own_path(full: ContainerResponse) -> ContainerResponse:
-    """Without LD_LIBRARY_PATH, unless the driver's files are mounted."""
-    driver = set[str]() if any(mount.container_path == LIBRARY_PATH for mount in full.mounts) else {"LD_LIBRARY_PATH"}
-    return replace(full, envs={name: value for name, value in full.envs.items() if name not in driver})
+    mounted = any(mount.container_path == LIBRARY_PATH for mount in full.mounts)
+    return replace(full, envs=_driver_variables(allocation, host, [*places], mounted=mounted), annotations={})
 
 
 def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:

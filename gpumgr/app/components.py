@@ -24,7 +24,7 @@ from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.answer import DriverAccess, HostPaths
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.instances import resource_of
 from gpumgr.allocator.ledger import AllocationId
@@ -227,7 +227,7 @@ class Components:
             reconciler=self.reconciler,
             pods=self._pods,
             enforcement=self.enforcement.limits,
-            host=_host_paths(self.settings, self._hardware.proc_root),
+            host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
             make_dir=_make_dir,
             new_id=_new_id,
             mig_driver=self.nvml,
@@ -416,7 +416,7 @@ def _health_rules(settings: Settings) -> HealthRules:
     return HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids))
 
 
-def _host_paths(settings: Settings, proc_root: Path) -> HostPaths:
+def _host_paths(settings: Settings, proc_root: Path, driver_access: Callable[[], DriverAccess]) -> HostPaths:
     container = settings.container
     return HostPaths(
         exists=os.path.exists,
@@ -425,6 +425,7 @@ def _host_paths(settings: Settings, proc_root: Path) -> HostPaths:
         whole_driver_dir=str(container.driver_whole_dir),
         allocation_dir=str(container.allocation_dir),
         extra_devices=tuple(map(str, container.extra_devices)),
+        driver_access=driver_access,
         mig_minors=partial(_text_of, proc_root / "driver/nvidia-caps/mig-minors"),
     )
 

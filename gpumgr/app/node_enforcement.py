@@ -20,10 +20,10 @@ from gpumgr.allocator.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodView
+from gpumgr.app.driver_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.containers import Containers
-from gpumgr.driverfiles.manager import DriverMirror
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
@@ -34,8 +34,7 @@ from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.enforcement.unlimited import Unlimited, unlimited_message
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.vcuda.client import build_client
-from gpumgr.errors import CriError, DriverFilesError, InputError
+from gpumgr.errors import CriError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
@@ -52,7 +51,6 @@ CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
 #: How often the backends are checked again for obstacles.
 CHOICE_SECONDS = 60.0
-RUNTIME_SECONDS = 0.5
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
@@ -79,6 +77,7 @@ class NodeEnforcement:
         self.runtime = CriClient(settings.cri.socket)
         self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
         self.containers = Containers(self.runtime, self._cgroups, processes.runs)
+        self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
             program=settings.mps.control_program,
@@ -99,7 +98,7 @@ class NodeEnforcement:
             library_sha256=settings.vcuda.library_sha256,
             container_of=self._container_of,
             pids_of=self.containers.pids,
-            driver_files_obstacle=self._files_obstacle,
+            driver_files_obstacle=self.driver_files.vcuda_obstacle,
             environment_of=partial(environment, root=proc_root),
         )
         self._hami_core = HamiCore(
@@ -126,9 +125,6 @@ class NodeEnforcement:
             neighbours=self._neighbours,
             clock=time.monotonic,
         )
-        self._mirror: DriverMirror | None = None
-        self._mirrored: str | None = None
-        self._mirror_error: str | None = None
         self._snapshot = EMPTY
         self._annotated: str | None = None
         self._agent_state: AgentState | None = None
@@ -159,7 +155,7 @@ class NodeEnforcement:
         """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
         self._snapshot = snapshot
         self._memory.driver_restarted()
-        await self._mirror_driver()
+        await self.driver_files.update(snapshot.driver_version)
         await self._choose()
 
     async def _choose(self) -> None:
@@ -207,11 +203,11 @@ class NodeEnforcement:
             now = time.monotonic()
             if now >= self._next_choice and self._snapshot.driver_version is not None:
                 self._next_choice = now + CHOICE_SECONDS
-                await self._mirror_driver()
+                await self.driver_files.update(self._snapshot.driver_version)
                 await self._choose()
-            if now >= next_prune and self._mirror is not None:
+            if now >= next_prune:
                 next_prune = now + PRUNE_SECONDS
-                await self._prune(self._mirror)
+                await self.driver_files.prune()
 
     @property
     def agent_state(self) -> AgentState:
@@ -222,57 +218,6 @@ class NodeEnforcement:
     async def close(self) -> None:
         await self.limits.close()
         self.runtime.close()
-
-    # -- the driver's files ------------------------------------------------------------------------------------------------
-
-    async def _mirror_driver(self) -> None:
-        """Mirrors the driver's files for /usr/local/nvidia of containers, if the backend vcuda is configured."""
-        library, version = self._settings.vcuda.library_path, self._snapshot.driver_version
-        if library is None or version is None or version == self._mirrored:
-            return
-        try:
-            if self._mirror is None:
-                self._mirror = DriverMirror(
-                    volume_conf=self._settings.vcuda.volume_conf,
-                    shim=library,
-                    shim_sha256=self._settings.vcuda.library_sha256,
-                    client=await self._gpu_client(),
-                    roots=self._settings.vcuda.driver_roots,
-                    share_dir=self._settings.container.driver_share_dir,
-                    whole_dir=self._settings.container.driver_whole_dir,
-                )
-            files = await self._mirror.ensure(version)
-        except (DriverFilesError, InputError, OSError) as error:
-            self._mirror_failed(str(error))
-            return
-        if files.share_error is not None:
-            self._mirror_failed(files.share_error)
-            return
-        self._mirrored, self._mirror_error = version, None
-        for problem in files.problems:
-            log.warning("driver_files_incomplete", problem=problem)
-
-    def _mirror_failed(self, error: str) -> None:
-        """Logs the error once; the next choice of backends retries."""
-        if error != self._mirror_error:
-            log.error("driver_files_not_mirrored", error=error, consequence="the backend vcuda can't be used")
-        self._mirror_error = error
-
-    def _files_obstacle(self) -> str | None:
-        """Why the backend vcuda cannot be used; None if its files are mirrored."""
-        if self._mirrored is not None:
-            return None
-        return self._mirror_error or "the driver's files are not mirrored yet"
-
-    async def _prune(self, mirror: DriverMirror) -> None:
-        try:
-            await mirror.prune()
-        except (DriverFilesError, OSError) as error:
-            log.warning("driver_files_not_removed", error=str(error))
-
-    async def _gpu_client(self) -> Path:
-        given = self._settings.vcuda.client_path
-        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.library_dir)
 
     # -- callbacks of the backends -----------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class ReadModel:
             at=time.time(),
             registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
-            warnings=self._slice_troubles(offered=True),
+            warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble()),
             cordons=self._maintenance.cordons,
             outbox=self._outbox(),
             connections=connections,
@@ -121,6 +121,10 @@ class ReadModel:
         state = self._components.dra.publisher.state if self._components.dra is not None else PublisherState()
         text = state.dropped if state.error is None else f"the ResourceSlice is not published: {state.error}"
         return (text,) if text and offered == (state.published and state.devices > 0) else ()
+
+    def _driver_files_trouble(self) -> tuple[str, ...]:
+        trouble = self._components.enforcement.driver_files.trouble()
+        return () if trouble is None else (trouble,)
 
     def no_driver(self) -> Sequence[str]:
         hardware = self._components.hardware_events

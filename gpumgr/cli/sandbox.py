@@ -153,7 +153,9 @@ def quoted(word: str, what: str) -> str:
 def lasting(settings: Settings) -> Iterator[tuple[str, Path]]:
     """Setting -> folder, of persistent files."""
     yield from written(settings)
-    if settings.vcuda.library_path is not None:  # the agent copies the driver's files for containers with every backend
+    if (
+        settings.vcuda.library_path is not None or settings.container.driver_files != "toolkit"
+    ):  # the agent copies the driver's files
         yield "container.driver_share_dir", settings.container.driver_share_dir.parent
         yield "container.driver_whole_dir", settings.container.driver_whole_dir.parent
 

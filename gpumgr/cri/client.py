@@ -13,6 +13,7 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from gpumgr._pb.runtime import v1 as cri
 from gpumgr.allocator.pods import PodSandbox
 from gpumgr.cri.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.cri.toolkit import Runtimes, parse_runtimes
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, Reply, UnixChannel
@@ -40,6 +41,11 @@ class CriClient:
         with self._explained("ask the container runtime for its version"):
             found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
             return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)
+
+    async def runtimes(self) -> Runtimes:
+        """The low-level runtimes that it starts containers with."""
+        with self._explained("ask the container runtime for its default runtime"):
+            return parse_runtimes(await self._call("Status", cri.StatusRequest(verbose=True), cri.StatusResponse))
 
     async def list(self) -> tuple[Container, ...]:
         """The kubelet's containers of all states, without pid and cgroup."""

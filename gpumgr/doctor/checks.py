@@ -10,6 +10,7 @@ from gpumgr.doctor import (
     backends,
     choice,
     dra,
+    driver_files,
     folders,
     gpus,
     host_paths,
@@ -72,6 +73,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
     cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
+    files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
     vcuda = settings.vcuda
     library = (*hami_core_library(settings), words, enforcement.run_dir, host.proc_root)
     first = partial(backends.look_at_hami_core, *library, in_pod=host.in_pod)
@@ -104,6 +106,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
+        Check("driver-files", files, runtime.IF_HUNG),
         Check("mps", control, backends.IF_HUNG),
         Check("hami-core", first, backends.IF_HUNG),
         Check("vcuda", second, backends.IF_HUNG),

@@ -14,7 +14,7 @@ from gpumgr.errors import CriError
 IF_HUNG: Final = "the container runtime hangs: look at its log (`journalctl -u containerd`) and restart it"
 SET_SOCKET: Final = "start the container runtime, or set cri.socket to the socket that the kubelet uses"
 #: The default folders in which runtimes look for CDI specs.
-_CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
+CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
 
 
 async def _version(socket: Path, timeout_seconds: float) -> RuntimeVersion:
@@ -82,4 +82,4 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
 
 
 def _is_usual(folder: Path) -> bool:
-    return folder.resolve() in {each.resolve() for each in _CDI_DIRS}
+    return folder.resolve() in {each.resolve() for each in CDI_DIRS}

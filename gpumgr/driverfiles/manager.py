@@ -227,6 +227,18 @@ class DriverMirror:
                 _log.debug("driver_file_skipped", volume=plan.volume, what=what, reason=reason)
 
 
+def is_supplied(whole_dir: Path) -> bool:
+    """Whether the folder is one that the operator fills. At the default path it is gpu-manager's, and a link is a mirror's."""
+    return whole_dir != DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
+
+
+def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
+    """The root that a mirror of this driver is made from. Raises DriverFilesError, SettingsError, OSError."""
+    machine = _MACHINES.get(platform.machine(), platform.machine())
+    volumes = load(volume_conf, DEFAULT_WHOLE_DIR.parent).volumes
+    return find_driver(roots, volumes, machine=machine, driver_version=driver_version).root
+
+
 def parse_proc_version(text: str) -> str | None:
     """The driver's version in the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it has none."""
     found = _PROC_VERSION.search(text)

@@ -157,9 +157,11 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Where the host's device nodes are.
     device_root: Path = Path("/dev")
-    #: Driver files for containers that share a GPU; mounted at /usr/local/nvidia if it exists.
+    #: Who brings the driver's libraries and nvidia-smi into containers. auto: the toolkit where the default runtime is NVIDIA's.
+    driver_files: Literal["auto", "toolkit", "mounts"] = "auto"
+    #: The driver's files with vcuda's library in front, for containers of the backend vcuda.
     driver_share_dir: Path = Path("/etc/gpu-manager/vdriver/nvidia")
-    #: Driver files for containers with whole GPUs; mounted at /usr/local/nvidia if it exists.
+    #: The driver's files for all other containers.
     driver_whole_dir: Path = Path("/etc/gpu-manager/vdriver/origin")
     #: One folder for each allocation is created here and mounted at /etc/vcuda.
     allocation_dir: Path = Path("/etc/gpu-manager/vm")

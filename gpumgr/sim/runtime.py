@@ -32,6 +32,8 @@ class SimRuntime:
     def __init__(self, socket: Path, processes: SimProcesses) -> None:
         self.socket = socket
         self.asked: list[str] = []
+        #: The program of the default runtime.
+        self.default_program = "/usr/bin/runc"
         self.processes = processes
         self._containers: dict[str, Container] = {}
         self._server: DrainingServer | None = None
@@ -103,6 +105,7 @@ class SimRuntime:
             "Version": (self._version, cri.VersionRequest, cri.VersionResponse),
             "ListPodSandbox": (self._sandboxes, cri.ListPodSandboxRequest, cri.ListPodSandboxResponse),
             "ListContainers": (self._list, cri.ListContainersRequest, cri.ListContainersResponse),
+            "Status": (self._runtimes, cri.StatusRequest, cri.StatusResponse),
             "ContainerStatus": (self._status, cri.ContainerStatusRequest, cri.ContainerStatusResponse),
         }
         return {
@@ -126,6 +129,12 @@ class SimRuntime:
         pods = {(*each.pod, each.pod_uid) for each in self._containers.values() if each.running}
         named = (cri.PodSandboxMetadata(namespace=namespace, name=name, uid=uid) for namespace, name, uid in sorted(pods))
         return cri.ListPodSandboxResponse(items=[cri.PodSandbox(id=each.uid, metadata=each) for each in named])
+
+    def _runtimes(self, _request: cri.StatusRequest) -> cri.StatusResponse:
+        """The verbose status, as containerd writes it."""
+        runtimes = {"default": {"runtimePath": "", "options": {"BinaryName": self.default_program}}}
+        config = {"containerd": {"defaultRuntimeName": "default", "runtimes": runtimes}}
+        return cri.StatusResponse(info={"config": json.dumps(config)})
 
     def _list(self, _request: cri.ListContainersRequest) -> cri.ListContainersResponse:
         """All containers; the filter is ignored."""

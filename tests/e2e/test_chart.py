@@ -193,13 +193,15 @@ def test_driver_files_in_other_folders_are_mounted() -> None:
         mounts = agent_container(render(values))["volumeMounts"]
         return {each["mountPath"]: each.get("readOnly", False) for each in mounts if each["name"].startswith("driver-files")}
 
-    elsewhere = {"container": {"driver_whole_dir": "/opt/driver/whole"}}
-    assert mounted({}) == {}
-    assert mounted({"settings": elsewhere}) == {"/opt/driver": True}
-    both = {"/etc/gpu-manager/vdriver": True, "/opt/driver": True}
-    assert mounted({"settings": elsewhere, "gpuManager": {"takeOver": True}}) == both
-    mirrored = {**elsewhere, "vcuda": {"library_path": "/opt/l/libcuda-control.so"}}
-    assert mounted({"settings": mirrored}) == dict.fromkeys(both, False)
+    both = {"/etc/gpu-manager/vdriver": False, "/opt/driver": False}
+    assert mounted({}) == {"/etc/gpu-manager/vdriver": False}
+    assert mounted({"settings": {"container": {"driver_whole_dir": "/opt/driver/whole"}}}) == both
+    toolkits = {"container": {"driver_files": "toolkit", "driver_whole_dir": "/opt/driver/whole"}}
+    assert mounted({"settings": {"container": {"driver_files": "toolkit"}}}) == {}
+    assert mounted({"settings": toolkits}) == {"/opt/driver": True}
+    assert mounted({"settings": toolkits, "gpuManager": {"takeOver": True}}) == dict.fromkeys(both, True)
+    mirrored = {**toolkits, "vcuda": {"library_path": "/opt/l/libcuda-control.so"}}
+    assert mounted({"settings": mirrored}) == both
 
 
 def test_node_labels_select_and_exclude_nodes() -> None:
@@ -301,8 +303,9 @@ def test_driver_capabilities_are_those_that_are_used(tmp_path: Path) -> None:
         (found,) = (each for each in agent_container(render(values))["env"] if each["name"] == "NVIDIA_DRIVER_CAPABILITIES")
         return str(found["value"])
 
-    vcuda = {"settings": {"vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}}
-    assert (asked({}), asked({"mps": {"enabled": True}}), asked(vcuda)) == ("utility", "utility", "all")
+    toolkits = {"settings": {"container": {"driver_files": "toolkit"}}}
+    vcuda = {"settings": {**toolkits["settings"], "vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}}
+    assert (asked({}), asked(toolkits), asked(vcuda)) == ("all", "utility", "all")
     assert settings_of(render(SETS["most"]), tmp_path).vcuda.driver_roots == (Path("/driver-root"),)
 
 

@@ -41,11 +41,12 @@ READ: Final = {
 GIVEN: Final = {
     "NVIDIA_VISIBLE_DEVICES": (
         "always",
-        "It has the UUIDs of the granted GPUs for NVIDIA's container runtime; with `vcuda` it is `void`.",
+        "It has the UUIDs of the granted GPUs or MIG devices, for NVIDIA's container toolkit. It is `void`, so that the toolkit adds "
+        "nothing, with `vcuda`, and where the driver's files are mounted on a node with the toolkit.",
     ),
     "LD_LIBRARY_PATH": (
-        "always",
-        "It is `/usr/local/nvidia/lib64`, where the driver's files are mounted if the node has a folder of them.",
+        "`vcuda`",
+        "It is `/usr/local/nvidia/lib64`, which has the backend's library in the place of `libcuda.so.1`.",
     ),
     "CUDA_MPS_PIPE_DIRECTORY": (
         "`mps`",

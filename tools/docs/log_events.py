@@ -185,9 +185,21 @@ MEANINGS: Final = {
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
     "(`mps.exclusive_process`).",
     "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
+    "device_nodes_missing": (
+        "Device nodes that every container needs are missing on the host, where no container toolkit creates them. `error` has their names "
+        "and the remedy."
+    ),
+    "driver_files": "Which way (`toolkit` or `mounts`) new containers see the driver, and why; at the start and after each change.",
+    "driver_files_undecided": (
+        "The container runtime has not answered which runtime is its default one, so it is not known whether containers need mounts of the "
+        "driver's files. The agent asks again each minute. `error` has the cause."
+    ),
     "driver_files_mirrored": "The driver's files were copied for containers.",
     "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
-    "driver_files_not_mirrored": "The driver's files can't be copied, so the backend `vcuda` can't be used. `error` has the cause.",
+    "driver_files_not_mirrored": (
+        "The driver's files can't be copied, so new containers don't see the driver. The agent tries again each minute. `error` has the "
+        "cause."
+    ),
     "driver_files_not_removed": "Files of an earlier driver can't be removed. The agent retries.",
     "driver_files_removed": "Files of earlier drivers that no container uses were removed.",
     "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`, and a new copy was made.",

@@ -79,6 +79,7 @@ class Runtime:
     listed: Any = field(default_factory=cri.ListContainersResponse)
     sandboxes: Any = field(default_factory=cri.ListPodSandboxResponse)
     statuses: dict[str, Any] = field(default_factory=dict)
+    runtimes: Any = field(default_factory=cri.StatusResponse)
     failures: dict[str, GRPCError] = field(default_factory=dict)
     hold: asyncio.Event | None = None
     lists: int = 0
@@ -108,6 +109,7 @@ class Runtime:
             "ListPodSandbox": self._sandboxes,
             "ListContainers": self._list,
             "ContainerStatus": self._status,
+            "Status": self._runtimes,
         }
         return {f"/{self.service}/{name}": Handler(call, Cardinality.UNARY_UNARY, bytes, bytes) for name, call in calls.items()}
 
@@ -123,6 +125,10 @@ class Runtime:
         wanted = [each for each in self.sandboxes.items if each.state == request.filter.state.state]
         assert request.filter.HasField("state")
         await stream.send_message(cri.ListPodSandboxResponse(items=wanted).SerializeToString())
+
+    async def _runtimes(self, stream: Any) -> None:
+        assert cri.StatusRequest.FromString(await stream.recv_message()).verbose
+        await stream.send_message(self.runtimes.SerializeToString())
 
     async def _list(self, stream: Any) -> None:
         cri.ListContainersRequest.FromString(await stream.recv_message())

@@ -171,7 +171,7 @@ async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) 
 async def test_cdi_by_the_version_of_the_runtime(
     name: str, version: str, state: State, word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumgr.doctor.runtime._CDI_DIRS", (folder / "cdi",))
+    monkeypatch.setattr("gpumgr.doctor.runtime.CDI_DIRS", (folder / "cdi",))
     with serving(folder / "cri.sock", {VERSION: version_answer(name, version)}):
         found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=5)
     assert found.state == state

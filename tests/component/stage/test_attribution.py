@@ -9,10 +9,13 @@ import pytest
 from gpumgr.allocator.answer import LIBRARY_PATH, HostPaths
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.deviceplugin.codec import encode_devices
+from gpumgr.enforcement.backend import BackendName
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.units import MEMORY_RESOURCE
 from tests.allocations import block_count
-from tests.component.stage.stage import MemoryPods, Stage, app, snapshot, stage
+from tests.component.stage.stage import Clock, MemoryPods, Stage, app, snapshot, stage
 
 
 def init(cores: int, blocks: int = 0, name: str = "fetch") -> SimContainer:
@@ -121,13 +124,29 @@ async def test_init_containers_and_sidecars_have_their_own_allocations(folder: P
             assert {a.container for a in node.ledger.allocations.values()} == {c.name for c in containers}
 
 
+class Vcuda(Unlimited):
+    """In place of the backend that supplies the share's folder."""
+
+    name: BackendName = "vcuda"
+
+
 @pytest.mark.peer_bug("B55: it loses the mode of a container when it answers from its store")
 async def test_a_share_never_gets_the_driver_folder_of_whole_gpus(folder: Path) -> None:
     """At the first answer and at every later start."""
     host = HostPaths(
         exists=lambda _path: True, share_driver_dir="/run/share", whole_driver_dir="/run/whole", allocation_dir=str(folder / "vm")
     )
-    async with stage(folder, host=host) as node:
+    limits = Enforcer(
+        [Vcuda(lambda _tenant, _message: None)],
+        setting="vcuda",
+        overrides=(),
+        cdi_dir=folder / "cdi",
+        inject_by_cdi=False,
+        orphan_grace_seconds=0,
+        clock=Clock(),
+    )
+    await limits.choose()
+    async with stage(folder, host=host, enforcement=limits) as node:
         share, whole = node.pod("share", init(20, 4), app(20, 4)), node.pod("whole", app(100))
         expected = {"share": "/run/share", "whole": "/run/whole"}
         for pod in (share, whole):

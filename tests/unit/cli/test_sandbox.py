@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gpumgr.cli.sandbox import Sandbox, drop_in, quoted
@@ -129,8 +130,10 @@ def test_pods_are_hidden_where_the_operator_allowed_the_kubelets_folder() -> Non
 
 def test_the_drivers_files_are_checked_with_every_backend() -> None:
     container = ContainerSettings(driver_share_dir=Path("/srv/driver/share"), driver_whole_dir=Path("/srv/driver/whole"))
-    assert sandbox().read_only(Settings(container=container)) == {}
-    mirrored = Settings(container=container, vcuda=VcudaSettings(library_path=Path("/opt/libcuda-control.so")))
+    assert sandbox().read_only(Settings(container=container)) == {Path("/srv/driver"): "container.driver_share_dir"}
+    toolkits = msgspec.structs.replace(container, driver_files="toolkit")
+    assert sandbox().read_only(Settings(container=toolkits)) == {}
+    mirrored = Settings(container=toolkits, vcuda=VcudaSettings(library_path=Path("/opt/libcuda-control.so")))
     assert sandbox().read_only(mirrored) == {Path("/srv/driver"): "container.driver_share_dir"}
 
 

@@ -3,7 +3,7 @@
 {{/* The settings that the chart evaluates. Given elsewhere they would override the ConfigMap, but mounts, rights and probes would not follow. */}}
 {{- define "gpumgr.lookedAt" -}}
 checkpoint: [dir, gpu_manager_checkpoint]
-container: [allocation_dir, device_root, driver_share_dir, driver_whole_dir]
+container: [allocation_dir, device_root, driver_files, driver_share_dir, driver_whole_dir]
 cri: [cgroup_root, socket]
 display: [enabled, socket]
 enforcement: [backend, cdi_dir, evict, injection, overrides, run_dir]

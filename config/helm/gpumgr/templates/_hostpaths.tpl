@@ -74,7 +74,7 @@ the folder's file system must be a shared mount for that, which systemd does, bu
   setting: checkpoint.gpu_manager_checkpoint
   why: which GPUs its running pods have
 {{- end }}
-{{- $mirror := include "gpumgr.setting" (list . "vcuda" "library_path") }}
+{{- $mirror := include "gpumgr.mirrors" . }}
 {{- $used := or .Values.gpuManager.takeOver $mirror }}
 {{- $share := include "gpumgr.path" (list . "container" "driver_share_dir") }}
 {{- $whole := include "gpumgr.path" (list . "container" "driver_whole_dir") }}
@@ -85,7 +85,7 @@ the folder's file system must be a shared mount for that, which systemd does, bu
   type: DirectoryOrCreate
   readOnly: {{ not $mirror }}
   setting: container.driver_share_dir
-  why: the driver's files as containers get them
+  why: the driver's files as containers of the backend vcuda get them
 {{- end }}
 {{- if or $used (ne $whole "/etc/gpu-manager/vdriver/origin") }}
 - name: driver-files-whole
@@ -93,7 +93,7 @@ the folder's file system must be a shared mount for that, which systemd does, bu
   type: DirectoryOrCreate
   readOnly: {{ not $mirror }}
   setting: container.driver_whole_dir
-  why: the driver's files as containers with whole GPUs get them
+  why: the driver's files as containers get them
 {{- end }}
 {{- range $section := list "hami_core" "vcuda" }}
 {{- with include "gpumgr.setting" (list $ $section "library_path") }}

@@ -48,9 +48,16 @@
 {{- if or .Values.http.tokenSecret (include "gpumgr.setting" (list . "http" "token_file")) (include "gpumgr.setting" (list . "http" "client_ca_file")) -}}yes{{- end -}}
 {{- end -}}
 
+{{/* "yes" where the agent copies the driver's files for containers, or does on some nodes. */}}
+{{- define "gpumgr.mirrors" -}}
+{{- if include "gpumgr.setting" (list . "vcuda" "library_path") -}}yes
+{{- else if ne (include "gpumgr.setting" (list . "container" "driver_files")) "toolkit" -}}yes
+{{- end -}}
+{{- end -}}
+
 {{/* Which of the driver's files the NVIDIA container runtime is to bring. */}}
 {{- define "gpumgr.driverCapabilities" -}}
-{{- if include "gpumgr.setting" (list . "vcuda" "library_path") -}}all
+{{- if include "gpumgr.mirrors" . -}}all
 {{- else -}}utility
 {{- end -}}
 {{- end -}}

@@ -192,6 +192,31 @@ class ContainerStatusResponse(betterproto.Message):
     """
 
 
+@dataclass(eq=False, repr=False)
+class StatusRequest(betterproto.Message):
+    verbose: bool = betterproto.bool_field(1)
+    """Asks for `info`."""
+
+
+@dataclass(eq=False, repr=False)
+class StatusResponse(betterproto.Message):
+    info: Dict[str, str] = betterproto.map_field(
+        2, betterproto.TYPE_STRING, betterproto.TYPE_STRING
+    )
+    """
+    Not part of the interface: containerd puts its configuration as JSON under the key "config".
+    """
+
+    runtime_handlers: List["RuntimeHandler"] = betterproto.message_field(3)
+    """containerd from 1.7 on, CRI-O from 1.30 on."""
+
+
+@dataclass(eq=False, repr=False)
+class RuntimeHandler(betterproto.Message):
+    name: str = betterproto.string_field(1)
+    """: the default one, which has an entry with its name, too."""
+
+
 class RuntimeServiceStub(betterproto.ServiceStub):
     async def version(
         self,
@@ -261,6 +286,23 @@ class RuntimeServiceStub(betterproto.ServiceStub):
             metadata=metadata,
         )
 
+    async def status(
+        self,
+        status_request: "StatusRequest",
+        *,
+        timeout: Optional[float] = None,
+        deadline: Optional["Deadline"] = None,
+        metadata: Optional["MetadataLike"] = None
+    ) -> "StatusResponse":
+        return await self._unary_unary(
+            "/runtime.v1.RuntimeService/Status",
+            status_request,
+            StatusResponse,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
 
 class RuntimeServiceBase(ServiceBase):
 
@@ -280,6 +322,9 @@ class RuntimeServiceBase(ServiceBase):
     async def container_status(
         self, container_status_request: "ContainerStatusRequest"
     ) -> "ContainerStatusResponse":
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
+    async def status(self, status_request: "StatusRequest") -> "StatusResponse":
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
     async def __rpc_version(
@@ -313,6 +358,13 @@ class RuntimeServiceBase(ServiceBase):
         response = await self.container_status(request)
         await stream.send_message(response)
 
+    async def __rpc_status(
+        self, stream: "grpclib.server.Stream[StatusRequest, StatusResponse]"
+    ) -> None:
+        request = await stream.recv_message()
+        response = await self.status(request)
+        await stream.send_message(response)
+
     def __mapping__(self) -> Dict[str, grpclib.const.Handler]:
         return {
             "/runtime.v1.RuntimeService/Version": grpclib.const.Handler(
@@ -338,5 +390,11 @@ class RuntimeServiceBase(ServiceBase):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 ContainerStatusRequest,
                 ContainerStatusResponse,
+            ),
+            "/runtime.v1.RuntimeService/Status": grpclib.const.Handler(
+                self.__rpc_status,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                StatusRequest,
+                StatusResponse,
             ),
         }

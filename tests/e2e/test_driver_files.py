@@ -1,0 +1,152 @@
+"""A container without a container toolkit loads the driver's libcuda: of a share, a whole GPU, a MIG device, a claim, HAMi's resource."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from gpumgr.sim.control import SimControl
+from gpumgr.topology.devices import MigInstance
+from tests.component.driverfiles.host import CUDA, DRIVER, Driver
+
+from .agent import Agent, agent_config
+from .cluster import Cluster
+from .dra import claiming, in_mode_dra, request, template
+from .manifests import SLEEP, Json, container, pod
+from .node import Node
+from .places import AGENT_STATE, CDI_SPECS, PROJECT
+from .processes import wait_until
+from .tenants import FOLDER, limited, mounted, wait_line
+from .test_mig import GPU, RESOURCE, mig_uuid
+
+#: Of the simulated node.
+VERSION = "550.90.07"
+ROOT: Final = AGENT_STATE / "driver-root"
+#: What the busybox image lacks of an ordinary one. It has no cache of libraries, as an image has no entry for a driver.
+C_LIBRARY = ("/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6")
+LOADS = """
+#include <dlfcn.h>
+#include <stdio.h>
+int main(void) {
+  void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+  int (*who)(void) = driver ? (int (*)(void))dlsym(driver, "who") : 0;
+  if (who) printf("loaded %d\\n", who()); else printf("failed: %s\\n", dlerror());
+  return !who;
+}
+"""
+#: Writes which driver was loaded, without LD_LIBRARY_PATH and with one of the container's own.
+SHOW = f"/programs/loads; LD_LIBRARY_PATH=/elsewhere /programs/loads; test -x /usr/bin/nvidia-smi && env; echo shown; {SLEEP}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def driver(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A root with a driver's files, and the tenants' program that loads it."""
+    made = Driver(tmp_path_factory.mktemp("driver"))
+    made.libraries[VERSION] = made.libraries[DRIVER]
+    made.install(ROOT, VERSION)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["cc", "-o", str(FOLDER / "loads"), "-x", "c", "-"], input=LOADS, text=True, check=True)
+
+
+def settings(way: str = "mounts", **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`more`: by section."""
+    folders = {"driver_share_dir": str(AGENT_STATE / "vdriver/nvidia"), "driver_whole_dir": str(AGENT_STATE / "vdriver/origin")}
+    return {
+        "container": {**folders, "allocation_dir": str(AGENT_STATE / "vm"), "driver_files": way},
+        "vcuda": {"driver_roots": [str(ROOT)], "volume_conf": str(ROOT / "volume.conf")},
+        **{section: dict(values) for section, values in more.items()},
+    }
+
+
+def with_c_library(main: Json) -> tuple[Json, dict[str, Any]]:
+    main, fields = mounted(main)
+    for number, path in enumerate(C_LIBRARY):
+        main["volumeMounts"].append({"name": f"c{number}", "mountPath": path, "readOnly": True})
+        fields["volumes"].append({"name": f"c{number}", "hostPath": {"path": str(Path(path).resolve()), "type": "File"}})
+    return main, fields
+
+
+def loading(name: str, limits: Mapping[str, str]) -> Json:
+    main, fields = with_c_library(container(command=SHOW, resources={"limits": dict(limits)}))
+    return pod(name, [main], **fields)
+
+
+def check_loaded(node: Node, name: str, visible: str) -> None:
+    wait_line(node, name, "shown")
+    text = node.cluster.log_of(name).splitlines()
+    assert text[:2] == [f"loaded {CUDA}"] * 2
+    environment = dict(line.split("=", 1) for line in text if "=" in line)
+    assert environment["NVIDIA_VISIBLE_DEVICES"].startswith(visible)
+    assert "LD_LIBRARY_PATH" not in environment
+
+
+@pytest.fixture(scope="module", params=["mounts", "cdi"])
+def node(request: pytest.FixtureRequest, cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    injection = {"backend": "none", "injection": request.param, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
+    changes = settings(node={"profile": "both"}, enforcement=injection)
+    with limited(cluster, running_agent, changes) as node:
+        yield node
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "16"},
+        {"tencent.com/vcuda-core": "100"},
+        {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "4096"},
+    ],
+    ids=["share", "whole", "hami"],
+)
+def test_a_container_without_a_toolkit_loads_the_driver(node: Node, limits: Mapping[str, str]) -> None:
+    node.clear()
+    node.run([loading("loads", limits)])
+    check_loaded(node, "loads", "GPU-")
+
+
+@contextmanager
+def with_mig_device(agent: Agent, node: Node) -> Iterator[None]:
+    control = SimControl(AGENT_STATE / "sim" / "control.txt")
+    device = MigInstance(uuid=mig_uuid(0), profile="1g.10gb", gpu_instance=0, compute_instance=0, memory_bytes=10 << 30)
+    control.set_mig_instances(GPU, {0: device})
+    control.set_mig(GPU, enabled=True)
+    try:
+        wait_until("a MIG device offered", lambda: node.resources.allocatable(RESOURCE) == {RESOURCE: 1})
+        yield
+        node.cluster.delete_all()
+        agent.wait_empty()
+    finally:
+        control.set_mig(GPU, enabled=False)
+        control.set_mig_instances(GPU, {})
+
+
+def test_a_mig_device_s_container_loads_the_driver(cluster: Cluster, running_agent: Agent) -> None:
+    changes = settings(node={"mig_strategy": "mixed"}, enforcement={"backend": "none"})
+    with limited(cluster, running_agent, changes) as node, with_mig_device(running_agent, node):
+        node.run([loading("mig", {RESOURCE: "1"})])
+        check_loaded(node, "mig", "MIG-")
+
+
+def test_a_claim_s_container_loads_the_driver(cluster: Cluster, running_agent: Agent) -> None:
+    with in_mode_dra(cluster, running_agent, settings(enforcement={"backend": "none"})) as node:
+        node.make(template("share", request("gpu", 30, "5Gi")))
+        main, fields = with_c_library(container(command=SHOW))
+        body = claiming("claim", "share", main)
+        body["spec"]["volumes"] = fields["volumes"]
+        node.run([body])
+        check_loaded(node, "claim", "GPU-")
+
+
+def test_doctor_names_the_way_of_this_node_and_its_reason(cluster: Cluster, tmp_path: Path) -> None:
+    """As on a real node, with a driver that does not answer here: what counts is the container runtime's answer."""
+    config = tmp_path / "gpumgr.yaml"
+    config.write_text(json.dumps({**agent_config(cluster.kubeconfig("gpumgr"), 0), **settings("auto")}))
+    command = [sys.executable, "-m", "gpumgr", "doctor", "--config", str(config), "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=PROJECT)
+    (found,) = (each for each in json.loads(done.stdout) if each["check"] == "driver-files")
+    assert found["state"] == "ok"
+    assert found["message"].startswith("mounts: the default runtime, runc, is not NVIDIA's container toolkit")
