@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,11 +23,13 @@ from gpumgr.app.recovery import SPECS_SECONDS
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.display.server import DisplayServer, GpuDisplay
-from gpumgr.dra.driver import DraDriver
 from gpumgr.nvml.reset import reset_gpu
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
 from gpumgr.web.server import WebServer
+
+if TYPE_CHECKING:
+    from gpumgr.dra.driver import DraDriver
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +48,7 @@ class Parts:
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings, hardware: Hardware, driver: DraDriver | None) -> AsyncIterator[Parts]:
+async def assembled(settings: Settings, hardware: Hardware, driver: "DraDriver | None") -> AsyncIterator[Parts]:
     """Yields the agent's parts with the checkpoint's content in them, and closes them at the end. The caller holds the node's locks.
     `driver`: in mode dra.
 
@@ -84,7 +87,7 @@ def make_components(
     loaded: Loaded,
     checkpoint: Checkpoint,
     api_side: ApiSide,
-    driver: DraDriver | None,
+    driver: "DraDriver | None",
 ) -> Components:
     return Components(
         settings,

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpumgr import __version__
 from gpumgr.accounting.container_events import ContainerEvents
@@ -29,10 +30,9 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.instances import resource_of
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.app.dra_side import DraSide, holders_of_other_mode
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.app.node_enforcement import NodeEnforcement
-from gpumgr.app.node_hold import make_driver
+from gpumgr.app.node_hold import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.app.over_limit import OverLimitReporter
 from gpumgr.app.takeover import TakeOver
 from gpumgr.checkpoint.tables import Loaded
@@ -40,8 +40,7 @@ from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink
-from gpumgr.dra.driver import DraDriver
-from gpumgr.dra.slices import DRIVER
+from gpumgr.dra import DRIVER
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.publisher.publisher import Publisher
@@ -55,6 +54,10 @@ from gpumgr.rpc.link_state import LinkState
 from gpumgr.settings import Settings, profile
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import MIG_PREFIX, RESOURCES, Resource
+
+if TYPE_CHECKING:
+    from gpumgr.app.dra_side import DraSide
+    from gpumgr.dra.driver import DraDriver
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
@@ -87,7 +90,7 @@ class Components:
         pods: Pods,
         publisher: Publisher | None,
         server: ApiServer | None,
-        driver: DraDriver | None,
+        driver: "DraDriver | None",
         wait_synced: Callable[[], Awaitable[None]],
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
@@ -119,7 +122,7 @@ class Components:
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         #: In mode plugin: for what is left of mode dra.
         self.leaving = None
-        if driver is None and server is not None:
+        if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
             self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
@@ -275,9 +278,11 @@ class Components:
             names=profile.resource_names(self.settings),
         )
 
-    def _make_dra(self, driver: DraDriver, server: ApiServer | None, *, lost: bool) -> DraSide:
+    def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
+        from gpumgr.app.dra_side import DraSide  # here, since few nodes need it
+
         return DraSide(
             self.settings,
             driver,
@@ -317,7 +322,7 @@ class Components:
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def _publish(self, node_devices: NodeDevices) -> None:
-        if isinstance(self.link, DraSide):
+        if not isinstance(self.link, KubeletLink):
             self.link.update()
             return
         for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():

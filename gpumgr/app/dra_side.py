@@ -17,12 +17,14 @@ from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, persistently, wait_at_most
 from gpumgr.allocator.claims import Share, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import ClaimRef, Ledger
+from gpumgr.allocator.ledger import ClaimRef
+from gpumgr.app.node_hold import had_mode_dra, holders_of_other_mode
+from gpumgr.dra import DRIVER
 from gpumgr.dra.claim_reader import ClaimReader, find_shares
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.service import WAIT_SECONDS
 from gpumgr.dra.slice_publisher import SlicePublisher
-from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
+from gpumgr.dra.slices import SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import Refusal
@@ -77,8 +79,8 @@ class DraSide:
         #: Why nothing may be registered now.
         self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
         self._examined = asyncio.Event()
-        #: Whether claims may be prepared: in mode plugin the driver's folder shows that, if it is mounted.
-        self._had_claims = not plugin or (settings.kubelet.plugins_dir / DRIVER).is_dir()
+        #: Whether claims may be prepared.
+        self._had_claims = not plugin or had_mode_dra(settings)
         self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
         self.claims = NodeClaims(
@@ -271,19 +273,6 @@ class DraSide:
             self._waiting_pods.retry_now()
         self._registration.set(state)
         self._on_state(state)
-
-
-def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
-    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
-    if not holders:
-        return None
-    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
-    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
-    return (
-        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
-        f"node.mode back"
-    )
 
 
 def gpu_taints(

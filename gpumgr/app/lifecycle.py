@@ -13,6 +13,7 @@ import gc
 import os
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -27,7 +28,6 @@ from gpumgr.app.node_hold import make_driver, node_held
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
-from gpumgr.dra.driver import DraDriver
 from gpumgr.errors import CheckpointError
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
@@ -35,6 +35,9 @@ from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import inner_names, replicas
+
+if TYPE_CHECKING:
+    from gpumgr.dra.driver import DraDriver
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +72,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
 async def _run(
     settings: Settings,
     hardware: Hardware,
-    driver: DraDriver | None,
+    driver: "DraDriver | None",
     notifier: Notifier,
     stop: asyncio.Event,
     source: SettingsSource | None,

@@ -8,27 +8,37 @@ first one has pods of mode plugin, the second one is ready at once and registers
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from gpumgr.app.dra_side import holders_of_other_mode
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
-from gpumgr.dra.driver import DraDriver
+from gpumgr.dra import DRIVER
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.settings import Settings
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.handlers import make_probes
+
+if TYPE_CHECKING:
+    from gpumgr.dra.driver import DraDriver
 
 log = structlog.get_logger(__name__)
 
 RETRY_SECONDS: Final = 0.1
 
 
-def make_driver(settings: Settings) -> DraDriver:
+def make_driver(settings: Settings) -> "DraDriver":
+    from gpumgr.dra.driver import DraDriver  # here, since few nodes need it
+
     kubelet = settings.kubelet
     return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)
+
+
+def had_mode_dra(settings: Settings) -> bool:
+    """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
+    return (settings.kubelet.plugins_dir / DRIVER).is_dir()
 
 
 def web_options(settings: Settings) -> dict[str, Any]:
@@ -46,7 +56,7 @@ def web_options(settings: Settings) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def node_held(settings: Settings, driver: DraDriver | None, stop: asyncio.Event) -> AsyncIterator[bool]:
+async def node_held(settings: Settings, driver: "DraDriver | None", stop: asyncio.Event) -> AsyncIterator[bool]:
     """Yields True with the node's locks held, or False if `stop` was set before they were free.
 
     Raises AlreadyRunning if another agent has this node and this one may not wait, InputError if the lock file can't be made, and
@@ -64,7 +74,7 @@ async def node_held(settings: Settings, driver: DraDriver | None, stop: asyncio.
         yield not stop.is_set()
 
 
-async def _wait(settings: Settings, driver: DraDriver, locks: contextlib.ExitStack, stop: asyncio.Event) -> None:
+async def _wait(settings: Settings, driver: "DraDriver", locks: contextlib.ExitStack, stop: asyncio.Event) -> None:
     """Serves the kubelet's registration and the probes, until the locks are taken or `stop` is set."""
     holders = None
     with contextlib.suppress(CheckpointError):
@@ -115,3 +125,16 @@ def _locks(settings: Settings) -> Iterator[None]:
                 "mounted from the host"
             ) from error
         yield
+
+
+def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
+    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
+    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
+    if not holders:
+        return None
+    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
+    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+    return (
+        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode back"
+    )

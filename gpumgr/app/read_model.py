@@ -20,7 +20,6 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.components import Components
 from gpumgr.display.messages import usage_message
-from gpumgr.dra.slice_publisher import PublisherState
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.settings.profile import resource_names
 from gpumgr.web.pod_details import pod_details, pods_with_details
@@ -118,7 +117,9 @@ class ReadModel:
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
         """What is wrong with the node's ResourceSlice, if it offers GPUs nevertheless, or does not (`offered`)."""
-        state = self._components.dra.publisher.state if self._components.dra is not None else PublisherState()
+        if self._components.dra is None:
+            return ()
+        state = self._components.dra.publisher.state
         text = state.dropped if state.error is None else f"the ResourceSlice is not published: {state.error}"
         return (text,) if text and offered == (state.published and state.devices > 0) else ()
 

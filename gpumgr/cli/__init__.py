@@ -71,10 +71,6 @@ def group() -> None:
 
 def main() -> None:
     running = sys.argv[1:2] == ["run"]
-    if running:
-        # structlog imports rich wherever it is installed (60 ms, 7 MiB), for tracebacks that the agent does not print. It has no option
-        # against that.
-        sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     try:
         group()
     except InputError as error:

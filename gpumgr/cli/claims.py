@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.lean_imports import lean_imports
 from gpumgr.cli.options import config_option, effective_settings, kubeconfig_option, set_option
 from gpumgr.cli.until_signalled import run_until_signalled
 
@@ -29,9 +30,9 @@ def command(file: Path | None, kubeconfig: Path | None, assignments: tuple[str, 
       gpumgr claims --config gpumgr.yaml
       gpumgr claims --kubeconfig claims.conf --set claims.template_idle_hours=1
     """
-    # Here, since `gpumgr --help` imports this module.
-    from gpumgr.claims.lifecycle import run_claims
-    from gpumgr.log import configure_log
+    with lean_imports():  # here, since `gpumgr --help` imports this module
+        from gpumgr.claims.lifecycle import run_claims
+        from gpumgr.log import configure_log
 
     settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
+from gpumgr.cli.lean_imports import lean_imports
 from gpumgr.cli.options import config_option, set_option
 
 _EPILOG = """
@@ -46,7 +47,8 @@ def command(
     assignments: tuple[str, ...],
 ) -> None:
     """Run the agent until SIGTERM. Accept gpu-manager's flags with their meaning, or refuse them with a reason."""
-    from gpumgr.cli.running import run_agent  # here, since `gpumgr --help` imports this module
+    with lean_imports():
+        from gpumgr.cli.running import run_agent  # here, since `gpumgr --help` imports this module
 
     printed = [f"log.format={output}"] if output is not None else []
     code = run_agent(

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.lean_imports import lean_imports
 from gpumgr.cli.options import config_option, effective_settings, kubeconfig_option, set_option
 from gpumgr.cli.until_signalled import run_until_signalled
 
@@ -31,9 +32,9 @@ def command(
       gpumgr scheduler --config gpumgr.yaml --listen 0.0.0.0:12345
       gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
     """
-    # Here, since `gpumgr --help` imports this module.
-    from gpumgr.log import configure_log
-    from gpumgr.scheduler.lifecycle import parse_listen, run_scheduler
+    with lean_imports():  # here, since `gpumgr --help` imports this module
+        from gpumgr.log import configure_log
+        from gpumgr.scheduler.lifecycle import parse_listen, run_scheduler
 
     place = parse_listen(listen)
     settings = effective_settings(file, assignments=assignments)

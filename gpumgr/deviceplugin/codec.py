@@ -102,14 +102,21 @@ def _encode_map(number: int, entries: Mapping[str, str]) -> bytes:
 
 def encode_devices(entries: Iterable[DeviceEntry]) -> bytes:
     """A complete ListAndWatchResponse. Each message replaces the kubelet's list; the order does not matter."""
-    return b"".join([_encode_device(*entry) for entry in entries])
+    parts: list[bytes] = []
+    for device_id, healthy, numa_node in entries:
+        text = device_id.encode()
+        head, tail = _frame(len(text), healthy, numa_node)
+        parts += (head, text, tail)
+    return b"".join(parts)
 
 
-@lru_cache(maxsize=1 << 15)
-def _encode_device(device_id: str, healthy: bool, numa_node: int | None) -> bytes:
-    """One `devices` field. The cache holds both states of each id: 16 GPUs of 192 GB have 13,888 ids."""
-    device = wire.text_field(1, device_id) + (_HEALTHY if healthy else _UNHEALTHY) + _topology(numa_node)
-    return wire.field(1, device)
+@lru_cache(maxsize=256)
+def _frame(id_bytes: int, healthy: bool, numa_node: int | None) -> tuple[bytes, bytes]:
+    """What is before and after the id in a `devices` field. A node has thousands of ids, but of few lengths."""
+    device = wire.field(1, bytes(id_bytes)) if id_bytes else b""
+    tail = (_HEALTHY if healthy else _UNHEALTHY) + _topology(numa_node)
+    field = wire.field(1, device + tail)
+    return field[: len(field) - id_bytes - len(tail)], tail
 
 
 @lru_cache(maxsize=64)

@@ -9,9 +9,10 @@ from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.api_server import ask
 from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.doctor.gpus import SharedNvml
+from gpumgr.dra import DRIVER
 from gpumgr.dra.claim_reader import find_shares
 from gpumgr.dra.registration import socket_patterns
-from gpumgr.dra.slices import DRIVER, SLICES, dropped, probe_slice, slice_name
+from gpumgr.dra.slices import SLICES, dropped, probe_slice, slice_name
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.settings import Settings

@@ -14,7 +14,7 @@ import msgspec
 from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
-from gpumgr.dra.slices import DRIVER
+from gpumgr.dra import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity

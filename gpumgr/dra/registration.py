@@ -28,9 +28,9 @@ from grpclib.const import Handler as Method
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.aio import forever, until_tick
+from gpumgr.dra import DRIVER
 from gpumgr.dra.health import DraHealth
 from gpumgr.dra.service import DraPlugin
-from gpumgr.dra.slices import DRIVER
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
 from gpumgr.rpc.calls import unary

@@ -20,6 +20,7 @@ from itertools import combinations
 from typing import Any, Final, Literal
 
 from gpumgr.allocator.claims import device_name
+from gpumgr.dra import DRIVER
 from gpumgr.kubeapi.client import UNREADABLE
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -28,7 +29,6 @@ from gpumgr.topology.scores import score_matrix
 from gpumgr.topology.tree import build_tree, fragment_order
 from gpumgr.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
 
-DRIVER: Final = "gpu.gpumgr.io"
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver does not list any more.
 LOST_TAINT: Final = f"{DRIVER}/lost"

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.allocator.claims import AllocatedClaim
+from gpumgr.dra import DRIVER
 from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.dra.slices import DRIVER
 from gpumgr.kubeapi.client import ApiServer
 from tests.bench import figures
 from tests.bench.bench_metrics import node_snapshot

@@ -11,11 +11,16 @@ from typing import Any, Final
 
 from tests.bench import figures
 
-#: As gpumgr.cli.main and the command do it.
-AGENT: Final = "import sys; sys.modules['rich'] = None; import gpumgr.cli.running, gpumgr.kubeapi.library as l; l.load_library()"
+#: As the command does it.
+AGENT: Final = """
+from gpumgr.cli.lean_imports import lean_imports
+with lean_imports():
+    import gpumgr.cli.running, gpumgr.kubeapi.library
+gpumgr.kubeapi.library.load_library()
+"""
 NOTHING: Final = "import sys"
 _TELL: Final = """
-import time; began = time.perf_counter()
+import sys, time; began = time.perf_counter()
 {imports}
 seconds = time.perf_counter() - began
 resident = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))

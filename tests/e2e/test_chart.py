@@ -18,8 +18,9 @@ import gpumgr
 import gpumgr.enforcement.vcuda.client
 from gpumgr import tls_files
 from gpumgr.doctor.rights import for_drains, for_people, needed
+from gpumgr.dra import DRIVER
 from gpumgr.dra.claim_reader import ShareConfig
-from gpumgr.dra.slices import DRIVER, resource_slice, slice_devices
+from gpumgr.dra.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.gpu_manager_flags import _BOOLEAN as BOOLEAN
 from gpumgr.settings.gpu_manager_flags import _RULES as RULES

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from gpumgr.aio import LatestValue
+from gpumgr.dra import DRIVER
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import (
-    DRIVER,
     SLICES,
     SliceDevice,
     Taint,

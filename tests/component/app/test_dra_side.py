@@ -17,11 +17,13 @@ from gpumgr.allocator.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.app import dra_side
-from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints, holders_of_other_mode
+from gpumgr.app.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints
+from gpumgr.app.node_hold import holders_of_other_mode
+from gpumgr.dra import DRIVER
 from gpumgr.dra.claim_reader import find_shares
 from gpumgr.dra.driver import DraDriver
 from gpumgr.dra.service import DraPlugin
-from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, slice_name
+from gpumgr.dra.slices import LOST_TAINT, Taint, slice_name
 from gpumgr.errors import KubeletError, Refusal
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.rpc.link_state import LinkState

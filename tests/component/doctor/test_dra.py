@@ -13,7 +13,8 @@ from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.doctor.checks import HostLocations, checks_for
 from gpumgr.doctor.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
 from gpumgr.doctor.rights import needed
-from gpumgr.dra.slices import DRIVER, LOST_TAINT, Taint, resource_slice, slice_name
+from gpumgr.dra import DRIVER
+from gpumgr.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.kubeapi.access import Right
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings, KubernetesSettings, NodeSettings
