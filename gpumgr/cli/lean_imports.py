@@ -20,7 +20,7 @@ def lean_imports() -> Iterator[None]:
 
     aiohttp makes two TLS contexts with all of the system's certificates when it is imported. gpumgr makes a context for each API server
     itself, so those two get none. The garbage collector would read all imported objects again and again, and finds next to nothing in them:
-    it is off meanwhile, and does not read them later either.
+    it is off until they are there, and does not read them later either.
     """
     hidden = [name for name in _UNUSED if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None makes an import fail

@@ -53,8 +53,11 @@ class _Given(Collector):
     def collect(self) -> list[Metric]:
         found: list[Metric] = []
         for family, series in self._families:
-            kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            metric = kind(family.name.removesuffix("_total"), family.about, labels=family.labels)
+            counter = family.kind == "counter"
+            kind, name = (
+                (CounterMetricFamily, family.name.removesuffix("_total")) if counter else (GaugeMetricFamily, family.name)
+            )
+            metric = kind(name, family.about, labels=family.labels)
             for values, number in series.items():
                 metric.add_metric(values, number)
             found.append(metric)
