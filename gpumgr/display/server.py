@@ -12,8 +12,9 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from gpumgr._pb.display import Empty, GraphResponse, UsageResponse, VersionResponse
+from gpumgr._pb.display import GraphResponse, UsageResponse, VersionResponse
 from gpumgr.display.messages import graph_message, version_message
+from gpumgr.rpc.calls import receive
 from gpumgr.rpc.server import DrainingServer
 from gpumgr.unix_socket import UnixSocket
 
@@ -40,7 +41,7 @@ class GpuDisplay:
             "Version": lambda: answer_of(VersionResponse, version_message(self._version)),
         }
         return {
-            SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, Empty, object) for rpc, answer in answers.items()
+            SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, bytes, object) for rpc, answer in answers.items()
         }
 
 
@@ -52,7 +53,7 @@ def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
 
 def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
     async def serve(stream: Any) -> None:
-        await stream.recv_message()
+        await receive(stream)
         await stream.send_message(answer())
 
     return serve

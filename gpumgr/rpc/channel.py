@@ -1,5 +1,8 @@
-"""The client: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send."""
+"""The client: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send; and what its connections
+have in common with those of the server."""
 
+import asyncio
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -7,6 +10,7 @@ import grpclib.client
 from grpclib.const import Cardinality, Status
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
 
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
@@ -29,6 +33,29 @@ class WireCodec(CodecBase):
         return data if message_type is bytes else wire.parse(message_type, data)
 
 
+class PeerConnection(H2Protocol):
+    """A connection to a peer that may send anything.
+
+    grpclib raises an error for each event of h2 that it does not know, as for frames of unknown types, which must be ignored (RFC 9113,
+    section 5.5). h2 and grpclib raise errors of many types for what they can't read; asyncio would log them with a traceback. Here they
+    close the connection, as every protocol error does.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.processor.processors = defaultdict(lambda: _ignore, self.processor.processors)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except Exception:
+            self.processor.close("the peer sent something that can't be read")
+
+
+def _ignore(_event: object) -> None:
+    pass
+
+
 class UnixChannel(grpclib.client.Channel):
     """A lazily connected channel to `path`, which reconnects when the connection is lost. Use it as an async context manager.
 
@@ -40,6 +67,10 @@ class UnixChannel(grpclib.client.Channel):
 
     async def __aenter__(self) -> Self:
         return self
+
+    def _protocol_factory(self) -> H2Protocol:
+        made = super()._protocol_factory()
+        return PeerConnection(made.handler, made.config, made.h2_config)
 
     def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
         return "localhost"

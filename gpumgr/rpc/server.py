@@ -3,7 +3,7 @@
 grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
 without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
 its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
-`Connection.flush`.
+`Connection.flush` and an entry of `EventsProcessor.processors`.
 """
 
 import asyncio
@@ -16,20 +16,23 @@ from grpclib.config import Configuration
 from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
+from grpclib.metadata import decode_metadata
 from grpclib.protocol import H2Protocol
 from grpclib.server import Server
 from h2.config import H2Configuration
 from h2.errors import ErrorCodes
+from h2.events import RequestReceived
 from h2.exceptions import ProtocolError
 
 from gpumgr.aio import wait_at_most
-from gpumgr.rpc.channel import WireCodec
+from gpumgr.rpc.channel import PeerConnection, WireCodec
 
 #: How long clients may take at the end to close their connections, and then to read what was sent to them.
 _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
 #: A call that ended so recently may be the first of two.
 _PAIR_SECONDS: Final = 0.05
+_PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
 
 class DrainingServer(Server):
@@ -166,7 +169,7 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
         await asyncio.wait(running, timeout=left)
 
 
-class ServedConnection(H2Protocol):
+class ServedConnection(PeerConnection):
     """One client's connection, listed by its server.
 
     grpclib writes headers, message and trailers of an answer one after the other; here one write sends all that a step of the event loop
@@ -184,6 +187,8 @@ class ServedConnection(H2Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self._flush_now = self.connection.flush
         self.connection.flush = self._flush_soon  # type: ignore[method-assign]
+        self._accept = self.processor.process_request_received
+        self.processor.processors[RequestReceived] = self._request_received
         self.server.connected(self)
         if self.server.draining:
             self.end()
@@ -191,6 +196,14 @@ class ServedConnection(H2Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._ended:
             super().data_received(data)
+
+    def _request_received(self, event: RequestReceived) -> None:
+        """A malformed request is an error of its stream (RFC 9113, section 8.1.1); the others of the connection go on."""
+        if _is_well_formed(event.headers):
+            self._accept(event)
+            return
+        with suppress(ProtocolError):  # the client has reset it itself
+            self.connection._connection.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.disconnected(self)
@@ -222,6 +235,16 @@ class ServedConnection(H2Protocol):
         self._flush_is_due = False
         if not self.connection.is_closing():
             self._flush_now()
+
+
+def _is_well_formed(headers: Any) -> bool:
+    """Whether each pseudo-header is there once (RFC 9113, section 8.3.1), and all metadata can be read."""
+    names = [name for name, _ in headers]
+    try:
+        decode_metadata(headers)
+    except ValueError:  # a name with the suffix -bin, and no base64
+        return False
+    return all(names.count(each) == 1 for each in _PSEUDO_HEADERS)
 
 
 class _Methods:
