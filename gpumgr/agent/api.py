@@ -9,6 +9,7 @@ import msgspec
 
 from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.foreign_text import decode_json
 
 
 class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,5 +228,5 @@ class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def builtins(struct: msgspec.Struct) -> dict[str, Any]:
     """The struct as JSON data."""
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(struct))
+    found: dict[str, Any] = decode_json(msgspec.json.encode(struct))
     return found

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-import msgspec
-
 from gpumgr.errors import CheckpointError
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 #: The checkpoint's note.
 CORDONS_NOTE: Final = "cordons"
@@ -38,9 +37,9 @@ def encode_cordons(cordons: Mapping[str, Cordon]) -> str:
 def decode_cordons(note: str) -> dict[str, Cordon]:
     """Raises CheckpointError: a GPU that was taken out of service must not come back because its note can't be read."""
     try:
-        return msgspec.json.decode(note, type=dict[str, Cordon])
-    except (msgspec.DecodeError, RecursionError) as error:
+        return decode_json(note, dict[str, Cordon])
+    except UnreadableText as error:
         raise CheckpointError(
-            f"the checkpoint's note of cordoned GPUs can't be read ({error!r}): start the gpumgr that wrote it, or remove the note "
+            f"the checkpoint's note of cordoned GPUs can't be read ({error}): start the gpumgr that wrote it, or remove the note "
             f"{CORDONS_NOTE!r} and cordon the GPUs again"
         ) from error

@@ -19,6 +19,7 @@ from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Process, Quarantine
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.evaluators.select import Policy
+from gpumgr.foreign_text import UnreadableText, decode_json
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
 from gpumgr.units import GpuName
 
@@ -218,7 +219,14 @@ class AgentState:
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
         """After a restart: restores the processes in quarantine and the unattributed ones, as far as they still run."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
-        kept = msgspec.json.decode(self._noted, type=_QuarantineNote) if self._noted else {}
+        kept: _QuarantineNote = {}
+        try:
+            kept = decode_json(self._noted, _QuarantineNote) if self._noted else {}
+        except UnreadableText as error:
+            raise CheckpointError(
+                f"the checkpoint's note of processes in quarantine can't be read ({error}): start the gpumgr that wrote it, or remove the "
+                f"note {QUARANTINE_NOTE!r}"
+            ) from error
         state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("strangers", {}))
         self._held_since = dict.fromkeys(state.held, float("-inf"))  # it is not known since when
         self._set_quarantine(quarantine.released(state, self._runs))

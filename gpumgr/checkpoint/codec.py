@@ -14,6 +14,7 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry, Masks
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.checkpoint.files import CorruptError
+from gpumgr.foreign_text import convert, decode_json
 from gpumgr.units import ALL_RESOURCES, BLOCK_MEBIBYTES, Resource
 
 
@@ -23,8 +24,6 @@ class CorruptRowError(CorruptError):
 
 _FIELDS: Final = {field.name for field in fields(Allocation)} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
-_row_decoder = msgspec.json.Decoder(dict[str, Any])
-_entry_decoder = msgspec.json.Decoder(HistoryEntry)
 _UNSET: Final = Allocation(id="")
 
 
@@ -44,22 +43,22 @@ def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, re
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
-        row = _row_decoder.decode(record)
+        row = decode_json(record, dict[str, Any])
         # Schema 2 has a list of GPUs, and the ids as `cores` and `blocks`.
         gpus = row.pop("gpus", ())
         ids = row.pop("device_ids", None) or {"core": row.pop("cores", {}), "memory": row.pop("blocks", {})}
         if unknown := row.keys() - _FIELDS:
-            raise ValueError(f"it has the field {min(unknown)!r}")
+            raise ValueError(f"it has the field {min(unknown)[:64]!r}")
         device_ids: dict[Resource, Masks] = {
             resource: {gpu: int(mask, 16) for gpu, mask in ids[resource].items()}
             for resource in ALL_RESOURCES
             if ids.get(resource)
         }
         if not isinstance(gpus, Mapping):
-            return msgspec.convert({"id": allocation_id, **row}, Allocation).with_ids(gpu_registry, device_ids, gpus)
-        whole = msgspec.convert({"id": allocation_id, "gpus": gpus, **row}, Allocation)
+            return convert({"id": allocation_id, **row}, Allocation).with_ids(gpu_registry, device_ids, gpus)
+        whole = convert({"id": allocation_id, "gpus": gpus, **row}, Allocation)
         return replace(whole, device_ids=device_ids)
-    except (msgspec.DecodeError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
 
@@ -74,9 +73,9 @@ def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
     try:
         if sum_ != checksum(str(number), record.decode()):
             raise ValueError("its checksum is wrong")
-        entry = _entry_decoder.decode(record)
+        entry = decode_json(record, HistoryEntry)
         return entry if b"memory_blocks_free" not in record else _of_schema_2(entry, record)
-    except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"entry {number} of the history can't be read: {error}") from error
 
 
@@ -90,6 +89,6 @@ def checksum(*texts: str) -> int:
 
 def _of_schema_2(entry: HistoryEntry, record: bytes) -> HistoryEntry:
     """Converts an entry of schema 2, which has a candidate's free memory in blocks."""
-    blocks = [candidate.get("memory_blocks_free", 0) for candidate in _row_decoder.decode(record)["candidates"]]
+    blocks = [candidate.get("memory_blocks_free", 0) for candidate in decode_json(record, dict[str, Any])["candidates"]]
     candidates = zip(entry.candidates, blocks, strict=True)
     return replace(entry, candidates=tuple(replace(c, memory_mebibytes_free=n * BLOCK_MEBIBYTES) for c, n in candidates))

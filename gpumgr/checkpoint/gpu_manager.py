@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from gpumgr.errors import InputError
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 _DEVICE: Final = re.compile(r"/dev/nvidia([0-9]{1,9})")
 _Amount = Annotated[int, msgspec.Meta(ge=0)]
@@ -45,12 +46,12 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
     Raises InputError for a file that can't be read or parsed.
     """
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        document = decode_json(path.read_bytes(), _Document)
     except FileNotFoundError:
         return ()
     except OSError as error:
         raise InputError(f"can't read gpu-manager's checkpoint {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnreadableText as error:
         raise InputError(
             f"gpu-manager's checkpoint {path} can't be understood: {error}; move it away if its pods have ended"
         ) from error

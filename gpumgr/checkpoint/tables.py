@@ -14,6 +14,7 @@ from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
+from gpumgr.foreign_text import decode_json
 from gpumgr.units import BLOCK_MEBIBYTES
 
 #: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU; 4: allocations
@@ -197,7 +198,7 @@ def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
         replicas = rest[0] if rest else 0
         instances = rest[1] if rest[1:] else "[]"
         mebibytes = memory * BLOCK_MEBIBYTES if "memory_blocks" in columns else memory
-        gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, msgspec.json.decode(instances, type=_INSTANCES)))
+        gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, decode_json(instances, _INSTANCES)))
     return GpuRegistry(tuple(gpus))
 
 

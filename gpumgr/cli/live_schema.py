@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Required, TypedDict
 
-import msgspec
+from gpumgr.foreign_text import UnreadableText, convert
 
 Texts = dict[str, str] | None
 Amounts = dict[str, str | int | float] | None
@@ -136,7 +136,7 @@ class Budget(TypedDict, total=False):
 def check(item: object, kind: Any) -> None:
     """Raises ValueError, which names the field."""
     try:
-        msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
+        convert(item, kind)
+    except UnreadableText as error:
         what, _, path = str(error).replace("`", "").partition(" - at $")
         raise ValueError(f"{path.removeprefix('.') or 'the object'}: {what[:1].lower()}{what[1:]}") from error

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import aiohttp
 import click
-import msgspec
 
 from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
@@ -27,6 +26,7 @@ from gpumgr.deviceplugin.kubelet_checkpoint import (
 )
 from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.client import UNREADABLE, ApiServer
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami, hami_takeover
 from gpumgr.migrate.gpu_manager_command import GpuManagerCommand
@@ -94,8 +94,8 @@ def _options(function: _Decorated) -> _Decorated:
 def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> str:
     """Checks the name, since printed commands contain it. Raises BadParameter."""
     try:
-        return msgspec.convert(text, NodeName)
-    except msgspec.ValidationError as error:
+        return convert(text, NodeName)
+    except UnreadableText as error:
         raise click.BadParameter(
             f"{printable(text)!r} is no node's name: lower-case letters, digits, '-' and '.', 253 at most"
         ) from error

@@ -9,6 +9,7 @@ import msgspec
 from gpumgr.errors import InputError, Refusal, StateError, TopologyError
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.select import Policy, check_request, evaluator_for, place
+from gpumgr.foreign_text import UnreadableText, WrongStructure, decode_json
 from gpumgr.topology.devices import NodeSnapshot, Topology
 from gpumgr.topology.matrix import ParsedTopology, parse_topology, topology_from_matrix
 from gpumgr.units import CORES_PER_GPU
@@ -57,8 +58,6 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _T = TypeVar("_T")
-_STATE = msgspec.json.Decoder(StateFile)
-_QUESTION = msgspec.json.Decoder(Question)
 _KEYS = "; a GPU of the state may have: " + ", ".join(GpuState.__struct_fields__)
 _STATE_KEYS = "; allowed keys: " + ", ".join(StateFile.__struct_fields__) + _KEYS
 _QUESTION_KEYS = "; allowed keys: " + ", ".join(Question.__struct_fields__) + _KEYS
@@ -101,14 +100,14 @@ def read_topology(path: str) -> ParsedTopology:
 def read_state(path: str) -> StateFile:
     """Read a state file, - for stdin. Raises StateError that begins with the file's name."""
     try:
-        return _decode(_STATE, _content(path), _STATE_KEYS, StateError)
+        return _decode(StateFile, _content(path), _STATE_KEYS, StateError)
     except (OSError, StateError) as error:
         raise StateError(f"{path}: {error}") from error
 
 
 def parse_question(line: bytes) -> Question:
     """Parses a line of a batch. Raises InputError with the position and the allowed keys."""
-    return _decode(_QUESTION, line, _QUESTION_KEYS, InputError)
+    return _decode(Question, line, _QUESTION_KEYS, InputError)
 
 
 def node_of(question: Question, default: RequestNode | None, default_blocks: int) -> RequestNode:
@@ -170,11 +169,11 @@ def _content(path: str) -> bytes:
         return content
 
 
-def _decode(decoder: msgspec.json.Decoder[_T], content: bytes, keys: str, kind: type[InputError]) -> _T:
+def _decode(structure: type[_T], content: bytes, keys: str, kind: type[InputError]) -> _T:
     try:
-        return decoder.decode(content)
-    except msgspec.ValidationError as error:
+        return decode_json(content, structure)
+    except WrongStructure as error:
         hint = keys if "field" in str(error) else _POLICIES if "enum" in str(error) else ""
         raise kind(f"{error}{hint}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UnreadableText as error:
         raise kind(f"not JSON: {error}") from error

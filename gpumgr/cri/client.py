@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 
@@ -15,6 +14,7 @@ from gpumgr.allocator.pods import PodSandbox
 from gpumgr.cri.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
 from gpumgr.cri.toolkit import Runtimes, parse_runtimes
 from gpumgr.errors import CriError
+from gpumgr.foreign_text import UnreadableText
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, Reply, UnixChannel
 from gpumgr.usage.containers import Container
@@ -89,7 +89,7 @@ class CriClient:
         """Turns every error of a call into a CriError; `doing` is like "list the containers"."""
         try:
             yield
-        except (wire.WireError, msgspec.DecodeError) as error:
+        except (wire.WireError, UnreadableText) as error:
             reason = f"the answer can't be read ({error}); does cri.socket name the socket of containerd or CRI-O?"
             raise CriError(f"can't {doing} at {self._socket}: {reason}") from error
         except CALL_FAILURES as error:

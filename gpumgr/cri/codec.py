@@ -11,6 +11,7 @@ import msgspec
 
 from gpumgr._pb.runtime.v1 import ContainerStatusResponse
 from gpumgr.allocator.pods import PodSandbox
+from gpumgr.foreign_text import decode_json
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
 
@@ -57,9 +58,6 @@ class _Info(msgspec.Struct, frozen=True):
     spec: _Spec | None = msgspec.field(name="runtimeSpec", default=None)
 
 
-_info: Final = msgspec.json.Decoder(_Info)
-
-
 def parse_containers(data: bytes) -> tuple[Container, ...]:
     """A ListContainersResponse: the containers that the kubelet made (they have its labels), of all states. Raises WireError."""
     found = (_container(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1)
@@ -73,11 +71,11 @@ def parse_ready_sandboxes(data: bytes) -> tuple[PodSandbox, ...]:
 
 
 def parse_status(status: ContainerStatusResponse) -> InitProcess:
-    """The answer to a verbose request. Raises msgspec.DecodeError if its JSON is not as expected."""
+    """The answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
     text = status.info.get("info")
     if text is None:
         return InitProcess()
-    info = _info.decode(text)
+    info = decode_json(text, _Info)
     path = info.spec.linux.cgroups_path if info.spec is not None and info.spec.linux is not None else ""
     return InitProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
 

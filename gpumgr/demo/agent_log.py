@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpumgr.aio import LatestValue
+from gpumgr.foreign_text import decode_json
 
 Line = dict[str, Any]
 
@@ -24,7 +25,7 @@ class AgentLog:
         """Stores a line that is not a JSON object (such as a traceback) as an event named "text"."""
         text = raw.decode(errors="replace").rstrip("\n")
         try:
-            line = json.loads(text)
+            line = decode_json(text)
         except ValueError:
             line = None
         if not isinstance(line, dict):

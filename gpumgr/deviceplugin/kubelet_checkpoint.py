@@ -17,6 +17,7 @@ import msgspec
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.deviceplugin.codec import decode_container_response
 from gpumgr.errors import KubeletError
+from gpumgr.foreign_text import UnreadableText, decode_json
 from gpumgr.rpc.wire import WireError
 
 FILE_NAME = "kubelet_internal_checkpoint"
@@ -72,8 +73,8 @@ def parse_registered_devices(text: bytes) -> Mapping[str, int]:
 
 def _decoded(text: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return decode_json(text, kind)
+    except UnreadableText as error:
         raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import yaml
-
+from gpumgr.foreign_text import UnreadableText, decode_yaml
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
+_MAX_BYTES: Final = 1 << 20
 _HAMI: Final = ReplicaResources()
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
 
@@ -15,9 +15,10 @@ _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "pre
 def parse_config(text: str) -> Mapping[str, Any]:
     """Raises ValueError."""
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is not YAML: {' '.join(str(error).split())}") from error
+        documents = decode_yaml(text, max_bytes=_MAX_BYTES)
+    except UnreadableText as error:
+        raise ValueError(f"it is not YAML: {error}") from error
+    config = documents[0] if len(documents) == 1 else None
     if not isinstance(config, dict) or config.get("kind") != "KubeSchedulerConfiguration":
         raise ValueError("it is no KubeSchedulerConfiguration")
     return config

@@ -16,6 +16,7 @@ from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
 from gpumgr.dra import DRIVER
 from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.units import CORES_PER_GPU
@@ -197,8 +198,8 @@ def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str
 
 def _share_config(parameters: object) -> ShareConfig:
     try:
-        return msgspec.convert(parameters, type=ShareConfig)
-    except msgspec.ValidationError as error:
+        return convert(parameters, ShareConfig)
+    except UnreadableText as error:
         raise _Unusable(
             f"has a configuration for {DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
             f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(Mechanism))}"

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from gpumgr.errors import GpumgrError
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.client import ApiServer
 
 _GROUP: Final = "authorization.k8s.io/v1"
@@ -43,6 +44,6 @@ async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -
     body = {"apiVersion": _GROUP, "kind": kind, "spec": spec}
     answer = await server.read("POST", f"/apis/{_GROUP}/{kind.lower()}s", body)
     try:
-        return msgspec.convert(answer, type=_Review).status.allowed
-    except msgspec.ValidationError as error:
+        return convert(answer, _Review).status.allowed
+    except UnreadableText as error:
         raise GpumgrError(f"the API server's answer is no {kind}: {error}") from error

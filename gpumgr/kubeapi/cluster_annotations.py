@@ -15,6 +15,8 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gpumgr import foreign_text
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.topology.devices import Level, MigProfile, Topology
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.topology.scores import NVLINK_SCORE, score_matrix
@@ -230,15 +232,15 @@ def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
     if len(encoded) > MAX_ANNOTATIONS_BYTES:
         raise ValueError(f"{len(encoded)} bytes are too long for an annotation")
     try:
-        return msgspec.json.decode(encoded, type=kind)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return foreign_text.decode_json(encoded, kind)
+    except UnreadableText as error:
         raise ValueError(f"{fault}: {error}") from error
 
 
 @lru_cache(maxsize=64)
 def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
     """One object for all GPUs with equal profiles. Raises ValueError."""
-    profiles = tuple(msgspec.convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
+    profiles = tuple(convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
     ordered = all(
         p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, field
 
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.cluster_annotations import decode_json
 from gpumgr.kubeapi.hami_mig import RegisteredProfile
 from gpumgr.topology.scores import Scores
@@ -100,6 +101,6 @@ def _from_csv(row: str) -> RegisteredGpu:
     if len(fields) not in (7, 9):
         raise ValueError(f"{row[:64]!r} has {len(fields)} fields; a GPU has 7 or 9")
     try:
-        return msgspec.convert(dict(zip(_COLUMNS, fields, strict=False)), RegisteredGpu, strict=False)
-    except msgspec.ValidationError as error:
+        return convert(dict(zip(_COLUMNS, fields, strict=False)), RegisteredGpu, strict=False)
+    except UnreadableText as error:
         raise ValueError(f"{row[:64]!r}: {error}") from error

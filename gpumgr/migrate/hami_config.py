@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.errors import InputError
+from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.migrate.hami_plugin import plugin_settings
 from gpumgr.migrate.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
@@ -188,10 +189,10 @@ def _files(objects: Sequence[Object], name: str) -> Iterator[_File]:
         where = f"ConfigMap {config_map.full_name}, {name},"
         try:
             documents = read_documents(config_map.data[name])
-            yield msgspec.convert(documents[0] if documents else {}, type=_File)
+            yield convert(documents[0] if documents else {}, _File)
         except InputError as error:
             raise InputError(f"{where} can't be read: {error}") from error
-        except (msgspec.ValidationError, RecursionError) as error:
+        except UnreadableText as error:
             raise InputError(f"{where} is not what HAMi reads: {error}") from error
 
 

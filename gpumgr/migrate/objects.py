@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-import yaml
 
 from gpumgr.errors import InputError
+from gpumgr.foreign_text import UnreadableText, convert, decode_yaml
 
 T = TypeVar("T", bound="Object")
 
 _MAX_BYTES: Final = 64 << 20
-#: Exceptions of YAML loaders for invalid texts: a value that does not match its tag raises any of these.
-_NO_YAML: Final = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: Maximum nesting of lists and maps. Kubernetes objects have less than half of it; libyaml takes quadratic time for deep nesting, and
-#: PyYAML's binding to it recurses until the stack overflows.
-_MAX_DEPTH: Final = 100
 
 #: Names, and keys of labels and annotations, become arguments of printed commands: none may start like an option.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
@@ -171,8 +165,8 @@ def parse_object(document: Mapping[str, Any], source: object) -> Object:
     defines."""
     kind = document["kind"]
     try:
-        return msgspec.convert(_without_nulls(document), type=_CLASSES.get(kind, Object))
-    except (msgspec.ValidationError, RecursionError) as error:
+        return convert(_without_nulls(document), _CLASSES.get(kind, Object))
+    except (UnreadableText, RecursionError) as error:
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
         raise InputError(
@@ -213,24 +207,6 @@ def read_documents(text: bytes | str) -> list[Any]:
     Raises InputError with the reason only; the caller knows the name of the text.
     """
     try:
-        return [document for document in (msgspec.json.decode(text),) if document is not None]
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    try:
-        _check_yaml(text)
-        return [document for document in yaml.load_all(text, Loader=_LOADER) if document is not None]
-    except _NO_YAML as error:
-        raise InputError(" ".join(str(error).split())) from error
-
-
-def _check_yaml(text: bytes | str) -> None:
-    """Checks the events before any object is built. Raises InputError, or an exception of _NO_YAML."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        if isinstance(event, yaml.AliasEvent):
-            raise InputError(
-                f"it has the alias *{event.anchor}, and a few of those may stand for gigabytes; give what kubectl prints, which has none"
-            )
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise InputError(f"it is nested more than {_MAX_DEPTH} levels deep")
+        return decode_yaml(text, max_bytes=_MAX_BYTES)
+    except UnreadableText as error:
+        raise InputError(str(error)) from error

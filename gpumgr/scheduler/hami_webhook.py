@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from gpumgr.foreign_text import decode_answer
 from gpumgr.kubeapi.pods import quantity_or_0
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
@@ -101,11 +102,11 @@ def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> we
 
     async def review(request: web.Request) -> web.Response:
         try:
-            asked = msgspec.json.decode(await request.read())["request"]
+            asked = (await decode_answer(await request.read(), dict[str, Any]))["request"]
             refused = refusal(asked["object"], hami)
             patch = patches(asked["object"], hami, settings) if refused is None else []
             response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
-        except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
         if refused is not None:
             response["status"] = {"code": 422, "reason": "Invalid", "message": refused}

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-import msgspec
 from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
@@ -18,6 +17,7 @@ from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Pol
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.mig import most_devices
 from gpumgr.evaluators.replicas import ReplicaRequest
+from gpumgr.foreign_text import convert
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
@@ -212,7 +212,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     wanted = [each for each in view.containers if each.wants_gpu]
     if view.ended or not (wanted or hami):
         return base
-    decoded = msgspec.convert(spec, PodSpec)
+    decoded = convert(spec, PodSpec)
     if hami is not None and (bare := _without_count(decoded, hami)):
         text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
         return replace(base, containers=tuple(bare), refusal=text)

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from gpumgr.cluster.quota import Limit, NamespaceQuota
+from gpumgr.foreign_text import convert, decode_json, decode_yaml
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.units import CORES_PER_GPU
 
 GPU_ADMISSION_KEY: Final = "gpu_quota"
 PLAIN_KEY: Final = "quota.yaml"
+#: The API server stores no larger ConfigMap.
+_MAX_BYTES: Final = 1 << 20
 _MEBIBYTE: Final = 1 << 20
 _Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -72,14 +74,15 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
         if not data.keys() & {GPU_ADMISSION_KEY, PLAIN_KEY}:
             raise ValueError(f"it has neither the key {GPU_ADMISSION_KEY} nor the key {PLAIN_KEY}")
         if (text := data.get(key := GPU_ADMISSION_KEY)) is not None:
-            entries = msgspec.json.decode(text, type=dict[str, _GpuAdmission | None])
+            entries = decode_json(text, dict[str, _GpuAdmission | None])
             found = {namespace: (entry or _GpuAdmission()).limits() for namespace, entry in entries.items()}
         if (text := data.get(key := PLAIN_KEY)) is not None:
-            plain = msgspec.convert(yaml.safe_load(text) or {}, dict[str, list[_PlainLimit]])
+            documents = decode_yaml(text, max_bytes=_MAX_BYTES)
+            plain = convert(documents[0] if documents else {}, dict[str, list[_PlainLimit]])
             for namespace, limits in plain.items():
                 quota = found.get(namespace, NamespaceQuota())
                 found[namespace] = replace(quota, limits=(*quota.limits, *(each.limit() for each in limits)))
-    except (ValueError, msgspec.MsgspecError, yaml.YAMLError, RecursionError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         where = f"key {key}: " if key in data else ""
         return WatchedQuotas(uid=uid, limits={}, problem=f"{where}{' '.join(str(error).split())}")
     return WatchedQuotas(uid=uid, limits=found)

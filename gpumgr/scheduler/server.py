@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from gpumgr import __version__
+from gpumgr.foreign_text import UnreadableText, decode_answer
 from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
 from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
@@ -116,13 +117,13 @@ async def _read(request: web.Request, kind: type[_Args]) -> _Args:
         body = await request.read()
         if isinstance(request.protocol, Connection):
             request.protocol.request_received()
-        return msgspec.json.decode(body, type=kind)
+        return await decode_answer(body, kind)
     except web.HTTPRequestEntityTooLarge as error:
         raise _RequestError(
             "the request is too long; set scheduler.max_request_mebibytes higher, or nodeCacheCapable: true in kube-scheduler's "
             "configuration"
         ) from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UnreadableText as error:
         raise _RequestError(f"the body is no request of extender/v1: {error}") from error
 
 

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
+from gpumgr.foreign_text import UnreadableText, decode_json
+
 _NONE: Final = msgspec.Raw(b"null")
 
 
@@ -38,8 +40,9 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 def _names_of(text: bytes) -> tuple[str, ...] | None:
     """kube-scheduler sends the same names again and again: one object stands for them then. Raises ValueError."""
     try:
-        return msgspec.json.decode(text, type=tuple[str, ...] | None)
-    except msgspec.DecodeError as error:
+        names: tuple[str, ...] | None = decode_json(text, tuple[str, ...] | None)  # type: ignore[arg-type]
+        return names
+    except UnreadableText as error:
         raise ValueError(f"NodeNames: {error}") from error
 
 

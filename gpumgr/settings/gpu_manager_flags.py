@@ -35,6 +35,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from gpumgr.errors import InputError, SettingsError
+from gpumgr.foreign_text import UnreadableText, decode_json
 from gpumgr.settings.load import nearest, parse_text
 from gpumgr.settings.schema import Settings
 
@@ -183,10 +184,10 @@ def _volume_config(flag: str, text: str) -> GpuManagerFlags:
 
 def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode_json(path.read_bytes(), kind)
     except OSError as error:
         raise InputError(f"{flag}: {path} can't be read: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnreadableText as error:
         raise InputError(f"{flag}: {path} is not what gpu-manager reads: {error}; expected: {wanted}") from error
 
 

@@ -16,6 +16,7 @@ import gpumgr
 from gpumgr.agent.maintenance import Action, MaintenanceRequest
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import HISTORY_ENTRIES
+from gpumgr.foreign_text import UnreadableText, decode_json
 from gpumgr.web.access import AuthPolicy, Scope
 from gpumgr.web.connection import Connection
 from gpumgr.web.debug import profile, stacks
@@ -136,8 +137,8 @@ class Pages:
     async def maintenance(self, request: web.Request) -> web.Response:
         """The request is carried out even if the client disconnects."""
         try:
-            body = msgspec.json.decode(await request.read() or b"{}", type=_Body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            body = decode_json(await request.read() or b"{}", _Body)
+        except UnreadableText as error:
             return failure(400, f'the body is not of the form {{"reason": "...", "evict": false}}: {error}')
         order = MaintenanceRequest(
             action=cast(Action, request.match_info["action"]),

@@ -1,6 +1,5 @@
 """A client of this node's running agent: HTTP and JSON over its unix socket."""
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
@@ -9,6 +8,7 @@ import aiohttp
 
 from gpumgr.cli.printable import printable
 from gpumgr.errors import GpumgrError, InputError
+from gpumgr.foreign_text import decode_json
 
 #: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0
@@ -54,7 +54,7 @@ class AgentClient:
                 if response.status != 200:
                     raise self._error(path, response.status, await response.read())
                 async for data in _events(response.content):
-                    yield json.loads(data)
+                    yield decode_json(data)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
@@ -71,14 +71,14 @@ class AgentClient:
         if response.status != 200:
             raise self._error(path, response.status, text)
         try:
-            return json.loads(text)
+            return decode_json(text)
         except ValueError as error:
             raise GpumgrError(f"the process at {self._socket} is not a gpumgr agent: its response is not JSON") from error
 
     def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
         kind = InputError if status == _NOT_FOUND else AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
         try:
-            sentence = str(json.loads(text)["error"])
+            sentence = str(decode_json(text)["error"])
         except (ValueError, KeyError, TypeError):
             kind = AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
             page = path.partition("?")[0]

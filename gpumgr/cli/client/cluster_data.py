@@ -7,11 +7,11 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 
 from gpumgr.cli.pod_name import PodName
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.errors import GpumgrError, InputError
+from gpumgr.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.scheduler.api import Why
 from gpumgr.web.middleware import PROXIED_AUTHORIZATION
@@ -52,8 +52,8 @@ async def _ask(server: ApiServer, location: SchedulerLocation, name: PodName, *,
     headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"} if location.token is not None else {}
     document = await _through_proxy(server, scheduler, query, headers)
     try:
-        return document, msgspec.convert(cleaned(document), Why)
-    except msgspec.ValidationError as error:
+        return document, convert(cleaned(document), Why)
+    except UnreadableText as error:
         raise GpumgrError(
             f"the scheduler's answer can't be decoded: {error}; it may be of another version than this command"
         ) from error
@@ -112,8 +112,8 @@ async def _through_proxy(
         async with server.request("GET", path, query, headers=headers) as response:
             text = await response.read()
         try:
-            document = msgspec.json.decode(text)
-        except ValueError:
+            document = decode_json(text)
+        except UnreadableText:
             document = text.decode(errors="replace")
         if response.status == 200 and isinstance(document, dict):
             return document

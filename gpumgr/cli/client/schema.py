@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.printable import cleaned
 from gpumgr.errors import GpumgrError
+from gpumgr.foreign_text import UnreadableText, convert
 
 T = TypeVar("T")
 
@@ -42,8 +41,8 @@ def read_result(document: Any) -> MaintenanceResult:
 
 def _convert(document: Any, kind: type[T]) -> T:
     try:
-        return msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
+        return convert(document, kind)
+    except UnreadableText as error:
         raise GpumgrError(
             f"the agent's response can't be decoded: {error}; it may be of another version than this command"
         ) from error

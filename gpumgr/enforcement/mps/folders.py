@@ -18,6 +18,7 @@ import structlog
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.commands import SERVER
 from gpumgr.files import replace_file
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096
@@ -87,8 +88,8 @@ class GpuFolder:
             path = self._tenants / allocation
             try:
                 with contextlib.suppress(FileNotFoundError):
-                    found[allocation] = msgspec.json.decode(path.read_bytes(), type=Share)
-            except msgspec.MsgspecError as error:
+                    found[allocation] = decode_json(path.read_bytes(), Share)
+            except UnreadableText as error:
                 log.warning("mps_record_unreadable", path=str(path), error=str(error))
         return found
 

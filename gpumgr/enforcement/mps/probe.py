@@ -20,6 +20,7 @@ from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.records import DaemonRecords, boot_id
 from gpumgr.errors import MpsError, MpsTransientError
 from gpumgr.files import replace_file
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 #: A failure is tried again after this time.
 RETRY_SECONDS: Final = 600.0
@@ -55,8 +56,8 @@ def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
 def last_result(state_dir: Path, program: str) -> ProbeResult | None:
     """The last result with this program; None without one. Raises OSError."""
     try:
-        result = msgspec.json.decode((state_dir / RESULT_NAME).read_bytes(), type=ProbeResult)
-    except (FileNotFoundError, msgspec.MsgspecError):
+        result = decode_json((state_dir / RESULT_NAME).read_bytes(), ProbeResult)
+    except (FileNotFoundError, UnreadableText):
         return None
     return result if result.program == program else None
 

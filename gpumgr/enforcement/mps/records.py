@@ -14,6 +14,7 @@ import msgspec
 from gpumgr.enforcement.mps.commands import PROTOCOLS, MpsProtocol
 from gpumgr.enforcement.mps.folders import GPU_UUID, names_in
 from gpumgr.files import replace_file
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _PROTOCOL_NAME: Final = "mps_protocol"
@@ -65,8 +66,8 @@ class DaemonRecords:
     def _read(self, path: Path) -> Record | None:
         """None for a record of another boot or an unreadable one; records of this boot are complete."""
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=Record)
-        except msgspec.MsgspecError:
+            record = decode_json(path.read_bytes(), Record)
+        except UnreadableText:
             return None
         return record if record.boot == self._boot else None
 

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from gpumgr._pb.runtime.v1 import ContainerStatusResponse
 from gpumgr.allocator.pods import PodSandbox
 from gpumgr.cri.codec import InitProcess, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.foreign_text import UnreadableText
 from gpumgr.rpc import wire
 from gpumgr.rpc.wire import WireError
 from gpumgr.usage.containers import Container
@@ -76,7 +76,7 @@ def test_an_empty_status_is_no_error(info: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"pid": "7"}', '{"runtimeSpec": []}'])
 def test_a_malformed_status_is_an_error(text: str) -> None:
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(UnreadableText):
         status(cri.ContainerStatusResponse(info={"info": text}))
 
 
