@@ -14,6 +14,7 @@ import msgspec
 
 from gpumgr._pb.runtime.v1 import StatusResponse
 from gpumgr.allocator.answer import DriverAccess
+from gpumgr.foreign_text import decode_json
 
 _TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
 
@@ -55,15 +56,9 @@ class _Config(msgspec.Struct, frozen=True):
     cdi_dirs: list[str] | None = msgspec.field(name="cdiSpecDirs", default=None)
 
 
-_config: Final = msgspec.json.Decoder(_Config)
-
-
 def parse_runtimes(status: StatusResponse) -> Runtimes:
-    """The answer to a verbose request. Raises msgspec.DecodeError if its JSON is not as expected."""
-    try:
-        config = _config.decode(status.info.get("config", "{}"))
-    except RecursionError:
-        raise msgspec.DecodeError("nested too deep") from None
+    """The answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
+    config = decode_json(status.info.get("config", "{}"), _Config)
     names = [each.name for each in status.runtime_handlers if each.name]
     if config.containerd is None:
         # The default runtime is listed without its name, too.
