@@ -81,7 +81,7 @@ class ReadModel:
             at=time.time(),
             registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
-            warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble()),
+            warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble(), *self._unlisted(some=True)),
             cordons=self._maintenance.cordons,
             outbox=self._outbox(),
             connections=connections,
@@ -113,7 +113,16 @@ class ReadModel:
             for kind, state in self._components.link.states.items()
             if not state.registered
         ]
-        return [*reasons, *self._slice_troubles(offered=False), *self.no_driver()]
+        return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
+
+    def _unlisted(self, *, some: bool) -> tuple[str, ...]:
+        """Which GPUs the driver does not list, if it lists `some` nevertheless, or none."""
+        snapshot = self._components.agent_state.inventory.snapshot
+        sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
+        return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
+
+    def notes(self) -> Sequence[str]:
+        return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
         """What is wrong with the node's ResourceSlice, if it offers GPUs nevertheless, or does not (`offered`)."""

@@ -30,6 +30,7 @@ _REASON: Final = gauge(
 _NOT_READABLE: Final = gauge(
     "gpus_not_readable", "GPUs that the driver lists and can't describe, without those known by their UUID."
 )
+_NOT_LISTED: Final = gauge("gpus_not_listed", "NVIDIA GPUs on the node's PCI bus that the driver does not list.")
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
     "nvlink_active_links", "NVLinks between two GPUs (through NVSwitch: that both have into the fabric).", "gpu", "peer"
@@ -88,7 +89,7 @@ _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float | None]], ...]]
 )
 
 FAMILIES: Final = (
-    *(_INFO, _LIMITS, _TOTAL, _HEALTHY, _REASON, _NOT_READABLE, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
+    *(_INFO, _LIMITS, _TOTAL, _HEALTHY, _REASON, _NOT_READABLE, _NOT_LISTED, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
     *(family for family, _ in _SAMPLED),
     *(family for family, _ in _UNACCOUNTED),
 )
@@ -135,6 +136,7 @@ def _healthy(report: NodeReport) -> Iterator[RenderedFamily]:
     )
     if report.nvml_up:
         yield render(_NOT_READABLE, {"": len(report.view.inventory.unnamed(report.view.ledger.gpu_registry))})
+        yield render(_NOT_LISTED, {"": report.view.inventory.snapshot.unlisted})
     yield render(_CORDONED, {_gpu(card.uuid): card.uuid in report.cordons for card in gpu_registry})
 
 

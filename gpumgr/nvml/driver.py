@@ -13,7 +13,7 @@ from gpumgr.nvml.mig import read_mig_enabled, read_mig_instances
 from gpumgr.nvml.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
 from gpumgr.nvml.sampling import failed, read_health, read_processes, read_sample
 from gpumgr.nvml.session import Session
-from gpumgr.nvml.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_versions
+from gpumgr.nvml.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.nvml.worker import GpuHangs
 from gpumgr.topology.devices import (
@@ -59,7 +59,7 @@ class Nvml(Session):
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
-        versions = await self._call(lambda: read_versions(self._binding))
+        node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
         seen, profiles = dict(self._seen), self._mig_profiles
 
         def describe(index: int) -> DescribedGpu | GpuFailure:
@@ -73,10 +73,14 @@ class Nvml(Session):
             else:
                 failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
                 failures[index] = answer if isinstance(answer, GpuFailure) else failure
-        levels = await self._read_levels(gpus, failures, versions.driver)
+        levels = await self._read_levels(gpus, failures, node.driver)
         self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
         self._binding.indices = {uuid: index for index, uuid in seen.items()}
-        return make_snapshot(versions, gpus, levels, failures)
+        return make_snapshot(node, gpus, levels, failures)
+
+    async def lacks_gpus(self) -> bool:
+        """Whether NVML lists no GPU, or fewer than sysfs has. It reads its list when a session begins."""
+        return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
 
     async def _read_levels(
         self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None

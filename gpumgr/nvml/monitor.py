@@ -3,6 +3,7 @@
 Invariants:
 * Without a driver it waits, since one may be installed later, and logs that once for each outage.
 * An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
+* While NVML lists no GPU, or fewer than sysfs has, its session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
 * While the session is closed for another program, nothing is read and no health changes: that is no outage.
 * Only DriverMismatchError leaves `run`: a process can't load the library twice, so it must end. Other errors are retried.
@@ -71,7 +72,8 @@ class Monitor:
         on_batch: Callable[[float], None] = lambda _: None,
         process_utilization: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`retry_seconds`: the first and the longest pause between two tries to reach the driver; it doubles from one to the other.
+        """`retry_seconds`: the first and the longest pause between two tries to reach the driver, or GPUs that it does not list; it
+        doubles from one to the other.
 
         `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
         `on_xid` is called for every XID (UUID, None if the driver names no GPU), `on_batch` with the seconds that a sample took.
@@ -91,6 +93,7 @@ class Monitor:
         self._cordons: dict[str, str] = {}
         #: GPUs that hung at the last reading.
         self._hung: frozenset[str] = frozenset()
+        self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
         self._stale = False
         self._wake = asyncio.Event()
@@ -196,6 +199,9 @@ class Monitor:
             self._on_batch(time.perf_counter() - begun)
             await self._listener.sample_taken(sample)
             await self._pause()
+            if await self._opened_again():
+                snapshot = await self._take_snapshot(unless=snapshot)
+                continue
             readings = await self._nvml.read_health()
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
@@ -206,7 +212,21 @@ class Monitor:
                 self._judge(readings)
                 await self.publish_health()
 
-    async def _take_snapshot(self) -> NodeSnapshot:
+    async def _opened_again(self) -> bool:
+        """Opens the session again if NVML lacks GPUs, and the pause since it did so last is over."""
+        now = asyncio.get_running_loop().time()
+        if now < self._relist_at:
+            return False
+        first, longest = self._retry_seconds
+        lacks = await self._nvml.lacks_gpus() or (self._snapshot is not None and self._snapshot.unlisted > 0)
+        self._relist_at = now + (self._relist_seconds if lacks else longest)
+        self._relist_seconds = min(2 * self._relist_seconds, longest) if lacks else first
+        if lacks:
+            await self._nvml.open()
+        return lacks
+
+    async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
+        """The listener is not called if the snapshot is `unless`."""
         self._stale = False
         snapshot = await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
@@ -221,10 +241,13 @@ class Monitor:
             log.info("gpus_found", gpus=len(snapshot.gpus), driver=snapshot.driver_version, without_events=sorted(unmonitored))
             for failure in snapshot.failures:
                 log.warning("gpu_not_readable", index=failure.index, gpu=failure.uuid, reason=failure.reason)
+            if snapshot.unlisted_sentence is not None:
+                log.warning("gpus_not_listed", reason=snapshot.unlisted_sentence)
         self._down = False
         self._snapshot = snapshot
         await self.publish_health()
-        await self._listener.snapshot_taken(snapshot)
+        if snapshot != unless:
+            await self._listener.snapshot_taken(snapshot)
         return snapshot
 
     def _judge(self, readings: Mapping[str, Observation]) -> None:

@@ -16,6 +16,8 @@ from gpumgr.topology.quirks import level_of
 _MAX_NVLINKS: Final = 36
 _REMOTE_SWITCH: Final = 2
 _INTERNAL: Final = 0
+_NVIDIA: Final = "0x10de"
+_GPU_CLASSES: Final = ("0x0300", "0x0302")
 
 #: By UUID and MIG mode. NVML says that profiles do not change as long as the mode does not.
 MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
@@ -39,19 +41,21 @@ class DescribedGpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Versions:
-    """Of the driver, of NVML, and the newest of CUDA that the driver supports."""
+class NodeFacts:
+    """Of the driver, of NVML, and the newest of CUDA that the driver supports. `pci_gpus` as in the snapshot."""
 
     driver: str | None
     nvml: str | None
     cuda: str | None
+    pci_gpus: tuple[str, ...]
 
 
-def read_versions(nvml: Binding) -> Versions:
-    return Versions(
+def read_node(nvml: Binding, sysfs_root: Path) -> NodeFacts:
+    return NodeFacts(
         driver=nvml.ask("nvmlSystemGetDriverVersion"),
         nvml=nvml.ask("nvmlSystemGetNVMLVersion"),
         cuda=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
+        pci_gpus=read_pci_gpus(sysfs_root),
     )
 
 
@@ -69,8 +73,27 @@ def describe_gpu(
         return GpuFailure(index=index, uuid=seen.get(index), reason=str(exc))
 
 
+def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
+    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and those that another driver has (vfio-pci,
+    for virtual machines): NVML lists neither.
+
+    Source: the kernel's sysfs-bus-pci ABI; class codes of the PCI Code and ID Assignment Specification.
+    """
+    found = []
+    for device in sorted((sysfs_root / "bus" / "pci" / "devices").glob("*")):
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        except (OSError, ValueError):
+            continue
+        if vendor == _NVIDIA and kind.startswith(_GPU_CLASSES) and not (device / "physfn").exists():
+            driver = device / "driver"
+            if not driver.exists() or driver.resolve().name == "nvidia":
+                found.append(device.name)
+    return tuple(found)
+
+
 def make_snapshot(
-    versions: Versions, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
+    node: NodeFacts, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
 ) -> NodeSnapshot:
     """The snapshot of the GPUs that are not among the `failures` (by index). `levels` are by pair of indices; SYS where one is missing."""
     kept = [each for each in gpus if each.gpu.index not in failures]
@@ -84,9 +107,10 @@ def make_snapshot(
             levels=tuple(tuple(level(one, other) for other in kept) for one in kept),
             nvlinks=tuple(tuple(_shared_links(one, other) for other in kept) for one in kept),
         ),
-        driver_version=versions.driver,
-        nvml_version=versions.nvml,
-        cuda_version=versions.cuda,
+        driver_version=node.driver,
+        nvml_version=node.nvml,
+        cuda_version=node.cuda,
+        pci_gpus=node.pci_gpus,
         failures=tuple(sorted(failures.values(), key=lambda failure: failure.index)),
     )
 

@@ -123,13 +123,15 @@ def _nvml_bus_id(bus_id: str) -> str:
 
 
 def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
-    """The part of /sys with NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
+    """The part of /sys with vendors, classes, NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
     links = root / "bus" / "pci" / "devices"
     links.mkdir(parents=True, exist_ok=True)
     for gpu in node.gpus:
         place = Path("devices", *gpu.pcie, gpu.bus_id)
         (root / place).mkdir(parents=True, exist_ok=True)
-        (root / place / "numa_node").write_text(f"{-1 if gpu.numa_node is None else gpu.numa_node}\n", encoding="ascii")
+        facts = {"numa_node": -1 if gpu.numa_node is None else gpu.numa_node, "vendor": "0x10de", "class": "0x030200"}
+        for name, value in facts.items():
+            (root / place / name).write_text(f"{value}\n", encoding="ascii")
         link = links / gpu.bus_id
         link.unlink(missing_ok=True)
         link.symlink_to(Path("../../..") / place)

@@ -115,7 +115,10 @@ class GpuFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSnapshot:
-    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`."""
+    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
+
+    `failures` are listed by NVML, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, also of those that NVML does not list.
+    """
 
     gpus: tuple[Gpu, ...]
     topology: Topology
@@ -123,6 +126,23 @@ class NodeSnapshot:
     nvml_version: str | None = None
     cuda_version: str | None = None
     failures: tuple[GpuFailure, ...] = ()
+    pci_gpus: tuple[str, ...] = ()
+
+    @property
+    def unlisted(self) -> int:
+        """How many of the node's GPUs NVML does not list."""
+        return max(0, len(self.pci_gpus) - len(self.gpus) - len(self.failures))
+
+    @property
+    def unlisted_sentence(self) -> str | None:
+        """None if there are none. The addresses are left out if a GPU that NVML lists may be among them."""
+        if not self.unlisted:
+            return None
+        known = {gpu.bus_id for gpu in self.gpus}
+        addresses = [address for address in self.pci_gpus if address not in known]
+        named = f", not {', '.join(addresses)}" if len(addresses) == self.unlisted else ""
+        listed = len(self.pci_gpus) - self.unlisted
+        return f"the driver lists {listed} of the {len(self.pci_gpus)} NVIDIA GPUs on the PCI bus{named}: see `dmesg`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class Pages:
         """With `?only=driver` only the driver's readiness, which a startup probe needs."""
         match request.query.get("only"):
             case None:
-                return probe_response(request, self._sources.not_ready())
+                return probe_response(request, self._sources.not_ready(), notes=self._sources.notes())
             case "driver":
                 return probe_response(request, self._sources.no_driver())
             case other:
@@ -202,10 +202,11 @@ def make_probes(not_ready: Callable[[], Sequence[str]]) -> Callable[[Callable[[]
     return application
 
 
-def probe_response(request: web.Request, reasons: Sequence[str]) -> web.Response:
-    """Status 200 without reasons, 503 with them. Clients that may not read the pages get only the number of reasons: the sentences contain
-    paths and the driver's errors."""
-    detail = {"reasons": list(reasons)} if cast(Connection, request.protocol).trusted else {"reason_count": len(reasons)}
+def probe_response(request: web.Request, reasons: Sequence[str], *, notes: Sequence[str] = ()) -> web.Response:
+    """Status 200 without reasons, 503 with them; `notes` are shown with either. Clients that may not read the pages get only the number
+    of reasons: the sentences contain paths and the driver's errors."""
+    trusted = cast(Connection, request.protocol).trusted
+    detail = {"reasons": [*reasons, *notes]} if trusted else {"reason_count": len(reasons) + len(notes)}
     return json_response({"status": "failing" if reasons else "ok", **detail}, status=503 if reasons else 200)
 
 

@@ -25,6 +25,10 @@ class Sources(Protocol):
         """Reasons why the node cannot run pods with GPUs now; empty if it can."""
         ...
 
+    def notes(self) -> Sequence[str]:
+        """What `/readyz` shows beside the reasons: what the node lacks although it can run pods with GPUs."""
+        ...
+
     def no_driver(self) -> Sequence[str]:
         """Why the driver is not available; empty while it responds."""
         ...

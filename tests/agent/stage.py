@@ -23,9 +23,9 @@ _TEST_SECONDS: Final = 90
 
 
 @contextlib.asynccontextmanager
-async def stage(folder: Path, **options: Any) -> AsyncIterator[SimulatedNode]:
+async def stage(folder: Path, *, sim: str = SIM, **options: Any) -> AsyncIterator[SimulatedNode]:
     """The node without its agent. If the test fails, the end of the agent's log stands below the error."""
-    async with asyncio.timeout(_TEST_SECONDS), open_node(folder, sim=SIM, **options) as node:
+    async with asyncio.timeout(_TEST_SECONDS), open_node(folder, sim=sim, **options) as node:
         try:
             yield node
         except BaseException as error:

@@ -14,7 +14,7 @@ from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.units import CORE_RESOURCE
 from tests.component.nvml.smi import install_smi
 
-from .stage import app, running, stage
+from .stage import SIM, app, running, stage
 
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
 
@@ -82,6 +82,31 @@ async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_un
         node.control.restore_gpu(1)
         await until(lambda: condition(node)["status"] == "False")
         assert "gpumgr_gpus_not_readable 0\n" in await asked(node, "/metrics")
+
+
+@pytest.mark.parametrize("listed", [4, 0])
+async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and_metrics(folder: Path, listed: int) -> None:
+    """Without any GPU in the driver's list the node is not ready."""
+    empty = folder / "none.yaml"
+    empty.write_text("{about: none, driver_version: 550.90.07, cuda_version: 12.4, cards: {}, gpus: []}")
+    device = folder / "gpus/sys/bus/pci/devices/0000:aa:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    sentence = f"the driver lists {listed} of the {listed + 1} NVIDIA GPUs on the PCI bus, not 0000:aa:00.0: see `dmesg`"
+    async with stage(folder, sim=SIM if listed else str(empty)) as node:
+        await node.agent.start()
+        await node.agent.while_running(node.agent_log.until("ready"))
+        await until(lambda: condition(node).get("message") == sentence)
+        assert (condition(node)["status"], condition(node)["reason"]) == ("True", "GpuNotListed")
+        async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
+            assert answer.status == (200 if listed else 503)
+            assert (await answer.json())["reasons"] == [sentence]
+        assert "gpumgr_gpus_not_listed 1\n" in await asked(node, "/metrics")
+        for path in (*device.iterdir(), device):
+            path.rmdir() if path.is_dir() else path.unlink()
+        await until(lambda: condition(node)["status"] == "False")
+        assert "gpumgr_gpus_not_listed 0\n" in await asked(node, "/metrics")
 
 
 async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(folder: Path) -> None:

@@ -137,6 +137,7 @@ LABELS: Final = (
 CONDITION_REASONS: Final = (
     ("DriverAway", "True", "NVML has not answered for 15 seconds or longer."),
     ("GpuUnhealthy", "True", "A GPU has failed; the message names it and the cause."),
+    ("GpuNotListed", "True", "The driver lists fewer GPUs than the PCI bus has."),
     ("GpuCordoned", "True", "An operator has cordoned a GPU, which takes no new containers."),
     (
         "NotRegistered",

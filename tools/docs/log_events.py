@@ -72,6 +72,7 @@ MEANINGS: Final = {
     # GPUs
     "gpus_found": "The driver lists these GPUs; for those in `without_events` it reports no XIDs.",
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
+    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has. The agent opens its session again every minute.",
     "gpus_given_out_twice": "Another device plugin on the node allocates the same GPUs. Run only one; `remedy` says how.",
     "gpus_given_out_once": "The other device plugin has ended.",
     "gpu_event": "The driver reported an XID or a double-bit error. It may take the GPU out of service.",

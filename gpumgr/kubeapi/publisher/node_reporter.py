@@ -113,6 +113,9 @@ def _troubles(report: NodeReport, *, not_ready: bool) -> Iterator[tuple[str, str
         if failed or (cordon is None and reason not in _NO_TROUBLE):
             yield "GpuUnhealthy", f"{label}: {view.node.unschedulable[card.name]}"
     yield from (("GpuUnhealthy", failure.sentence) for failure in view.inventory.unnamed(view.ledger.gpu_registry))
+    unlisted = view.inventory.snapshot.unlisted_sentence
+    if unlisted is not None and report.nvml_up:
+        yield "GpuNotListed", unlisted
     yield from cordoned
     if not_ready:
-        yield from (("NotRegistered", sentence) for sentence in report.not_ready)
+        yield from (("NotRegistered", sentence) for sentence in report.not_ready if sentence != unlisted)

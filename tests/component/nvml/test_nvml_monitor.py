@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 import structlog.testing
 
+from gpumgr.files import replace_file
 from gpumgr.nvml.binding import DriverMismatchError
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
+from gpumgr.nvml.snapshot import read_pci_gpus
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import prepare
 
@@ -264,6 +266,64 @@ async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_f
         sim.control.load_driver()
         await listener.until(lambda: listener.states == [WELL] * 4)
         assert len(listener.snapshots[-1].gpus) == 4
+
+
+@pytest.mark.parametrize("listed", [0, 1])
+async def test_gpus_that_the_driver_lists_late_are_found_and_reported_until_then(node: Prepare, listed: int) -> None:
+    """NVML reads its list when a session begins."""
+    sim = node("pcie-a10-4")
+    addresses = [gpu.bus_id for gpu in sim.description.gpus]
+    facts = sim.sysfs_root.parent / "node.txt"
+    complete = facts.read_text()
+    facts.write_text(
+        "".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu ") or line[4] < str(listed))
+    )
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim) as (_, listener):
+            await listener.rounds(5)
+            (snapshot,) = listener.snapshots
+            assert (len(snapshot.gpus), snapshot.unlisted) == (listed, 4 - listed)
+            missing = ", ".join(addresses[listed:])
+            sentence = f"the driver lists {listed} of the 4 NVIDIA GPUs on the PCI bus, not {missing}: see `dmesg`"
+            assert snapshot.unlisted_sentence == sentence
+            replace_file(facts, complete.encode(), durable=False)
+            await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+            assert listener.snapshots[-1].unlisted_sentence is None
+            sim.control.xid(3, 119)
+            await listener.until(lambda: listener.health[sim.description.uuid_of(3)].reason == "xid")
+    assert listener.outages == []
+    assert [line["reason"] for line in logs if line["event"] == "gpus_not_listed"] == [sentence]
+
+
+async def test_a_gpu_that_comes_to_the_pci_bus_later_is_found(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    facts, late = sim.sysfs_root.parent / "node.txt", sim.sysfs_root / "bus/pci/devices" / sim.description.gpus[3].bus_id
+    place, complete = late.readlink(), facts.read_text()
+    late.unlink()
+    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
+    async with watched(sim) as (_, listener):
+        await listener.rounds(5)
+        assert (len(listener.snapshots[-1].gpus), listener.snapshots[-1].unlisted) == (3, 0)
+        replace_file(facts, complete.encode(), durable=False)
+        late.symlink_to(place)
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+
+
+async def test_the_pci_bus_has_no_gpus_of_virtual_machines_and_no_virtual_functions(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    devices = [sim.sysfs_root / "bus/pci/devices" / gpu.bus_id for gpu in sim.description.gpus]
+    assert read_pci_gpus(sim.sysfs_root) == tuple(sorted(gpu.bus_id for gpu in sim.description.gpus))
+    (devices[0] / "physfn").symlink_to(devices[1])
+    for number, driver in ((1, "vfio-pci"), (2, "nvidia")):
+        (devices[number] / "driver").symlink_to(sim.sysfs_root / "bus/pci/drivers" / driver)
+        (sim.sysfs_root / "bus/pci/drivers" / driver).mkdir(parents=True)
+    bridge, other = (sim.sysfs_root / "bus/pci/devices" / name for name in ("0000:aa:00.0", "0000:ab:00.0"))
+    for device, vendor, kind in ((bridge, "0x10de", "0x068000"), (other, "0x1002", "0x030200")):
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert read_pci_gpus(sim.sysfs_root) == (devices[2].name, devices[3].name)
+    assert read_pci_gpus(sim.sysfs_root / "nowhere") == ()
 
 
 async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare) -> None:

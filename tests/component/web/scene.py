@@ -65,6 +65,9 @@ class Scene:
     def not_alive(self) -> Sequence[str]:
         return self.ailments
 
+    def notes(self) -> Sequence[str]:
+        return ()
+
     def not_ready(self) -> Sequence[str]:
         return self.obstacles
 
