@@ -1,4 +1,4 @@
-"""An operator's actions on one GPU: cordon, drain, uncordon, reset.
+"""An operator's actions on one GPU: cordon, drain, uncordon, reset, and forget (`gone_gpus.py`).
 
 1. A cordon is on disk and in force before it is confirmed: every later grant observes it.
 2. A drain is a cordon that also returns the containers on the GPU, and may request their eviction from the API server, also after a
@@ -17,6 +17,7 @@ import structlog
 from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
 from gpumgr.agent.drain_evictions import DrainEvictions, Evictor
+from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.rows import rows_on, unattributed_rows
@@ -30,7 +31,7 @@ from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
 
 log = structlog.get_logger(__name__)
 
-Action = Literal["cordon", "drain", "uncordon", "reset"]
+Action = Literal["cordon", "drain", "uncordon", "reset", "forget"]
 
 #: How many containers or processes a refusal names.
 NAMED = 8
@@ -87,12 +88,13 @@ class Maintenance:
         pods: Pods,
         publisher: Evictor | None,
         reset: Reset,
+        gone_gpus: GoneGpus,
         kept_by: Callable[[str], str | None] = lambda _: None,
         use: Callable[[], NodeUse | None] = lambda: None,
         over: Callable[[], Collection[AllocationOnGpu]] = frozenset,
     ) -> None:
         self._agent_state, self._health, self._checkpoint, self._pods = agent_state, health, checkpoint, pods
-        self._reset, self._kept_by, self._use, self._over = reset, kept_by, use, over
+        self._reset, self._kept_by, self._use, self._over, self._gone_gpus = reset, kept_by, use, over, gone_gpus
         self._evictions = DrainEvictions(agent_state=agent_state, pods=pods, evictor=publisher) if publisher is not None else None
         self._cordons: Mapping[str, Cordon] = {}
         self._lock = asyncio.Lock()
@@ -141,6 +143,9 @@ class Maintenance:
                         self._evictions.cancel(gpu)
                 case "reset":
                     done = await self._reset_empty(gpu, request)
+                case "forget":
+                    await self._gone_gpus.forget(gpu, request.reason)
+                    done = {}
             return {"action": request.action, **self._state(gpu), **done}
 
     # -- cordons -----------------------------------------------------------------------------------------------------------

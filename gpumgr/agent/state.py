@@ -181,6 +181,13 @@ class AgentState:
         """Registers the GPUs of the snapshot. Raises CheckpointError; then nothing has changed. The caller holds `lock`."""
         await self.commit(self.ledger.with_gpu_registry(self.inventory.register(self.ledger.gpu_registry)))
 
+    async def forget_gpu(self, name: GpuName, entry: HistoryEntry) -> None:
+        """Drops a registered GPU unless it has allocations; `entry` is for the history. After a CheckpointError nothing has changed."""
+        async with self.lock:
+            if not self.ledger.on(name):
+                await self.commit(self.ledger.with_gpu_registry(self.ledger.gpu_registry.without(name)), entry)
+                self.publish()
+
     async def prepare_offer(self) -> None:
         """To be called between `register_gpus` and `publish`. The caller holds `lock`."""
         if self.inventory.snapshot.gpus and self._before_offer is not None:

@@ -178,6 +178,9 @@ class GpuRegistry:
         texts = self.ids[resource]
         return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in indices(masks[gpu.name])]
 
+    def without(self, name: GpuName) -> "GpuRegistry":
+        return GpuRegistry(tuple(gpu for gpu in self.gpus if gpu.name != name))
+
     def register(
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":

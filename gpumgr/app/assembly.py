@@ -121,6 +121,7 @@ def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: A
         pods=api_side.pods,
         publisher=api_side.publisher,
         reset=reset,
+        gone_gpus=components.gone_gpus,
         kept_by=kept_by,
         use=lambda: components.memory_watcher.use,
         over=lambda: components.memory_watcher.over,

@@ -18,6 +18,7 @@ from gpumgr.accounting.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitW
 from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.ports import Checkpoint, Pods
@@ -105,6 +106,7 @@ class Components:
         self.metrics = self._make_metrics()
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
+        self.gone_gpus = GoneGpus(self.agent_state, clock=time.monotonic)
         self.nvml = self._make_nvml()
         self.enforcement = self._make_enforcement()
         self.memory_watcher = self._make_memory_watcher()
@@ -359,7 +361,8 @@ class Components:
             os.rmdir(self.settings.container.allocation_dir / allocation)
 
     async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Evaluates a sample, but only once the enforcement backends have recovered their containers and processes."""
+        """Evaluates a sample, but the processes only once the enforcement backends have recovered their containers and processes."""
+        await self.gone_gpus.look()
         if self.enforcement.recovered:
             await self.memory_watcher.evaluate(sample, started)
 

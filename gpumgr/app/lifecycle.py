@@ -115,6 +115,7 @@ async def _reconcile(parts: Parts) -> None:
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
+    components.gone_gpus.restore(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
     complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
     await _keep_mig_devices(parts, complete=complete and entries is not None)

@@ -39,6 +39,7 @@ def command() -> None:
       gpumgr gpu drain 3 --reason 'ECC errors, ticket 4711' --evict --wait
       gpumgr gpu reset 3
       gpumgr gpu uncordon 3
+      gpumgr gpu forget GPU-0fe1
     """
 
 
@@ -141,6 +142,24 @@ def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None
     document = asyncio.run(_order(find_agent(file, socket).socket, "reset", gpu))
     done = f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
     _print(document, output, [*map(printable, str(document.get("said", "")).splitlines()), done])
+
+
+@command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@_GPU
+@_REASON
+@agent_options
+@output_option
+def forget(gpu: str, reason: str, file: Path | None, socket: Path | None, output: str) -> None:
+    """Forget a GPU that was removed from the machine and holds nothing: it is no longer reported as missing.
+
+    A GPU is forgotten by itself when another one is at its PCI address. If it comes back, it is offered again.
+
+    \b
+    Examples:
+      gpumgr gpu forget GPU-0fe1 --reason 'sent back to the vendor'
+    """
+    document = asyncio.run(_order(find_agent(file, socket).socket, "forget", gpu, reason=reason))
+    _print(document, output, [f"{read_result(document).gpu.label} is forgotten"])
 
 
 async def _order(socket: Path, action: str, gpu: str, *, reason: str = "") -> dict[str, Any]:

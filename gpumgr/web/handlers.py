@@ -167,7 +167,7 @@ _READ: Final[Mapping[str, tuple[Scope, Callable[[Pages, web.Request], Awaitable[
     "/debug/stacks": ("debug", Pages.stacks),
     "/debug/profile": ("debug", Pages.profile),
 }
-_MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset}"
+_MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset|forget}"
 PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 

@@ -14,8 +14,9 @@ from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.units import CORE_RESOURCE
 from tests.component.nvml.smi import install_smi
 
-from .stage import SIM, app, running, stage
+from .stage import SIM, app, running, stage, until_sampled
 
+FOUR_GPUS = Path(SIM).read_text()
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
 
 
@@ -107,6 +108,25 @@ async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and
             path.rmdir() if path.is_dir() else path.unlink()
         await until(lambda: condition(node)["status"] == "False")
         assert "gpumgr_gpus_not_listed 0\n" in await asked(node, "/metrics")
+
+
+async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(folder: Path) -> None:
+    sim = folder / "node.yaml"
+    sim.write_text(FOUR_GPUS)
+    async with stage(folder, sim=str(sim)) as node:
+        await node.start_agent()
+        (old,) = (name for name, index in node.indices.items() if index == 1)
+        await until_sampled(node)
+        await node.agent.kill()
+        new = "uuid: GPU-aaaabbbb-cccc-4ddd-8eee-ffff00001111"
+        sim.write_text(FOUR_GPUS.replace("bus_id: 0000:19:00.0,", f"bus_id: 0000:19:00.0, {new},"))
+        await node.agent.start()
+        await until(lambda: old in condition(node).get("message", ""))
+        await node.agent_log.until("gpu_forgotten")
+        await until(lambda: condition(node)["message"] == "4 GPUs, none in trouble")
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].capacity == 400)
+        await until(lambda: len(events(node, "GpuForgotten")) == 1)
+        assert "is at its PCI address 0000:19:00.0" in events(node, "GpuForgotten")[0]
 
 
 async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(folder: Path) -> None:

@@ -211,6 +211,10 @@ EVENTS: Final = (
             (_of_gpu("draining"), "An operator drains a GPU."),
             (_of_gpu("uncordoned"), "An operator has uncordoned a GPU, which takes containers again."),
             (
+                _of_gpu("forgotten"),
+                "A GPU that is gone was forgotten: another one is at its PCI address, or an operator requested it.",
+            ),
+            (
                 _of_config("reloaded"),
                 "The settings were read again; the message lists what was applied and what needs a restart.",
             ),

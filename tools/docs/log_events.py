@@ -101,6 +101,8 @@ MEANINGS: Final = {
     "device_node_back": "The missing device node exists again.",
     "kernel_modules_loaded": "The agent ran `modprobe` (`nvml.load_kernel_modules`).",
     "kernel_modules_not_loaded": "`modprobe` failed or hangs. The agent retries.",
+    "gpu_forgotten": "A GPU that is gone is not registered any more; `reason` says why.",
+    "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. The agent tries again.",
     "gpu_{code}": "An operator's request was carried out: `gpu_cordoned`, `gpu_draining`, `gpu_uncordoned`.",
     "gpu_drain_evicts": "The agent evicts a pod on a GPU that is drained with `--evict`.",
     "gpu_reset": "`gpumgr gpu reset` succeeded.",

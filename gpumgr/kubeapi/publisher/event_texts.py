@@ -24,6 +24,7 @@ _OF_GPUS: Final[Mapping[str, tuple[str, bool]]] = {
     "back": ("GpuBack", False),
     "cordoned": ("GpuCordoned", False),
     "uncordoned": ("GpuUncordoned", False),
+    "forgotten": ("GpuForgotten", False),
 }
 
 #: The name of a GPU for people.

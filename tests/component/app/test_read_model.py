@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from gpumgr.agent.inventory import Inventory
 from gpumgr.app.read_model import ReadModel
 from gpumgr.dra.slice_publisher import PublisherState
 from gpumgr.metrics.registry import Metrics
@@ -17,6 +18,7 @@ def model(state: PublisherState | None) -> ReadModel:
     """None: of a node in mode plugin."""
     components = SimpleNamespace(
         metrics=Metrics(node="n", version="0"),
+        agent_state=SimpleNamespace(inventory=Inventory()),
         link=SimpleNamespace(states={}),
         hardware_events=SimpleNamespace(driver_up=True),
         dra=None if state is None else SimpleNamespace(publisher=SimpleNamespace(state=state)),

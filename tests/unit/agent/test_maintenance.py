@@ -1,4 +1,4 @@
-"""Cordon, drain, uncordon, reset: what is refused, what is saved, and what is reported."""
+"""Cordon, drain, uncordon, reset, forget: what is refused, what is saved, and what is reported."""
 
 import asyncio
 import json
@@ -10,12 +10,14 @@ import pytest
 
 from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.gone_gpus import GoneGpus
+from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
 from gpumgr.allocator.ledger import ClaimRequest
 from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from gpumgr.topology.devices import GpuProcess, NodeSnapshot
+from gpumgr.topology.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
 from tests.component.stage.stage import snapshot
@@ -81,6 +83,8 @@ class Bench:
         self.use: NodeUse | None = NodeUse(taken_at=0.0)
         self.over: set[AllocationOnGpu] = set()
         self._api_server = api_server
+        self.now = 0.0
+        self.gone_gpus = GoneGpus(world.agent_state, clock=lambda: self.now)
         self.maintenance = self.again()
 
     @classmethod
@@ -97,6 +101,7 @@ class Bench:
             pods=world.pods,
             publisher=self.publisher if self._api_server else None,
             reset=self.driver.reset,
+            gone_gpus=self.gone_gpus,
             kept_by=lambda _uuid: self.kept_by,
             use=lambda: self.use,
             over=lambda: self.over,
@@ -473,3 +478,94 @@ async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
 async def test_cordons_are_values() -> None:
     assert Cordon().sentence == "cordoned by the operator"
     assert Cordon(reason="broken fan").sentence == "cordoned by the operator: broken fan"
+
+
+# -- GPUs that are gone ------------------------------------------------------------------------------------------------------
+
+
+async def show(bench: Bench, node: NodeSnapshot, *gpus: int, new_uuid: str | None = None) -> None:
+    """The driver lists these GPUs of the node; `new_uuid`: the last one is another card."""
+    listed = [node.gpus[index] for index in gpus]
+    if new_uuid is not None:
+        listed[-1] = replace(listed[-1], uuid=new_uuid)
+    levels = tuple(tuple(node.topology.levels[a][b] for b in gpus) for a in gpus)
+    links = tuple((0,) * len(gpus) for _ in gpus)
+    await bench.world.agent_state.set_snapshot(replace(node, gpus=tuple(listed), topology=Topology(levels, links)))
+
+
+def registered(bench: Bench) -> list[str]:
+    return [gpu.uuid for gpu in bench.world.checkpoint.gpu_registry.gpus]
+
+
+async def test_a_gpu_that_is_gone_and_holds_nothing_is_forgotten_on_request() -> None:
+    node = snapshot(2, 16)
+    bench = await Bench.made(node=node)
+    pod = await bench.run("train")
+    assert (
+        await bench.refused("forget")
+        == "GPU0 (00000000) can't be forgotten: the driver lists it; `gpumgr gpu cordon` takes it out of service"
+    )
+    await show(bench, node, 1)
+    assert "train" in await bench.refused("forget", gpu=FIRST)
+    assert registered(bench) == [gpu.uuid for gpu in node.gpus]
+    bench.world.end(pod)
+    await bench.world.sweep()
+    answer = await bench.order("forget", FIRST, reason="sent back")
+    assert (answer["gpu"]["name"], answer["containers"]) == ("00000000", [])
+    assert registered(bench) == [node.gpus[1].uuid]
+    assert [gpu.gpu.name for gpu in bench.world.agent_state.inventory.node_devices(bench.world.agent_state.ledger, ())] == [
+        "00000001"
+    ]
+    assert bench.told == [("forgotten", "sent back")]
+    with pytest.raises(InputError, match="no GPU of this node is called"):
+        await bench.order("forget", FIRST)
+    await show(bench, node, 0, 1)
+    assert registered(bench) == [node.gpus[1].uuid, FIRST], "it is registered again when it comes back"
+
+
+async def test_nothing_is_forgotten_before_the_driver_answers_or_if_it_can_not_be_saved() -> None:
+    node = snapshot(2, 16)
+    bench = await Bench.made(node=node)
+    bench.world.agent_state.inventory = replace(bench.world.agent_state.inventory, snapshot=EMPTY)
+    assert "the driver has not listed the node's GPUs yet" in await bench.refused("forget", gpu=FIRST)
+    await show(bench, node, 1)
+    bench.world.checkpoint.full = True
+    assert "nothing was changed" in await bench.refused("forget", gpu=FIRST)
+    assert FIRST in bench.world.agent_state.ledger.gpu_registry.by_uuid
+
+
+async def test_a_gpu_is_forgotten_by_itself_some_seconds_after_another_one_is_at_its_address() -> None:
+    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
+    bench = await Bench.made(node=node)
+    await bench.gone_gpus.look()
+    await show(bench, node, 0)
+    bench.now = 100.0
+    await bench.gone_gpus.look()
+    assert registered(bench) == [gpu.uuid for gpu in node.gpus], "nothing is at its address"
+    await show(bench, node, 0, 1, new_uuid=other)
+    for bench.now in (200.0, 209.0):
+        await bench.gone_gpus.look()
+        assert len(registered(bench)) == 3
+    bench.now = 210.0
+    await bench.gone_gpus.look()
+    assert registered(bench) == [FIRST, other]
+    assert bench.told == [("forgotten", f"{other} is at its PCI address {node.gpus[1].bus_id}")]
+
+
+async def test_a_gpu_that_was_replaced_while_no_agent_ran_or_before_is_forgotten_unless_it_holds_something() -> None:
+    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
+    bench = await Bench.made(node=node)
+    pod = await bench.run("train", 100)
+    (name,) = next(iter(bench.world.agent_state.ledger.allocations.values())).gpus
+    index = int(name, 16)
+    await bench.gone_gpus.look()
+    await show(bench, node, 1 - index, index, new_uuid=other)
+    await bench.gone_gpus.look()
+    bench.gone_gpus = GoneGpus(bench.world.agent_state, clock=lambda: bench.now)
+    bench.gone_gpus.restore(bench.world.checkpoint.notes)
+    await bench.gone_gpus.look()
+    assert len(registered(bench)) == 3, "it holds a container"
+    bench.world.end(pod)
+    await bench.world.sweep()
+    await bench.gone_gpus.look()
+    assert registered(bench) == [node.gpus[1 - index].uuid, other]

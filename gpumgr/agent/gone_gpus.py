@@ -1,0 +1,90 @@
+"""Forgets registered GPUs that are gone for good, so that they are no trouble of the node for ever.
+
+A GPU is gone if the driver does not list it, and nothing is known of it but its registration: no allocation, no process of an ended
+container. It is forgotten on an operator's request, or by itself when another GPU is at its PCI address. If it returns, it is registered
+again, with the same name. A cordon of it stays in force.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+import structlog
+
+from gpumgr.agent.inventory import EMPTY
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.ids import RegisteredGpu
+from gpumgr.errors import CheckpointError, Refusal
+
+log = structlog.get_logger(__name__)
+
+#: The checkpoint's note: the PCI addresses of registered GPUs by UUID, as the driver listed them last.
+ADDRESSES_NOTE: Final = "gpu_addresses"
+#: An id that vanishes while the kubelet allocates it crashes the kubelet: before, it has had the ids as Unhealthy for a while.
+_PATIENCE_SECONDS: Final = 10.0
+
+
+class GoneGpus:
+    """Call `restore` before the first GPU is offered. `clock` is monotonic, in seconds."""
+
+    def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
+        self._agent_state, self._clock = agent_state, clock
+        self._addresses: Mapping[str, str] = {}
+        #: UUID -> when another GPU was seen first at its address.
+        self._replaced_since: dict[str, float] = {}
+
+    def restore(self, notes: Mapping[str, str]) -> None:
+        """After a restart. A GPU that was replaced before need not be waited for, since the kubelet gets a new list."""
+        self._addresses = msgspec.json.decode(notes.get(ADDRESSES_NOTE, "{}"), type=dict[str, str])
+        taken = list(self._addresses.values())
+        self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
+
+    async def look(self) -> None:
+        """To be called after each sample: notes the addresses, and forgets GPUs that were replaced."""
+        agent_state = self._agent_state
+        registered, listed = agent_state.ledger.gpu_registry.by_uuid, agent_state.inventory.snapshot.gpus
+        addresses = {uuid: place for uuid, place in self._addresses.items() if uuid in registered}
+        addresses |= {gpu.uuid: gpu.bus_id for gpu in listed if gpu.uuid in registered and gpu.bus_id is not None}
+        try:
+            if addresses != self._addresses:
+                await agent_state.save_note(ADDRESSES_NOTE, msgspec.json.encode(addresses, order="deterministic").decode())
+                self._addresses = addresses
+            await self._forget_replaced({gpu.bus_id: gpu.uuid for gpu in listed})
+        except CheckpointError as error:
+            log.error("gpu_not_forgotten", reason=str(error))
+
+    async def _forget_replaced(self, present: Mapping[str | None, str]) -> None:
+        now, state = self._clock(), self._agent_state
+        replaced = {uuid: present[place] for uuid, place in self._addresses.items() if present.get(place, uuid) != uuid}
+        self._replaced_since = {uuid: self._replaced_since.get(uuid, now) for uuid in replaced}
+        for uuid, since in self._replaced_since.items():
+            gpu = state.ledger.gpu_registry.by_uuid.get(uuid)
+            if gpu is not None and now - since >= _PATIENCE_SECONDS and self._obstacle(gpu) is None:
+                await self._forget(gpu, f"{replaced[uuid]} is at its PCI address {self._addresses[uuid]}")
+
+    async def forget(self, gpu: RegisteredGpu, why: str) -> None:
+        """On an operator's request. Raises Refusal with the obstacle."""
+        obstacle = self._obstacle(gpu)
+        if self._agent_state.inventory.snapshot is EMPTY:
+            obstacle = "the driver has not listed the node's GPUs yet"
+        if obstacle is not None:
+            raise Refusal("conflict", f"{self._agent_state.node().label(gpu.name)} can't be forgotten: {obstacle}")
+        try:
+            await self._forget(gpu, why)
+        except CheckpointError as error:
+            raise Refusal("internal", f"it can't be saved, so nothing was changed: {error}") from error
+
+    def _obstacle(self, gpu: RegisteredGpu) -> str | None:
+        state = self._agent_state
+        snapshot = state.inventory.snapshot
+        if gpu.uuid in {each.uuid for each in snapshot.gpus} | {each.uuid for each in snapshot.failures}:
+            return "the driver lists it; `gpumgr gpu cordon` takes it out of service"
+        if holders := state.ledger.on(gpu.name):
+            return f"{', '.join(a.describe() for a in holders)} still on it: end the pods first"
+        return state.inventory.quarantine.reason(gpu.name)
+
+    async def _forget(self, gpu: RegisteredGpu, why: str) -> None:
+        """Raises CheckpointError; then nothing has changed."""
+        await self._agent_state.forget_gpu(gpu.name, HistoryEntry(what="gpu", code="forgotten", gpus=(gpu.name,), why=why))
+        log.info("gpu_forgotten", gpu=gpu.uuid, reason=why)
