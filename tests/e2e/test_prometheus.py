@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -235,6 +236,15 @@ def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
         node.control.restore_gpu(NEVER_READ)
         await stage.until_quiet("GpumgrGpuNotReadable")
 
+    async def not_listed() -> None:
+        device = node.folder / "gpus/sys/bus/pci/devices/0000:fe:00.0"
+        device.mkdir()
+        (device / "class").write_text("0x030200\n")
+        (device / "vendor").write_text("0x10de\n")
+        await stage.until_fires("GpumgrGpuNotListed")
+        shutil.rmtree(device)
+        await stage.until_quiet("GpumgrGpuNotListed")
+
     async def quarantined() -> None:
         pid = await stage.linger()
         await stage.until_fires("GpumgrGpuQuarantined")
@@ -270,6 +280,7 @@ def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
 
     return {
         "GpumgrGpuNotReadable": not_readable,
+        "GpumgrGpuNotListed": not_listed,
         "GpumgrEnforcementMissing": enforcement_missing,
         "GpumgrContainerOverLimit": over_limit,
         "GpumgrRefusalsRising": refusals,
