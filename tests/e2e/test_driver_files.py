@@ -85,7 +85,7 @@ def check_loaded(node: Node, name: str, visible: str) -> None:
     assert "LD_LIBRARY_PATH" not in environment
 
 
-@pytest.fixture(scope="module", params=["mounts", "cdi"])
+@pytest.fixture(params=["mounts", "cdi"])
 def node(request: pytest.FixtureRequest, cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     injection = {"backend": "none", "injection": request.param, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
     changes = settings(node={"profile": "both"}, enforcement=injection)
