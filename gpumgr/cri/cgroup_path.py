@@ -33,12 +33,6 @@ class ContainerCgroup:
     cgroup: str
 
 
-def parse_proc_cgroup(text: str) -> ContainerCgroup | None:
-    """/proc/PID/cgroup -> the container; None if it is none of the kubelet's, or the name is of another namespace."""
-    path = memory_path(text)
-    return container_cgroup_in(path) if path is not None else None
-
-
 def memory_path(text: str) -> str | None:
     """/proc/PID/cgroup -> the path in the hierarchy that counts memory: v1's if there is one (v1 and hybrid), else the unified one."""
     unified = None
@@ -69,6 +63,21 @@ def container_cgroup_in(path: str) -> ContainerCgroup | None:
             container = _CONTAINER.fullmatch(segments[at + 1]) if at + 1 < len(segments) else None
             return _container_cgroup(uid, container["id"], segments[: at + 2]) if container else None
     return None
+
+
+def container_id_in(path: str) -> str | None:
+    """The id of the kubelet's container that `path` names; else the first container id in it, wherever the runtime puts containers: it
+    chooses the parent if the kubelet names none (cgroupsPerQOS false), such as /system.slice, /k8s.io or /docker."""
+    if (place := container_cgroup_in(path)) is not None:
+        return place.container_id
+    found = next(filter(None, map(_CONTAINER.fullmatch, path.split("/"))), None)
+    return found["id"] if found else None
+
+
+def own_cgroup(path: str, container_id: str) -> str | None:
+    """The cgroup of a container in the path of one of its processes, which may be in a cgroup below; None if no name contains the id."""
+    above, found, _ = path.partition(container_id)
+    return above + found + path[len(above) + len(found) :].partition("/")[0] if found else None
 
 
 def expand_cgroups_path(cgroups_path: str) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
-from gpumgr.cri.cgroup_path import ContainerCgroup, parse_nspid, parse_proc_cgroup
+from gpumgr.cri.cgroup_path import memory_path, parse_nspid
 from gpumgr.errors import CriError
 
 Mode = Literal["v1", "v2", "hybrid"]
@@ -83,10 +83,10 @@ class Cgroups:
             )
         return self._hierarchy
 
-    def container_cgroup(self, pid: int) -> ContainerCgroup | None:
-        """The container that a process runs in; None if it runs in none or is gone."""
+    def path_of(self, pid: int) -> str | None:
+        """The cgroup of a process, as in `Container.cgroup`; None if it is gone."""
         text = self._of_process(pid, "cgroup")
-        return parse_proc_cgroup(text) if text is not None else None
+        return memory_path(text) if text is not None else None
 
     def nspid_of(self, pid: int) -> int | None:
         """The pid of a process in the innermost of its pid namespaces; None if it is gone."""

@@ -1,6 +1,7 @@
 """The node's containers and the containers of processes, from a cache that polls the runtime.
 
-A process belongs to the container that its cgroup names. The runtime adds the names of pod and container.
+A process belongs to the container that has its cgroup, or one above it, according to the runtime. The names in the path are read for a
+container that the runtime does not list (yet).
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import structlog
 
 from gpumgr.agent.ports import Runs
 from gpumgr.allocator.quarantine import Process
-from gpumgr.cri.cgroup_path import ContainerCgroup, expand_cgroups_path
+from gpumgr.cri.cgroup_path import container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import InitProcess
@@ -59,7 +60,7 @@ class Containers:
         self._table: dict[str, Container] = {}
         #: None: the request failed, which was logged, and is repeated.
         self._locations: dict[str, Location | None] = {}
-        self._processes: dict[Process, ContainerCgroup] = {}
+        self._processes: dict[Process, str] = {}
         #: Container ids in cgroups that the runtime does not list: the pods' sandboxes.
         self._unlisted: set[str] = set()
 
@@ -106,20 +107,34 @@ class Containers:
         While the runtime is unavailable, an unknown container has no names: `pod` is ("", "") and `name` is "".
         """
         process = (pid, start_time)
-        place = self._processes.get(process) or self._cgroups.container_cgroup(pid)
-        if place is None or not self.runs(process):
+        path = self._processes.get(process) or self._cgroups.path_of(pid)
+        if path is None or not self.runs(process):
             return None
-        self._processes[process] = place
-        container = self._table.get(place.container_id)
-        if container is not None or place.container_id in self._unlisted:
+        self._processes[process] = path
+        container, container_id = self._holding(path), container_id_in(path)
+        if container is not None or container_id is None or container_id in self._unlisted:
             return container
-        await self._poll_for(place.container_id)
-        container = self._table.get(place.container_id)
+        await self._poll_for(container_id)
+        container = self._holding(path)
         if container is None and self._unavailable is not None:
+            place = container_cgroup_in(path)
+            if place is None:
+                return None
             return Container(id=place.container_id, pod=("", ""), pod_uid=place.pod_uid, name="", cgroup=place.cgroup)
         if container is None:
-            self._unlisted.add(place.container_id)
+            self._unlisted.add(container_id)
         return container
+
+    def _holding(self, path: str) -> Container | None:
+        """The listed container that has this cgroup or one above it, else the one that the path names."""
+        running_last = sorted(self._table.values(), key=lambda each: each.running)
+        by_cgroup = {each.cgroup: each for each in running_last if each.cgroup is not None}
+        at = path
+        while at:
+            if (container := by_cgroup.get(at)) is not None:
+                return container
+            at = at.rpartition("/")[0]
+        return self._table.get(container_id_in(path) or "")
 
     async def _poll_for(self, container_id: str) -> None:
         """Polls for a container that is not in the table, unless the runtime is unavailable."""
@@ -156,7 +171,7 @@ class Containers:
     def _drop_ended(self) -> None:
         """Drops processes that have ended."""
         self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
-        self._unlisted &= {place.container_id for place in self._processes.values()}
+        self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 
     async def _take(self, listed: Sequence[Container]) -> None:
         """Takes the names, then requests the locations of running containers that have none yet."""
@@ -188,7 +203,7 @@ class Containers:
 
     def _location(self, container_id: str, first: InitProcess) -> Location:
         """The cgroup of its first process if it can be read; the spec's path is only a request (runc may choose another)."""
-        place = self._cgroups.container_cgroup(first.pid) if first.pid is not None else None
-        if place is not None and place.container_id == container_id:
-            return first.pid, place.cgroup
+        path = self._cgroups.path_of(first.pid) if first.pid is not None else None
+        if path is not None and (cgroup := own_cgroup(path, container_id)) is not None:
+            return first.pid, cgroup
         return first.pid, expand_cgroups_path(first.cgroups_path) if first.cgroups_path is not None else None

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from gpumgr.cri.cgroup_path import ContainerCgroup
+from gpumgr.cri.cgroup_path import ContainerCgroup, container_cgroup_in
 from gpumgr.cri.cgroups import Cgroups, Hierarchy, parse_hierarchy
 from gpumgr.errors import CriError
 from tests.component.cri.node import UID, Node, container_id
@@ -14,6 +14,11 @@ from tests.component.cri.node import UID, Node, container_id
 MODES: tuple[Literal["v1", "v2", "hybrid"], ...] = ("v1", "v2", "hybrid")
 ID = container_id(7)
 CGROUP = f"/kubepods/burstable/pod{UID}/{ID}"
+
+
+def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
+    path = cgroups.path_of(pid)
+    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,16 +42,16 @@ def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Literal["v
 def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
     node = Node(tmp_path, mode)
     node.process(1000, f"{CGROUP}/deeper")
-    assert node.cgroups.container_cgroup(1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert container_cgroup(node.cgroups, 1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
     assert node.cgroups.nspid_of(1000) == 0
     node.process(1013, "/system.slice/sshd.service")
-    assert node.cgroups.container_cgroup(1013) is None
+    assert container_cgroup(node.cgroups, 1013) is None
     assert node.cgroups.nspid_of(1013) == 13
 
 
 def test_a_process_that_is_gone_is_nowhere(tmp_path: Path) -> None:
     cgroups = Node(tmp_path).cgroups
-    assert cgroups.container_cgroup(4711) is None
+    assert container_cgroup(cgroups, 4711) is None
     assert cgroups.nspid_of(4711) is None
 
 
@@ -56,7 +61,7 @@ def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
     forged = f"0::{CGROUP}/x\r0:memory:/kubepods/pod{UID}/{container_id(1)}\n"
     (node.proc / "12" / "cgroup").write_bytes(forged.encode() + b"1:name=\xff:/\n")
     (node.proc / "12" / "status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t12\t3\n")
-    assert node.cgroups.container_cgroup(12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert container_cgroup(node.cgroups, 12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
     assert node.cgroups.nspid_of(12) == 3
 
 

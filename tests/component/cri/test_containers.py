@@ -317,3 +317,34 @@ async def test_the_runtime_is_polled_once_a_second_at_most(stage: Stage) -> None
     stage.now -= 0.1
     assert await stage.ticks(1) == 0
     assert await stage.ticks(1) == 1
+
+
+@pytest.mark.parametrize(
+    "parent", ["/system.slice/cri-containerd-{id}.scope", "/k8s.io/{id}", "/pods.slice/a-{id}.scope", "/anywhere"]
+)
+async def test_a_process_belongs_to_the_container_that_has_its_cgroup(stage: Stage, parent: str) -> None:
+    """Without cgroupsPerQOS the kubelet names no parent, and the runtime chooses the place."""
+    name = container_id(1)
+    cgroup = parent.format(id=name)
+    stage.node.process(100, f"{cgroup}/init.scope")
+    stage.node.process(101, f"{cgroup}/a/{container_id(9)}")
+    stage.node.process(102, f"{cgroup}x")
+    stage.runtime.container(1, cgroup, pid=100)
+    await stage.containers.refresh()
+    for pid in (100, 101):
+        found = await stage.of(pid)
+        assert found is not None
+        assert (found.id, found.cgroup) == (name, cgroup)
+    assert await stage.of(102) is None
+    (container,) = stage.containers.running()
+    assert stage.containers.pids(container) == (100, 101)
+
+
+async def test_a_container_below_any_parent_is_polled_for(stage: Stage) -> None:
+    await stage.containers.refresh()
+    cgroup = f"/k8s.io/{container_id(1)}"
+    stage.node.process(100, cgroup)
+    stage.runtime.container(1, cgroup, pid=100)
+    found = await stage.of(100)
+    assert found is not None
+    assert found.cgroup == cgroup

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.cri.cgroup_path import ContainerCgroup, container_cgroup_in
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.proc import HostProcesses
 from gpumgr.sim.control import SimControl, SimProcess
@@ -12,6 +13,11 @@ from gpumgr.sim.nodes import load_node
 from gpumgr.sim.processes import SimProcesses, proc_root_of
 
 CGROUP = "/kubepods/podx/" + "a" * 64
+
+
+def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
+    path = cgroups.path_of(pid)
+    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.fixture
@@ -42,10 +48,10 @@ def test_a_cgroup_lists_its_processes_and_takes_them_along(processes: SimProcess
     outsider = processes.start()
     pids = (processes.start(CGROUP), processes.start(CGROUP))
     assert cgroups.pids(CGROUP) == pids
-    assert cgroups.container_cgroup(outsider) is None
+    assert container_cgroup(cgroups, outsider) is None
     assert processes.end_cgroup(CGROUP) == pids
     assert cgroups.pids(CGROUP) == ()
-    assert cgroups.container_cgroup(pids[0]) is None
+    assert container_cgroup(cgroups, pids[0]) is None
     assert cgroups.pids("/") == (outsider,)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.allocator.pods import PodSandbox
+from gpumgr.cri.cgroup_path import ContainerCgroup, container_cgroup_in
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import InitProcess
@@ -18,6 +19,11 @@ from tests.cri_api import cri
 
 POD = SimPod(namespace="demo", name="resnet", uid="uid-1", containers=(SimContainer(name="main"), SimContainer(name="side")))
 SERVICE = "/runtime.v1.RuntimeService/"
+
+
+def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
+    path = cgroups.path_of(pid)
+    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client
     assert await client.init_process(made.id) == InitProcess(pid=made.pid, cgroups_path=made.cgroup)
     assert made.pid is not None
     assert made.cgroup is not None
-    place = cgroups.container_cgroup(made.pid)
+    place = container_cgroup(cgroups, made.pid)
     assert place is not None
     assert (place.container_id, place.pod_uid, place.cgroup) == (made.id, "uid-1", made.cgroup)
     assert cgroups.pids(made.cgroup) == (made.pid,)

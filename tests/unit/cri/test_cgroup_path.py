@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from gpumgr.cri.cgroup_path import (
     ContainerCgroup,
     container_cgroup_in,
+    container_id_in,
     expand_cgroups_path,
     memory_path,
+    own_cgroup,
     parse_nspid,
-    parse_proc_cgroup,
 )
 
 A = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f4"
@@ -21,6 +22,12 @@ FILE_HASH = "9f3c1d0b6a8e4f7281c5d3b2a1907e6f"
 SLICE_UID = UID.replace("-", "_")
 SLICES = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod" + SLICE_UID + ".slice"
 GUARANTEED = f"/kubepods.slice/kubepods-pod{SLICE_UID}.slice"
+
+
+def parse_proc_cgroup(text: str) -> ContainerCgroup | None:
+    """/proc/PID/cgroup -> the container that its path names."""
+    path = memory_path(text)
+    return container_cgroup_in(path) if path is not None else None
 
 
 def v1(path: str, memory: str = "memory") -> str:
@@ -216,3 +223,28 @@ def test_the_cgroup_parent_of_the_runtime_becomes_a_path(cgroups_path: str, path
 )
 def test_the_innermost_number_is_read(text: str, number: int | None) -> None:
     assert parse_nspid(text) == number
+
+
+JOINED = f"/kubepods-pod{UID.replace('-', '_')}.slice:cri-containerd"
+
+
+@pytest.mark.parametrize(
+    ("path", "cgroup"),
+    [
+        (f"/system.slice/cri-containerd-{A}.scope", f"/system.slice/cri-containerd-{A}.scope"),
+        (f"/k8s.io/{A}/init.scope", f"/k8s.io/{A}"),
+        (f"/docker/{A}/a/{B}", f"/docker/{A}"),
+        (f"{JOINED}:{A}/x", f"{JOINED}:{A}"),
+    ],
+)
+def test_a_container_is_found_below_any_parent(path: str, cgroup: str) -> None:
+    assert container_id_in(path) == A
+    assert own_cgroup(path, A) == cgroup
+
+
+def test_the_kubelets_container_comes_before_others_in_a_path() -> None:
+    """A whole node can be a container of Docker."""
+    assert container_id_in(f"/docker/{B}/kubelet/kubepods/pod{UID}/{A}") == A
+    for path in ("/", "/user.slice", "/k8s.io/abc", f"/k8s.io/x{A}"):
+        assert container_id_in(path) is None
+        assert own_cgroup(path, B) is None
