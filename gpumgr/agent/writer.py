@@ -269,7 +269,7 @@ class Agent:
                 self.reconciler.answered()
 
     def _still_reserved(self, allocation: AllocationId) -> Allocation:
-        """The reservation, which may have got the name of its pod since then. Raises Refusal if it was freed, or one of its GPUs went out of
+        """The reservation, which may have got the name of its pod since. Raises Refusal if it was freed, or if a GPU of it went out of
         service."""
         reserved = self.agent_state.ledger.allocations.get(allocation)
         if reserved is None:
