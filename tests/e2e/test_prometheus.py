@@ -206,6 +206,16 @@ async def test_each_alert_fires_in_its_scenario() -> None:
     assert fired == {rule["alert"] for rule in rules_of(yaml.safe_load(hurried_rules())) if "alert" in rule}
 
 
+async def _not_listed(stage: Scene) -> None:
+    device = stage.node.folder / "gpus/sys/bus/pci/devices/0000:fe:00.0"
+    device.mkdir()
+    (device / "class").write_text("0x030200\n")
+    (device / "vendor").write_text("0x10de\n")
+    await stage.until_fires("GpumgrGpuNotListed")
+    shutil.rmtree(device)
+    await stage.until_quiet("GpumgrGpuNotListed")
+
+
 def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
     """Alert -> what makes it fire and, where that is quick, what ends it. The last one ends the agent."""
     node = stage.node
@@ -235,15 +245,6 @@ def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
         await stage.until_fires("GpumgrGpuNotReadable")
         node.control.restore_gpu(NEVER_READ)
         await stage.until_quiet("GpumgrGpuNotReadable")
-
-    async def not_listed() -> None:
-        device = node.folder / "gpus/sys/bus/pci/devices/0000:fe:00.0"
-        device.mkdir()
-        (device / "class").write_text("0x030200\n")
-        (device / "vendor").write_text("0x10de\n")
-        await stage.until_fires("GpumgrGpuNotListed")
-        shutil.rmtree(device)
-        await stage.until_quiet("GpumgrGpuNotListed")
 
     async def quarantined() -> None:
         pid = await stage.linger()
@@ -280,7 +281,7 @@ def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
 
     return {
         "GpumgrGpuNotReadable": not_readable,
-        "GpumgrGpuNotListed": not_listed,
+        "GpumgrGpuNotListed": lambda: _not_listed(stage),
         "GpumgrEnforcementMissing": enforcement_missing,
         "GpumgrContainerOverLimit": over_limit,
         "GpumgrRefusalsRising": refusals,
