@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpumgr.demo.node import Sections
+from tests.agent.stage import until_sampled
 from tests.e2e.processes import start_time
 
 from .container import bind
@@ -119,8 +120,13 @@ async def live_and_end(trial: Trial, node: LabNode, tenant: Tenant) -> None:
     await node.start_agent()
     await node.reported("mps_daemon_adopted", since=mark)
     assert daemon(trial) == before, "the agent did not keep the daemon"
+    for server in processes(trial, SERVER):
+        node.sim.control.start_mps_server(0, server)
+    await until_sampled(node.sim)
     await node.remove(tenant)
     await ended(trial, node)
+    for event in ("gpu_stranger", "gpu_quarantined"):
+        assert not node.log.find(event), f"the server counts as a container's process: {node.log.find(event)}"
 
 
 async def ended(trial: Trial, node: LabNode) -> None:
@@ -180,7 +186,11 @@ async def tamper_v2(trial: Trial, node: LabNode) -> None:
     await until(lambda: limits(trial, node, tenant) == ["30.0", "5G"], "the limits are put right")
     await inside(tenant, text="start_server -uid 0")
     await until(lambda: processes(trial, SERVER), "the daemon found its server program beside it and started it")
-    os.kill(processes(trial, SERVER)[0], signal.SIGKILL)
+    (server,) = processes(trial, SERVER)
+    node.sim.control.start_mps_server(0, server)  # NVML lists it like any program
+    await until_sampled(node.sim)
+    os.kill(server, signal.SIGKILL)
+    node.sim.control.end_mps(server)
     mark = node.mark
     await inside(tenant, text="quit")
     await node.reported("mps_daemon_started", since=mark)
