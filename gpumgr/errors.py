@@ -67,6 +67,10 @@ class MpsTransientError(MpsError):
     """The control program hung, or the system could not run it. The next attempt may succeed."""
 
 
+class MpsTimeoutError(MpsTransientError):
+    """A program did not end within its time limit."""
+
+
 class DriverFilesError(GpumgrError):
     """The mirror of the driver's files can't be made or kept. The text says where and what to do."""
 

@@ -172,6 +172,9 @@ MEANINGS: Final = {
     "mps_daemon_adopted": "The MPS daemon of a GPU was running before the restart of the agent and is used again.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new daemon is started for new clients.",
     "mps_daemon_stopped": "The MPS daemon of a GPU was stopped, `mps.idle_seconds` after its last container.",
+    "mps_daemon_hangs": "A new client of the MPS daemon of a GPU got no context in time. Its containers get a finding, new ones are "
+    "refused, and the daemon is replaced when no container depends on it.",
+    "mps_daemon_hangs_no_longer": "A later client of that daemon got a context.",
     "mps_client_terminated": "A process of a pod that is about to be killed was still a client of MPS, and its work was terminated.",
     "mps_clients_not_ended": "Clients of MPS could not be terminated before the kubelet kills them.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. It is checked again.",

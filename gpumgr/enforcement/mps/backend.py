@@ -311,7 +311,7 @@ class Mps(Backend):
         return findings.View(
             protocol=daemon.config.protocol,
             multiuser=bool(daemon.config.multiuser_option),
-            trouble=daemon.trouble,
+            trouble=daemon.trouble or daemon.hang,
             tampering=daemon.tampering,
             suspects=self._suspects(allocations, daemon.tampering) if daemon.tampering else (),
             server_user=users[0] if users else None,

@@ -17,7 +17,7 @@ from typing import Final
 
 from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
 from gpumgr.enforcement.mps.folders import GpuFolder
-from gpumgr.errors import MpsError, MpsTransientError
+from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.proc import start_time_ticks
 
 #: Printed by the program, the exit status of which is not always set.
@@ -144,7 +144,7 @@ def _run(
                 process.wait(_SLICE_SECONDS)
     except TimeoutError:
         command = text.strip() or " ".join(argv[1:])
-        raise MpsTransientError(
+        raise MpsTimeoutError(
             f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
             "check whether the driver answers (nvidia-smi) and what the kernel's log says"
         ) from None

@@ -6,7 +6,8 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -23,10 +24,14 @@ from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import MpsError
+from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.proc import Process, is_running, start_time_ticks
 
 _START_SECONDS: Final = 10.0
+#: A first context takes less than a second on an H200.
+_CLIENT_SECONDS: Final = 15.0
+#: After a client that hung, before the next one.
+_CLIENT_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
 #: After a crash the daemon is restarted at once, after further ones with pauses that double.
@@ -46,12 +51,16 @@ class DaemonConfig:
     modes: ComputeModes
     exclusive: bool
     clock: Callable[[], float]
+    #: A CUDA program that makes a context and ends.
+    client: Sequence[str] = (sys.executable, "-I", "-S", str(processes.CLIENT), "libcuda.so.1")
+    client_seconds: float = _CLIENT_SECONDS
 
 
 @dataclass(slots=True)
 class Daemon:
     """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
     `checked_at`: when the last one began. `tampering`: found at the last check or since. `idle_since`: no container uses it since then;
+    `unused`: the records of containers that have ended. `hang`: its new clients hang, as a sentence.
     `end_not_before`: it could not be ended, and is tried again then. Times are in seconds of the clock."""
 
     uuid: str
@@ -68,6 +77,10 @@ class Daemon:
     checked_at: float = float("-inf")
     idle_since: float | None = None
     end_not_before: float = float("-inf")
+    unused: frozenset[AllocationId] = frozenset()
+    hang: str | None = None
+    _client_left: bool = False
+    _tried_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failures: int = 0
     _not_before: float = float("-inf")
@@ -95,6 +108,7 @@ class Daemon:
         """When this returns, the daemon runs and enforces the container's limits. Raises MpsError, OSError."""
         self.idle_since = None
         await self._move_home(allocation)
+        await self._replace_if_it_hangs(allocation)
         self.records.begin(self.uuid, self.folder.root)
         self.folder.make()
         self.folder.put(allocation, share)
@@ -129,6 +143,14 @@ class Daemon:
                 f"containers that share it have their MPS daemon in {self.folder.root}, from before enforcement.run_dir was changed, "
                 "and a GPU has one daemon: wait until they have ended, or set enforcement.run_dir back"
             )
+        await self.stop()
+
+    async def _replace_if_it_hangs(self, allocation: AllocationId) -> None:
+        """Raises MpsError while other containers depend on it, OSError."""
+        if self.hang is None:
+            return
+        if others := {*self.folder.allocations()} - self.unused - {allocation}:
+            raise MpsError(f"{self.hang}; it is replaced when the other containers on it have ended ({len(others)})")
         await self.stop()
 
     async def remove(self, allocation: AllocationId) -> None:
@@ -166,6 +188,7 @@ class Daemon:
             return False
         if found != self.process:
             self.process, self._settled_at, self._limits = found, self.config.clock(), self._new_limits()
+            self.hang = None
             log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
         if self.folder.allocations():
             await self._set_mode()
@@ -250,7 +273,7 @@ class Daemon:
                 raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
             await asyncio.sleep(processes.POLL_SECONDS)
             waited += processes.POLL_SECONDS
-        self.process, self._limits, self.servers, self.clients = found, self._new_limits(), (), {}
+        self.process, self._limits, self.servers, self.clients, self.hang = found, self._new_limits(), (), {}, None
         await self._list()
 
     async def _create_server(self) -> None:
@@ -268,9 +291,40 @@ class Daemon:
         for pid in self.servers:
             answer = await self._client.run_for_server(pid, commands.list_clients(protocol, pid))
             clients |= commands.parse_clients(protocol, answer or "")
+        self._client_left |= not self.clients.keys() <= clients.keys()
         self.clients = clients
         self.checks += 1
         return named
+
+    @property
+    def client_due(self) -> bool:
+        """Whether a new client is to be tried: a client that was killed amid its work can block the server."""
+        waited = self.config.clock() - self._tried_at
+        return bool(self.servers) and (self._client_left or (self.hang is not None and waited >= _CLIENT_PAUSE_SECONDS))
+
+    async def try_client(self) -> None:
+        """Whether a new client gets a context in time; sets `hang`. Call it without `lock`: a client that hangs must delay no check."""
+        self._client_left, self._tried_at = False, self.config.clock()
+        process, folder, config = self.process, self.folder, self.config
+        pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
+        argv = launcher.client_command(config.launcher, folder.shm, environment, config.client)
+        if argv is None:
+            return
+        hang = None
+        try:
+            await ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds).communicate(argv, environment, "")
+        except MpsTimeoutError:
+            hang = f"new CUDA programs hang on the MPS daemon of GPU {self.uuid}: one got no context within {config.client_seconds:g} s"
+        except MpsTransientError:  # the program can't be run, which says nothing about the daemon
+            return
+        if process != self.process or hang == self.hang:
+            return
+        self.hang = hang
+        if hang is not None:
+            log.warning("mps_daemon_hangs", gpu=self.uuid, pid=process and process[0], reason=hang)
+        else:
+            log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=process and process[0])
 
     async def end_clients(self, pids: Collection[int]) -> None:
         """Terminates the work of those clients that are among `pids`. Does nothing in protocol 3, for which no such command is known.
@@ -292,7 +346,7 @@ class Daemon:
         if found is not None:
             await self._quit(found)
         self._end_servers()
-        self.process, self.servers, self.clients = None, (), {}
+        self.process, self.servers, self.clients, self.hang = None, (), {}, None
         await restore_mode(self.config.modes, self.uuid, self.records)
         await self._mount_shm(mounted=False)
         await asyncio.to_thread(self.folder.remove)
@@ -315,11 +369,11 @@ class Daemon:
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; check the kernel's log")
 
     def _end_servers(self) -> None:
-        """Ends servers that outlived their daemon."""
+        """Ends servers that outlived their daemon, one that is blocked by force."""
         for pid in self.servers:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
-                processes.send_signal((pid, started), signal.SIGTERM)
+                processes.send_signal((pid, started), signal.SIGTERM if self.hang is None else signal.SIGKILL)
 
     # -- GPU and /dev/shm ---------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
 
 #: All shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
 SHM_BYTES: Final = 1 << 30
+#: Of a CUDA program that the agent has given up; systemd ends it then.
+_CLIENT_SECONDS: Final = 60
 #: Only the mount namespace must change: sockets are found by their paths, and the pod has the host's processes (hostPID).
 _ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")
 _BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
@@ -54,6 +56,20 @@ def daemon_command(
             return ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", _BIND, str(shm), *command]
         case "plain":
             return list(command)
+
+
+def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str] | None:
+    """The command line of a CUDA program that shares /dev/shm with the daemon, and waits for its end; None from a pod, since the host may
+    not have the program."""
+    match launch:
+        case "systemd":
+            unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]
+            unit.append(f"--property=BindPaths={shm}:/dev/shm")
+            return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
+        case "host":
+            return None
+        case "namespace" | "plain":
+            return daemon_command(launch, "", shm, environment, command)
 
 
 def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:

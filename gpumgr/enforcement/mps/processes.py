@@ -23,6 +23,8 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
+#: Makes a context as a client of a daemon.
+CLIENT: Final = Path(__file__).with_name("client.py")
 _SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
 POLL_SECONDS: Final = 0.05
 
@@ -104,16 +106,17 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
 
 
 def is_server(pid: int, pipes: Collection[Path]) -> bool:
-    """Whether the process is the server of a daemon with one of these pipe folders. Processes of pods are none: a tenant can give its
-    process any name and environment. A server that has begun to exit can't be recognized."""
+    """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tries one. Processes of
+    pods are none: a tenant can give its process any name and environment. A server that has begun to exit can't be recognized."""
     try:
         # Before any read of the process's memory, with which a tenant can make the agent hang.
         if b"kubepods" in (PROC / str(pid) / "cgroup").read_bytes():
             return False
-        program, _, _ = (PROC / str(pid) / "cmdline").read_bytes().partition(b"\0")
+        program, *words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return os.path.basename(program) == _SERVER_PROGRAM and any(uses_pipe_folder(pid, pipe) for pipe in pipes)
+    ours = os.path.basename(program) == _SERVER_PROGRAM or os.fsencode(CLIENT) in words
+    return ours and any(uses_pipe_folder(pid, pipe) for pipe in pipes)
 
 
 def user_of(pid: int) -> int | None:

@@ -36,6 +36,8 @@ class Supervisor:
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
         self._daemons: dict[str, Daemon] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        #: The daemons that are tried with a new client.
+        self._clients: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # without a record, so with an unknown former mode
             records.begin(uuid, folder.root, former_mode=DEFAULT)
 
@@ -65,8 +67,19 @@ class Supervisor:
         for daemon in free if self.config.protocol == 3 else ():
             if daemon.uuid not in self._tasks:
                 self._begin(daemon, Daemon.guard)
+        for daemon in self.daemons():
+            if daemon.client_due and daemon.uuid not in self._clients:
+                self._clients[daemon.uuid] = asyncio.create_task(self._try_client(daemon), name=f"mps client {daemon.uuid}")
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
+
+    async def _try_client(self, daemon: Daemon) -> None:
+        try:
+            await daemon.try_client()
+        except Exception as error:  # as in `_run`
+            log.error("mps_daemon_not_checked", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
+        finally:
+            del self._clients[daemon.uuid]
 
     def _begin(self, daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
         self._tasks[daemon.uuid] = asyncio.create_task(self._run(daemon, work), name=f"mps {daemon.uuid}")
@@ -90,7 +103,8 @@ class Supervisor:
                 continue
             if daemon.idle_since is None:
                 daemon.idle_since = now
-            due.append(max(daemon.idle_since + self._idle_seconds, daemon.end_not_before) - now)
+            patience = self._idle_seconds if daemon.hang is None else 0.0
+            due.append(max(daemon.idle_since + patience, daemon.end_not_before) - now)
             if due[-1] <= 0 and daemon.uuid not in self._tasks:
                 self._begin(daemon, partial(self._end, known=known))
         if self._tasks and any(seconds <= 0 for seconds in due):
@@ -108,7 +122,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._clients.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -116,6 +130,8 @@ class Supervisor:
 
 def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
     try:
-        return any(each in known for each in daemon.folder.allocations())
+        recorded = frozenset(daemon.folder.allocations())
+        daemon.unused = frozenset(each for each in recorded if each not in known)
+        return daemon.unused != recorded
     except OSError:  # containers that can't be read may be there
         return True

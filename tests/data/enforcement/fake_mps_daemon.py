@@ -204,6 +204,9 @@ class Daemon:
 
     def _attach(self, connection: socket.socket, pid: int, user: int, namespace: str, wanted: dict[str, str]) -> None:
         server = self._server_for(user)
+        if behaviour("clients_hang", False):
+            self._ended.wait()
+            return
         named = self.namespaces.get((server.name, namespace))
         limits = named.limits if named else server.limits
         percentage, memory = limits.percentage, limits.memory

@@ -68,7 +68,9 @@ class Unhurried(Mps):
         return due_seconds
 
     async def _looked(self) -> None:
-        while self._supervisor is not None and (looks := list(self._supervisor._tasks.values())):
+        while self._supervisor is not None and (
+            looks := [*self._supervisor._tasks.values(), *self._supervisor._clients.values()]
+        ):
             await asyncio.wait(looks)
 
     def give_up_after(self, seconds: float) -> None:

@@ -51,3 +51,18 @@ def test_the_shared_memory_is_limited_and_mounted_on_the_host() -> None:
     assert within[0] == "systemd-run"
     assert within[-len(mount) :] == mount
     assert launcher.shm_command("namespace", SHM, mounted=False) == ["umount", str(SHM)]
+
+
+def test_a_client_shares_the_memory_of_the_daemon_and_is_not_started_from_a_pod() -> None:
+    shm, environment, command = Path("/run/gpumgr/mps/GPU-1/shm"), {"A": "b"}, ("python3", "client.py")
+    systemd = launcher.client_command("systemd", shm, environment, command)
+    assert systemd is not None
+    assert systemd[0] == "systemd-run"
+    assert systemd[-2:] == ["python3", "client.py"]
+    assert {"--wait", "--setenv=A=b", f"--property=BindPaths={shm}:/dev/shm"} <= set(systemd)
+    namespace = launcher.client_command("namespace", shm, environment, command)
+    assert namespace is not None
+    assert namespace[0] == "unshare"
+    assert namespace[-3:] == [str(shm), "python3", "client.py"]
+    assert launcher.client_command("plain", shm, environment, command) == ["python3", "client.py"]
+    assert launcher.client_command("host", shm, environment, command) is None

@@ -1,0 +1,111 @@
+"""A server that is blocked, so that its new clients hang, is found with a new client, reported, and replaced when it can be."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.enforcement.mps import client
+from gpumgr.enforcement.mps.processes import CLIENT
+from gpumgr.errors import Refusal
+from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurried, own, running, tenant
+
+
+async def blocked(place: Place, *others: str, hangs: bool = True) -> Unhurried:
+    """A client of a1 has left, its server accepts no more (if it `hangs`), and the agent has looked. `others` share the GPU."""
+    backend = await place.started(setting="2")
+    assert backend._supervisor is not None
+    program = (str(place.program), "attach")
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=program, client_seconds=0.5))
+    for name in others:
+        await backend.start(tenant(name))
+    await place.attach(backend, tenant())
+    await place.pass_time(backend)
+    place.behave(clients_hang=hangs)
+    await place.detach()
+    with capture_logs() as logs:
+        for _ in range(3):  # one finds that the client has left, the next one tries a new one, the last one does nothing
+            await place.pass_time(backend)
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["mps_daemon_hangs"] * hangs
+    return backend
+
+
+async def test_it_is_found_after_a_client_has_left_and_reported_to_its_containers(place: Place) -> None:
+    backend = await blocked(place)
+    (finding,) = await backend.observe([running(tenant(), os.getpid())])
+    assert (finding.allocation, finding.code) == ("a1", "broken")
+    assert "one got no context within 0.5 s" in finding.message
+
+
+async def test_a_server_that_works_is_not_reported_and_not_tried_without_a_reason(place: Place) -> None:
+    backend = await blocked(place, hangs=False)
+    (daemon,) = backend.daemons()
+    assert (daemon.hang, daemon._tried_at) == (None, place.seconds - CHECK_SECONDS)
+
+
+async def test_a_new_container_replaces_it_if_no_other_depends_on_it(place: Place) -> None:
+    backend = await blocked(place)
+    before = place.daemon_pid()
+    with pytest.raises(Refusal, match=r"new CUDA programs hang .* replaced when the other containers on it have ended \(1\)"):
+        await backend.start(tenant("b2"))
+    assert place.daemon_pid() == before
+    await backend.tend(lambda: {"b2"})  # a1 has ended; its record remains
+    place.behave()
+    await backend.start(tenant("b2"))
+    assert place.daemon_pid() not in (None, before)
+    _, got = await place.attach(backend, tenant("b2"))
+    assert got["percentage"] == 30
+
+
+async def test_it_ends_with_its_last_container_and_not_after_the_idle_time(place: Place) -> None:
+    backend = await blocked(place, "b2")
+    await backend.tend(lambda: {"b2"})
+    assert place.daemon_pid() is not None
+    await backend.tend(set)
+    assert place.daemon_pid() is None
+
+
+async def test_a_server_that_recovers_is_found_to_work(place: Place) -> None:
+    backend = await blocked(place)
+    place.behave()
+    await place.pass_time(backend, CHECK_SECONDS)
+    (daemon,) = backend.daemons()
+    assert daemon.hang is not None, "not so soon"
+    await place.pass_time(backend, 60.0)
+    assert daemon.hang is None
+
+
+async def test_the_client_that_tries_a_daemon_is_no_stranger(place: Place) -> None:
+    backend = await place.started(setting="2")
+    code = "import sys; sys.stdin.read()"
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place.folder.pipe)}
+    words = [sys.executable, "-S", "-c", f"print(flush=True); {code}", str(CLIENT)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as program:  # noqa: ASYNC220
+        assert program.stdout is not None
+        program.stdout.readline()
+        assert own(backend, program.pid) == {program.pid}
+        program.communicate()
+
+
+_LIBRARY = """
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGet(int *device, int ordinal) { *device = 7 + ordinal; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = context; return device == 7 ? %d : 1; }
+"""
+
+
+@pytest.mark.parametrize(("result", "status"), [(0, 0), (2, 2)])
+def test_the_client_makes_a_context(tmp_path: Path, result: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cuda.c").write_text(_LIBRARY % result)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    assert client.main(str(library)) == status
+    assert capsys.readouterr().out == ("cuDevicePrimaryCtxRetain: CUDA error 2\n" if result else "")
+
+
+def test_without_the_library_the_client_says_so(tmp_path: Path) -> None:
+    assert client.main(str(tmp_path / "libcuda.so.1")) == 3
