@@ -143,6 +143,7 @@ def test_no_folder_of_the_host_beyond_the_few() -> None:
         "mountPropagation" in mount for mount in agent_container(render())["volumeMounts"]
     )  # some hosts share no mounts
     assert {volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume} == {
+        "/etc/gpu-manager/vdriver",
         "/var/lib/kubelet/device-plugins",
         "/var/lib/kubelet/pod-resources",
         "/var/lib/gpumgr",
