@@ -23,6 +23,8 @@ class CommitBatch:
     async def add(self, decision: Decision[_T]) -> _T:
         """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        # The error of a caller that was cancelled is nobody's: asyncio must not log it as one that was never retrieved.
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting.append((decision, result))
         await run_shielded(self._save(result), name="commit_batch")  # others wait for it, too
         return result.result()
@@ -31,7 +33,11 @@ class CommitBatch:
         async with self._agent_state.lock:
             if not result.done():  # else it was in the batch of an earlier one
                 waiting, self._waiting = self._waiting, []
-                await self._commit(waiting)
+                try:
+                    await self._commit(waiting)
+                finally:
+                    for _, unsettled in waiting:  # the process ends: nothing is left to answer
+                        unsettled.cancel()
 
     async def _commit(self, waiting: Sequence[tuple[Decision[Any], asyncio.Future[Any]]]) -> None:
         """The caller holds the agent state's lock."""

@@ -135,6 +135,8 @@ class Mps(Backend):
                 self._on_probed()
         except (GpumgrError, OSError) as error:
             log.warning("mps_not_probed", reason=str(error))
+        except Exception as error:  # a bug must not end without a word
+            log.error("mps_not_probed", reason=f"{type(error).__name__}: {error}", exc_info=error)
         finally:
             self._probing = None
 

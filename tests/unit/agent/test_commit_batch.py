@@ -1,11 +1,13 @@
 """Decisions that are saved together: what happens to one of them does not affect the others."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
 
 from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.aio import finish_shielded
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.errors import Refusal
@@ -48,6 +50,41 @@ async def test_a_caller_that_is_cancelled_while_it_saves_fails_no_other(world: W
     assert {"a", "b"} == set(world.ledger.allocations)
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+async def test_the_failure_of_a_caller_that_was_cancelled_is_not_logged_as_never_retrieved(world: World) -> None:
+    batch, complaints = CommitBatch(world.agent_state), list[dict[str, object]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    world.checkpoint.full = True
+    async with world.agent_state.lock:
+        caller = asyncio.ensure_future(batch.add(grant(world, "a")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    await finish_shielded(5)
+    del caller
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not complaints
+
+
+async def test_callers_of_a_batch_that_is_cancelled_at_the_end_of_the_process_are_cancelled(world: World) -> None:
+    batch, saving = CommitBatch(world.agent_state), asyncio.Event()
+
+    async def endless(_: Change) -> None:
+        saving.set()
+        await asyncio.Event().wait()
+
+    world.checkpoint.save = endless  # type: ignore[method-assign]
+    callers = [asyncio.ensure_future(batch.add(grant(world, name))) for name in "ab"]
+    await saving.wait()
+    for task in asyncio.all_tasks():
+        if task.get_name() == "commit_batch":
+            task.cancel()
+    ended = await asyncio.gather(*callers, return_exceptions=True)
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
 
 
 async def test_a_decision_that_violates_the_ledger_fails_alone(world: World) -> None:
