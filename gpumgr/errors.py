@@ -88,7 +88,11 @@ class KubeletError(GpumgrError):
 
 
 class AlreadyRunning(GpumgrError):
-    """Another gpumgr agent runs on this node."""
+    """Another gpumgr agent runs on this node. `pid` is its process id, if it is known."""
+
+    def __init__(self, message: str, *, pid: str | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
 
 
 class CriError(GpumgrError):

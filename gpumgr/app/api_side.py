@@ -44,6 +44,7 @@ class ApiSide:
     server: ApiServer | None = None
     decisions: DecisionReporter | None = None
     node: NodeReporter | None = None
+    _watch: asyncio.Task[None] | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -62,10 +63,24 @@ class ApiSide:
                 mig_resource=mig_resource(settings),
                 write_events=settings.kubernetes.write_events,
             )
-            yield cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
+            side = cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
+            try:
+                yield side
+            finally:
+                if side._watch is not None:
+                    side._watch.cancel()
+                    await asyncio.wait({side._watch})
             await publisher.flush(FLUSH_SECONDS)
         finally:
             await server.close()
+
+    def watch(self) -> asyncio.Task[None]:
+        """The task that keeps `pods` up to date, from the first call until `open` ends."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(
+                self.pods.run() if isinstance(self.pods, PodCache) else asyncio.sleep(0), name="watch"
+            )
+        return self._watch
 
     def outbox(self) -> OutboxState | None:
         """What waits for the API server; None without one."""
@@ -87,6 +102,8 @@ class ApiSide:
             if self.delete_failed:
                 failed.changed(before, after)
 
+        for known in [*self.pods.all()]:
+            changed(None, known)
         self.pods.subscribe(changed)
         pod_ends = PodEnds(components.enforcement.end_clients)
         self.pods.subscribe(pod_ends.pod_changed)
@@ -110,7 +127,7 @@ class ApiSide:
             )
             reporters.append(("hami_register_reporter", register.run))
         self.apply(components.settings.kubernetes)
-        tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
+        tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
         for name, run in (
             ("publisher", self.publisher.run),
             ("decision_reporter", self.decisions.run),

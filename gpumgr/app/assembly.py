@@ -1,4 +1,4 @@
-"""Opens the agent's resources in order, and closes them in reverse order: checkpoint, API client, components, servers.
+"""Opens what needs the node's locks, in order, and closes it in reverse order: checkpoint, components, servers.
 
 Nothing runs and nothing listens yet when `assembled` yields: `lifecycle` reads the node's state, starts the servers and the daemons.
 """
@@ -17,6 +17,7 @@ from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.components import Components, Hardware
+from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.app.node_hold import web_options
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import SPECS_SECONDS
@@ -48,7 +49,9 @@ class Parts:
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings, hardware: Hardware, driver: "DraDriver | None") -> AsyncIterator[Parts]:
+async def assembled(
+    settings: Settings, hardware: Hardware, driver: "DraDriver | None", api_side: ApiSide, enforcement: NodeEnforcement
+) -> AsyncIterator[Parts]:
     """Yields the agent's parts with the checkpoint's content in them, and closes them at the end. The caller holds the node's locks.
     `driver`: in mode dra.
 
@@ -59,8 +62,7 @@ async def assembled(settings: Settings, hardware: Hardware, driver: "DraDriver |
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
         _log_damage(loaded)
-        api_side = await stack.enter_async_context(ApiSide.open(settings))
-        components = make_components(settings, hardware, loaded, checkpoint, api_side, driver)
+        components = make_components(settings, hardware, loaded, checkpoint, api_side, driver, enforcement)
         stack.push_async_callback(components.close)
         components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
         await components.enforcement.open(components.agent_state, lost=loaded.lost)
@@ -88,6 +90,7 @@ def make_components(
     checkpoint: Checkpoint,
     api_side: ApiSide,
     driver: "DraDriver | None",
+    enforcement: NodeEnforcement,
 ) -> Components:
     return Components(
         settings,
@@ -98,6 +101,7 @@ def make_components(
         publisher=api_side.publisher,
         server=api_side.server,
         driver=driver,
+        enforcement=enforcement,
         wait_synced=partial(api_side.wait_synced, SPECS_SECONDS),
     )
 

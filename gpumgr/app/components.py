@@ -74,6 +74,25 @@ class Hardware:
     simulated: bool = False
 
 
+def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> NodeEnforcement:
+    """With a driver of its own, `nvml`, which the caller closes."""
+    nvml = Nvml(
+        library_path=hardware.library_path,
+        timeout_seconds=settings.nvml.call_timeout_seconds,
+        sysfs_root=hardware.sysfs_root,
+        cgroup_root=settings.cri.cgroup_root,
+    )
+    return NodeEnforcement(
+        settings,
+        nvml=nvml,
+        processes=HostProcesses(hardware.proc_root),
+        proc_root=hardware.proc_root,
+        pods=pods,
+        publisher=publisher,
+        simulated=hardware.simulated,
+    )
+
+
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
@@ -92,6 +111,7 @@ class Components:
         publisher: Publisher | None,
         server: ApiServer | None,
         driver: "DraDriver | None",
+        enforcement: NodeEnforcement,
         wait_synced: Callable[[], Awaitable[None]],
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
@@ -107,8 +127,7 @@ class Components:
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
         self.gone_gpus = GoneGpus(self.agent_state, clock=time.monotonic)
-        self.nvml = self._make_nvml()
-        self.enforcement = self._make_enforcement()
+        self.enforcement, self.nvml = enforcement, enforcement.nvml
         self.memory_watcher = self._make_memory_watcher()
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
         pod_ends = PodEnds(pods, self.enforcement.runtime, clock=time.monotonic)
@@ -188,25 +207,6 @@ class Components:
                 mig_strategy=self.settings.node.mig_strategy,
                 mig_on_demand=profile.mig_on_demand(self.settings),
             ),
-        )
-
-    def _make_nvml(self) -> Nvml:
-        return Nvml(
-            library_path=self._hardware.library_path,
-            timeout_seconds=self.settings.nvml.call_timeout_seconds,
-            sysfs_root=self._hardware.sysfs_root,
-            cgroup_root=self.settings.cri.cgroup_root,
-        )
-
-    def _make_enforcement(self) -> NodeEnforcement:
-        return NodeEnforcement(
-            self.settings,
-            nvml=self.nvml,
-            processes=self._processes,
-            proc_root=self._hardware.proc_root,
-            pods=self._pods,
-            publisher=self._publisher,
-            simulated=self._hardware.simulated,
         )
 
     def _make_memory_watcher(self) -> MemoryLimitWatcher:

@@ -12,8 +12,8 @@ import ctypes
 import gc
 import os
 import time
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -23,21 +23,20 @@ from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
-from gpumgr.app.components import Components, Hardware
+from gpumgr.app.components import Components, Hardware, make_enforcement
+from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.app.node_hold import make_driver, node_held
+from gpumgr.app.preload import Preload
 from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
-from gpumgr.errors import CheckpointError
+from gpumgr.errors import CheckpointError, NvmlError
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
 from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import inner_names, replicas
-
-if TYPE_CHECKING:
-    from gpumgr.dra.driver import DraDriver
 
 log = structlog.get_logger(__name__)
 
@@ -63,21 +62,31 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
-    async with node_held(settings, driver, stop) as held:
-        if held:
-            await _run(settings, hardware, driver, notifier, stop, source)
+    # Both are opened before the node's locks are taken, and closed after their release: the next agent does not wait for that.
+    async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
+        preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
+        async with node_held(settings, driver, stop, preload, notifier.status) as held:
+            if held:
+                async with assembled(settings, hardware, driver, api_side, enforcement) as parts:
+                    await _run(parts, notifier, stop, source)
     log.info("stopped")
 
 
-async def _run(
-    settings: Settings,
-    hardware: Hardware,
-    driver: "DraDriver | None",
-    notifier: Notifier,
-    stop: asyncio.Event,
-    source: SettingsSource | None,
-) -> None:
-    async with assembled(settings, hardware, driver) as parts, asyncio.TaskGroup() as group:
+@contextlib.asynccontextmanager
+async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide) -> AsyncIterator[NodeEnforcement]:
+    """Closes the session with the driver at the end."""
+    enforcement = make_enforcement(settings, hardware, api_side.pods, api_side.publisher)
+    try:
+        yield enforcement
+    finally:
+        try:
+            await enforcement.nvml.close()
+        except NvmlError as error:
+            log.warning("nvml_close_failed", reason=str(error))
+
+
+async def _run(parts: Parts, notifier: Notifier, stop: asyncio.Event, source: SettingsSource | None) -> None:
+    async with asyncio.TaskGroup() as group:
         daemons = _start_observers(group, parts, source)
         try:
             await _reconcile(parts)
@@ -87,7 +96,7 @@ async def _run(
         finally:
             notifier.stopping()
             log.info("stopping")
-            await _stop(parts.components, settings.process.stop_grace_seconds)
+            await _stop(parts, parts.components.settings.process.stop_grace_seconds)
             for daemon in daemons:
                 daemon.cancel()
 
@@ -227,10 +236,15 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
         await asyncio.sleep(until_tick(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS)))
 
 
-async def _stop(components: Components, grace_seconds: float) -> None:
-    """Lets the kubelet's calls end; everything else may be cancelled afterwards."""
+async def _stop(parts: Parts, grace_seconds: float) -> None:
+    """Lets the kubelet's calls end; everything else may be cancelled afterwards.
+
+    The kubelet is served to the last, since it refuses pods from the end of its streams until the next agent is registered.
+    """
+    components = parts.components
     try:
         async with asyncio.timeout(grace_seconds):
+            await asyncio.gather(parts.web.stop(), *([] if parts.display is None else [parts.display.stop()]))
             await asyncio.gather(
                 *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
             )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -58,8 +59,8 @@ NODE_ANNOTATION = "gpumgr.io/enforcement"
 class NodeEnforcement:
     """The enforcement of this node. `publisher` is None without an API server.
 
-    Order of calls: `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover` after reconciliation with the
-    kubelet; then `run` as a daemon; `close`.
+    Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
+    after reconciliation with the kubelet; then `run` as a daemon; `close`.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class NodeEnforcement:
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
-        self._nvml = nvml
+        self.nvml: Final = nvml
         self._next_choice = float("-inf")
 
     def _backends(self) -> list[Backend]:
@@ -144,6 +145,13 @@ class NodeEnforcement:
     def describe_limits(self) -> str:
         """The limits of new shares on all GPUs, as one text."""
         return self.limits.choice.describe(self._snapshot.gpus)
+
+    async def preload(self) -> None:
+        """Fills caches that `choose` needs: where the running containers are, and whether HAMi-core's library works. Changes nothing on the
+        node."""
+        await self.containers.refresh()
+        self._hami_core.supply(*hami_core_library(self._settings))
+        await self._hami_core.unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
@@ -230,7 +238,7 @@ class NodeEnforcement:
         ledger = self.agent_state.ledger
         used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
         for gpu in self._snapshot.gpus:
-            if not gpu.mig_enabled and gpu.uuid not in used and await self._nvml.processes(gpu.uuid) == ():
+            if not gpu.mig_enabled and gpu.uuid not in used and await self.nvml.processes(gpu.uuid) == ():
                 return gpu.uuid
         return None
 

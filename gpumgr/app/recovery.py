@@ -57,12 +57,13 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             container=e.container,
             resource=kind,
             device_ids=e.device_ids,
-            allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}),
-            mechanisms=mechanisms_in(e.response.annotations),
-            cdi=bool(e.response.cdi_devices),
-            amounts=amounts_in(e.response.annotations),
-            mig_devices=mig_devices_in(e.response.annotations),
+            allocation_id=allocation_id_in({m.container_path: m.host_path for m in response.mounts}),
+            mechanisms=mechanisms_in(response.annotations),
+            cdi=bool(response.cdi_devices),
+            amounts=amounts_in(response.annotations),
+            mig_devices=mig_devices_in(response.annotations),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None
+        for response in [e.response()]
     ]

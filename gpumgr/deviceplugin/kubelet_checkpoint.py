@@ -26,13 +26,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry:
-    """The devices of one resource that a container holds. `response` is empty if the recorded response can't be read."""
+    """The devices of one resource that a container holds. `encoded` is the recorded response of Allocate."""
 
     pod_uid: str
     container: str
     resource: str
     device_ids: tuple[str, ...]
-    response: ContainerResponse
+    encoded: bytes = b""
+
+    def response(self) -> ContainerResponse:
+        """The recorded response, decoded by each call; empty if it can't be read."""
+        try:
+            return decode_container_response(self.encoded)
+        except WireError:
+            return ContainerResponse()
 
 
 class _Entry(msgspec.Struct):
@@ -112,14 +119,10 @@ def _entry(entry: _Entry) -> CheckpointEntry:
             ids = tuple(dict.fromkeys(device_id for ids in by_node.values() for device_id in ids or ()))
         case listed:
             ids = tuple(listed or ())
-    try:
-        response = decode_container_response(entry.AllocResp or b"")
-    except WireError:
-        response = ContainerResponse()
     return CheckpointEntry(
         pod_uid=entry.PodUID,
         container=entry.ContainerName,
         resource=entry.ResourceName,
         device_ids=ids,
-        response=response,
+        encoded=entry.AllocResp or b"",
     )

@@ -59,7 +59,8 @@ def _locked(path: Path) -> int:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
             raise AlreadyRunning(
-                f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one"
+                f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one",
+                pid=holder or None,
             ) from error
         # The file may have been deleted between open and lock: then `path` names another one.
         with contextlib.suppress(FileNotFoundError):

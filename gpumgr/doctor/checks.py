@@ -68,7 +68,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
     # The second agent of a rolling update waits for the first.
-    alone = before_start and not (in_dra and settings.process.instance is not None)
+    alone = before_start and settings.process.instance is None
     agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)

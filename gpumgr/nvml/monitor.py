@@ -146,21 +146,18 @@ class Monitor:
             self._stale = True  # events have to be registered again
 
     async def run(self) -> NoReturn:
-        """Runs until cancelled. Raises DriverMismatchError; closes NVML in any case."""
-        try:
-            while True:
+        """Runs until cancelled; takes a session that is open already. Raises DriverMismatchError. The caller closes NVML."""
+        reached = self._nvml.opened
+        while True:
+            if not reached:
                 await self._reach_driver()
-                try:
-                    await self._watch()
-                except DriverMismatchError:
-                    raise
-                except NvmlError as exc:
-                    await self._mark_down(str(exc))
-        finally:
+            reached = False
             try:
-                await self._nvml.close()
+                await self._watch()
+            except DriverMismatchError:
+                raise
             except NvmlError as exc:
-                log.warning("nvml_close_failed", reason=str(exc))
+                await self._mark_down(str(exc))
 
     async def _reach_driver(self) -> None:
         pause, longest = self._retry_seconds

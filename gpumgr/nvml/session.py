@@ -43,6 +43,11 @@ class Session:
         self._session_open.set()
 
     @property
+    def opened(self) -> bool:
+        """Whether there is a session."""
+        return self._opened
+
+    @property
     def call_errors(self) -> Mapping[tuple[str, int], int]:
         """The number of failed calls since the start, by function and NVML error number."""
         return dict(self._binding.errors)

@@ -345,8 +345,8 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     #: The node's agent holds a lock on this file.
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
-    #: In node.mode dra: the name of this process in a rolling update, like the uid of its pod. With one, a second agent on the node
-    #: registers the driver beside the first, and takes over when the first has ended; without one it ends at once.
+    #: The name of this process in a rolling update, like the uid of its pod. With one, a second agent on the node loads all that it can,
+    #: in node.mode dra registers the driver beside the first, and takes over when the first has ended; without one it ends at once.
     instance: str | None = None
 
 

@@ -29,6 +29,12 @@ from gpumgr.web.stream import Streams
 
 _HISTORY_SHOWN: Final = 100
 _MAX_PROFILE_SECONDS: Final = 30
+#: All metrics of an agent that waits for another one.
+WAITING_METRIC: Final = """\
+# HELP gpumgr_waits_for_agent 1 while this agent waits for the end of the one that has the node, which alone has the other metrics.
+# TYPE gpumgr_waits_for_agent gauge
+gpumgr_waits_for_agent 1
+"""
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,19 +190,29 @@ def make_app(
     return app
 
 
-def make_probes(not_ready: Callable[[], Sequence[str]]) -> Callable[[Callable[[], AuthPolicy]], web.Application]:
-    """The application of a process that has only probes: it is alive, and ready unless there are reasons."""
+def make_waiting(
+    no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
+) -> Callable[[Callable[[], AuthPolicy]], web.Application]:
+    """The application of an agent that waits for another one: probes, one metric, and elsewhere what it waits for."""
 
     async def healthz(request: web.Request) -> web.Response:
         return probe_response(request, ())
 
     async def readyz(request: web.Request) -> web.Response:
-        return probe_response(request, not_ready())
+        return probe_response(request, (no_driver if request.query.get("only") == "driver" else not_ready)())
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(text=WAITING_METRIC, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def elsewhere(_request: web.Request) -> web.Response:
+        return failure(503, f"this agent {waits_for()}, which has the node; ask that one")
 
     def application(policy: Callable[[], AuthPolicy]) -> web.Application:
-        app = web.Application(middlewares=[make_middleware({"/healthz": "probe", "/readyz": "probe"}, policy, ())])
-        app.router.add_get("/healthz", healthz)
-        app.router.add_get("/readyz", readyz)
+        scopes: dict[str, Scope] = {"/healthz": "probe", "/readyz": "probe", "/metrics": "metrics"}
+        app = web.Application(middlewares=[make_middleware(scopes, policy, ())], client_max_size=MAX_BODY_BYTES)
+        for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+            app.router.add_get(path, handler)
+        app.router.add_route("*", "/{path:.*}", elsewhere)
         return app
 
     return application

@@ -243,10 +243,8 @@ def test_each_probe_has_its_own_path() -> None:
     assert {secure[f"{name}Probe"]["httpGet"]["scheme"] for name in probes} == {"HTTPS"}
 
 
-def test_in_mode_plugin_an_update_never_runs_two_agents_on_a_node_and_waits_for_each() -> None:
-    spec = daemonset(render())["spec"]
-    assert spec["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
-    pod = spec["template"]["spec"]
+def test_the_kubelet_waits_longer_for_the_end_of_the_agent_than_the_agent_itself() -> None:
+    pod = pod_spec(render())
     assert pod["terminationGracePeriodSeconds"] > Settings().process.stop_grace_seconds
     assert pod_spec(render({"settings": {"process": {"stop_grace_seconds": 60}}}))["terminationGracePeriodSeconds"] > 60
 
@@ -560,15 +558,18 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
             0,
         ),
         ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}, 5),
+        ({"updateStrategy": {"type": "OnDelete", "rollingUpdate": None}}, {"type": "OnDelete"}, 5),
     ],
 )
-def test_in_mode_dra_an_update_has_two_agents_on_a_node_unless_they_need_one_port(
-    values: Values, strategy: object, ready_seconds: int
+@pytest.mark.parametrize("mode", ["plugin", "dra"])
+def test_an_update_has_two_agents_on_a_node_unless_they_need_one_port(
+    values: Values, strategy: object, ready_seconds: int, mode: str
 ) -> None:
-    spec = daemonset(render({"settings": {"node": {"mode": "dra"}}, **values}))["spec"]
+    spec = daemonset(render({"settings": {"node": {"mode": mode}}, **values}))["spec"]
     assert (spec["updateStrategy"], spec["minReadySeconds"]) == (strategy, ready_seconds)
     name = {"name": "GPUMGR_PROCESS_INSTANCE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
-    assert name in spec["template"]["spec"]["containers"][0]["env"]
+    waits = mode == "dra" or ready_seconds == 0
+    assert (name in spec["template"]["spec"]["containers"][0]["env"]) == waits
 
 
 def test_a_kubeconfigs_user_is_not_known_here_so_there_is_no_policy() -> None:

@@ -22,8 +22,8 @@ MEANINGS: Final = {
     "and the process was refused.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy: gpu-manager still runs on this node, "
     "or has left pods with GPUs that are not known. The agent checks again every two seconds.",
-    "waiting_for_other_agent": "In node.mode dra, during an update of the DaemonSet: this agent has registered the driver with its own "
-    "sockets, and waits for the end of the agent that `reason` names.",
+    "waiting_for_other_agent": "During an update of the DaemonSet: this agent loads all that it can, in node.mode dra registers the driver "
+    "with its own sockets, and waits for the end of the agent that `reason` names.",
     "other_agent_ended": "The wait of `waiting_for_other_agent` has ended: this agent takes the node.",
     "registration_lost": "The kubelet has restarted or ended, or the agent's socket was removed. The agent registers again.",
     "socket_made_again": "Another program removed or replaced a socket of the driver; the agent made it again. If this repeats, find "

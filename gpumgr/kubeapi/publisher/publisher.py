@@ -37,6 +37,7 @@ CAPACITY: Final = 512
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another incarnation of the pod has the name.
 _MAX_CONFLICTS: Final = 5
+_OF_NODE: Final = frozenset[What]({"annotations", "labels", "condition"})
 #: A job that failed waits longer than the queue does, so that the others come first.
 _JOB_FACTOR: Final = 4.0
 #: While jobs wait for their time, new ones are noticed within this time.
@@ -160,11 +161,15 @@ class Publisher:
             pause = min(pause * 2, longest)
 
     async def flush(self, seconds: float) -> None:
-        """Writes what is due, until a request fails or the time has passed; to be called after `run` has ended."""
+        """Writes what is due, until a request fails or the time has passed; to be called after `run` has ended. The node's own state is
+        not written: the next agent may have written a newer one already."""
         try:
             async with asyncio.timeout(seconds):
-                while (job := self._queue.next(self._clock())) is not None and await self._attempt(job) is None:
-                    pass
+                while (job := self._queue.next(self._clock())) is not None:
+                    if job.what in _OF_NODE:
+                        self._queue.remove(job)
+                    elif await self._attempt(job) is not None:
+                        return
         except TimeoutError:
             _log.info("announcements_left", waiting=len(self._queue))
         except Exception as error:  # a bug must not turn an orderly stop into a failure

@@ -15,7 +15,7 @@ from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app import api_side
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import make_components, make_maintenance
-from gpumgr.app.components import Components, Hardware
+from gpumgr.app.components import Components, Hardware, make_enforcement
 from gpumgr.app.read_model import ReadModel
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.settings import Settings
@@ -47,7 +47,9 @@ async def started(sim: SimApiServer, folder: Path) -> AsyncIterator[tuple[ApiSid
     )
     checkpoint = MemoryCheckpoint()
     async with ApiSide.open(settings) as side:
-        components = make_components(settings, Hardware(simulated=True), Loaded(), checkpoint, side, None)
+        hardware = Hardware(simulated=True)
+        enforcement = make_enforcement(settings, hardware, side.pods, side.publisher)
+        components = make_components(settings, hardware, Loaded(), checkpoint, side, None, enforcement)
         readers = ReadModel(
             components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
         )

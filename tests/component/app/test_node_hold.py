@@ -1,10 +1,14 @@
-"""The second agent of a rolling update in node mode dra."""
+"""The second agent of a rolling update: what it serves while the first one has the node, and what it does not take before."""
 
 import asyncio
+import contextlib
+import os
 import socket
+import sqlite3
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -12,13 +16,25 @@ from urllib.error import HTTPError
 import pytest
 
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.app.components import Hardware, make_enforcement
 from gpumgr.app.node_hold import make_driver, node_held
+from gpumgr.app.preload import Preload
+from gpumgr.checkpoint import files
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.deviceplugin.node_lock import lock_node
 from gpumgr.dra.driver import DraDriver
-from gpumgr.errors import AlreadyRunning
+from gpumgr.errors import AlreadyRunning, CheckpointError
+from gpumgr.kubeapi.cache import NoPods
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import CheckpointSettings, HttpSettings, KubeletSettings, NodeSettings, ProcessSettings
+from gpumgr.settings.schema import (
+    CheckpointSettings,
+    CriSettings,
+    HttpSettings,
+    KubeletSettings,
+    NodeSettings,
+    ProcessSettings,
+)
+from gpumgr.sim.library import SimNode, prepare
 from tests.component.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked, soon
 
 
@@ -35,6 +51,7 @@ def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new"
         http=HttpSettings(address="127.0.0.1", port=port),
         process=ProcessSettings(lock_path=folder / "lock", instance=instance),
         checkpoint=CheckpointSettings(dir=folder / "checkpoint"),
+        cri=CriSettings(socket=folder / "none.sock"),
     )
 
 
@@ -54,16 +71,22 @@ async def when(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def second(settings: Settings, stop: asyncio.Event) -> AsyncIterator[tuple[DraDriver, asyncio.Future[bool]]]:
+async def second(
+    settings: Settings, stop: asyncio.Event, node: SimNode | None = None
+) -> AsyncIterator[tuple[DraDriver, asyncio.Future[bool]]]:
     """An agent that starts while another one holds the node; the future has whether it got the node."""
     driver = make_driver(settings)
     held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     done = asyncio.Event()
 
     async def start() -> None:
-        async with node_held(settings, driver, stop) as got:
-            held.set_result(got)
-            await done.wait()
+        preload = preload_of(settings, node or prepare("mixed-2", settings.checkpoint.dir.parent / "sim"))
+        try:
+            async with node_held(settings, driver if settings.node.mode == "dra" else None, stop, preload) as got:
+                held.set_result(got)
+                await done.wait()
+        except BaseException as error:
+            held.set_exception(error)
 
     async with asyncio.timeout(30):
         task = asyncio.create_task(start())
@@ -71,8 +94,15 @@ async def second(settings: Settings, stop: asyncio.Event) -> AsyncIterator[tuple
             yield driver, held
         finally:
             done.set()
-            await asyncio.gather(task, return_exceptions=True)
+            await task
             await driver.link.stop(0)
+
+
+def preload_of(settings: Settings, node: SimNode) -> Preload:
+    pods = NoPods()
+    hardware = Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
+    enforcement = make_enforcement(settings, hardware, pods, None)
+    return Preload(settings, enforcement=enforcement, pods=pods, watch=lambda: asyncio.create_task(asyncio.sleep(0)))
 
 
 async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_the_end_of_the_first(folder: Path) -> None:
@@ -136,14 +166,88 @@ async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> No
             assert await held is False
             assert kubelet.sockets() == []
             assert await asyncio.to_thread(status, settings, "/healthz") == 0
-    async with node_held(settings, None, asyncio.Event()) as got:
-        assert got
+    async with second(settings, asyncio.Event()) as (_driver, held):
+        assert await held
 
 
-@pytest.mark.parametrize(("mode", "instance"), [("dra", None), ("plugin", "new"), ("plugin", None)])
+@pytest.mark.parametrize(("mode", "instance"), [("dra", None), ("plugin", None)])
 async def test_without_a_rolling_update_the_second_agent_ends(folder: Path, mode: str, instance: str | None) -> None:
     StubKubelet(folder)
     settings = settings_of(folder, mode=mode, instance=instance)
-    with lock_node(settings.process.lock_path), pytest.raises(AlreadyRunning, match=r"another gpumgr agent \(pid"):
-        async with node_held(settings, make_driver(settings) if mode == "dra" else None, asyncio.Event()):
-            raise AssertionError("two agents hold one node")
+    with lock_node(settings.process.lock_path):
+        async with second(settings, asyncio.Event()) as (_driver, held):
+            with pytest.raises(AlreadyRunning, match=r"another gpumgr agent \(pid"):
+                await held
+
+
+def answer(settings: Settings, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
+            return int(response.status), response.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def explains(settings: Settings, path: str, text: str) -> bool:
+    return text in answer(settings, path)[1]
+
+
+async def test_in_mode_plugin_the_second_agent_is_ready_and_names_the_agent_that_it_waits_for(folder: Path) -> None:
+    settings = settings_of(folder, mode="plugin")
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    async with second(settings, asyncio.Event()) as (_driver, held):
+        await when(lambda: status(settings, "/readyz") == 200)
+        assert await asyncio.to_thread(status, settings, "/readyz?only=driver") == 200
+        for path in ("/", "/api/state"):
+            code, text = await asyncio.to_thread(answer, settings, path)
+            assert code == 503
+            assert f"waits until the agent with PID {os.getpid()} has ended" in text
+        assert "gpumgr_waits_for_agent 1\n" in (await asyncio.to_thread(answer, settings, "/metrics"))[1]
+        assert not settings.checkpoint.dir.exists()
+        assert not held.done()
+        first.__exit__(None, None, None)
+        assert await held
+
+
+async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays(folder: Path) -> None:
+    settings, node = settings_of(folder, mode="plugin"), prepare("mixed-2", folder / "sim")
+    node.control.unload_driver()
+    with lock_node(settings.process.lock_path):
+        async with second(settings, (stop := asyncio.Event()), node) as (_driver, held):
+            await when(lambda: status(settings, "/healthz") == 200)
+            for path in ("/readyz", "/readyz?only=driver"):
+                await when(partial(explains, settings, path, "driver is not loaded"))
+                assert await asyncio.to_thread(status, settings, path) == 503
+            node.control.load_driver()
+            await when(lambda: status(settings, "/readyz") == 200)
+            stop.set()
+            assert await held is False
+
+
+async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer_one_stays(folder: Path) -> None:
+    settings = settings_of(folder, mode="plugin")
+    await SqliteCheckpoint.open(settings.checkpoint.dir).close()
+    with contextlib.closing(sqlite3.connect(settings.checkpoint.dir / files.NAME)) as connection, connection:
+        connection.execute("UPDATE schema SET version = version + 1")
+    with lock_node(settings.process.lock_path):
+        async with second(settings, asyncio.Event()) as (_driver, held):
+            with pytest.raises(ExceptionGroup) as caught:
+                await held
+    assert caught.group_contains(CheckpointError, match="was written by a newer gpumgr")
+
+
+async def test_of_two_agents_that_wait_one_takes_the_node_and_the_other_waits_for_it(folder: Path) -> None:
+    settings, other = settings_of(folder, mode="plugin"), settings_of(folder, mode="plugin", instance="newer")
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    stop = asyncio.Event()
+    async with second(settings, stop) as (_, one), second(other, stop) as (_, two):
+        await when(lambda: status(settings, "/readyz") == 200 == status(other, "/readyz"))
+        first.__exit__(None, None, None)
+        await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
+        assert one.done() != two.done()
+        waiting = other if one.done() else settings
+        assert await asyncio.to_thread(status, waiting, "/readyz") == 200
+        stop.set()
+        assert sorted([await one, await two]) == [False, True]

@@ -141,3 +141,4 @@ async def watched(
         node.control.clear()
         task.cancel()
         await asyncio.wait([task])
+        await nvml.close()

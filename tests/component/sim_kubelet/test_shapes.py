@@ -255,7 +255,7 @@ async def test_cdi_devices_are_dropped_before_1_28(make_node: MakeNode, shape: K
     assert answer.envs[CORE_RESOURCE]
     assert answer.cdi_devices == (("vendor/class=name",) if shape is V1_35 else ())
     (entry,) = parse_kubelet_checkpoint(kubelet.checkpoint.read_bytes())
-    assert entry.response == answer
+    assert entry.response() == answer
 
 
 @versions(*ALL)

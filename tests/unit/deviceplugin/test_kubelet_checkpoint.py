@@ -30,8 +30,9 @@ def entry(device_ids: object, answer: bytes | None = None) -> dict[str, Any]:
     }
 
 
-def expected(*device_ids: str, response: ContainerResponse = RESPONSE) -> CheckpointEntry:
-    return CheckpointEntry(pod_uid="uid-1", container="main", resource=CORE_RESOURCE, device_ids=device_ids, response=response)
+def expected(*device_ids: str, encoded: bytes | None = None) -> CheckpointEntry:
+    encoded = encode_container_response(RESPONSE) if encoded is None else encoded
+    return CheckpointEntry(pod_uid="uid-1", container="main", resource=CORE_RESOURCE, device_ids=device_ids, encoded=encoded)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,10 @@ def test_later_fields_are_ignored() -> None:
 
 def test_an_unreadable_answer_costs_only_itself() -> None:
     text = json.dumps({"Data": {"PodDeviceEntries": [entry(["a-c00"], answer=b"\x0a\x7f")]}})
-    assert parse_kubelet_checkpoint(text.encode()) == (expected("a-c00", response=ContainerResponse()),)
+    (found,) = parse_kubelet_checkpoint(text.encode())
+    assert found == expected("a-c00", encoded=b"\x0a\x7f")
+    assert found.response() == ContainerResponse()
+    assert expected("a-c00").response() == RESPONSE
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"Data": 3}', '{"Data": {"PodDeviceEntries": [{}]}}', "\ud800"])

@@ -1,0 +1,159 @@
+"""An update of the agent: the new process starts beside the old one, waits for its end, and takes the node over."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gpumgr.demo.agent_log import AgentLog
+from gpumgr.demo.node import SimulatedNode
+from gpumgr.demo.process import AgentProcess
+from gpumgr.sim.kubelet import SimKubeletError
+from gpumgr.sim.kubelet_shape import V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.units import RESOURCE_NAMES, RESOURCES
+
+from .stage import SIM, app, stage
+
+WAITS = "waiting_for_other_agent"
+
+
+@contextlib.asynccontextmanager
+async def updating(folder: Path, **options: Any) -> AsyncIterator[SimulatedNode]:
+    """A node with an agent that may be updated. The later processes end with the test."""
+    async with stage(folder, **options) as node:
+        await node.start_agent({"GPUMGR_PROCESS_INSTANCE": "first"})
+        yield node
+
+
+@contextlib.asynccontextmanager
+async def beside(node: SimulatedNode, *arguments: str) -> AsyncIterator[AgentProcess]:
+    """One more process of the agent on the node."""
+    simulated = ["--sim", SIM, "--sim-dir", str(node.folder / "gpus")]
+    agent = AgentProcess(["run", "--config", str(node.config), *simulated, *arguments], AgentLog())
+    await agent.start({"GPUMGR_PROCESS_INSTANCE": "next"})
+    try:
+        yield agent
+    finally:
+        await agent.close()
+
+
+async def readiness(agent: AgentProcess) -> tuple[int, str]:
+    url = agent.agent_log.find("web_listening")[-1]["url"]
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/readyz") as answer:
+        return answer.status, await answer.text()
+
+
+async def until_it_waits(agent: AgentProcess) -> None:
+    """Until a probe would call it ready although another process has the node."""
+    await agent.while_running(agent.agent_log.until("web_listening"))
+    while (await readiness(agent))[0] != 200:  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.02)
+
+
+async def until_served_by(node: SimulatedNode, agent: AgentProcess) -> None:
+    for kind in RESOURCES:
+        await agent.while_running(agent.agent_log.until("registered", resource=RESOURCE_NAMES[kind]))
+        await agent.while_running(node.kubelet.until_allocatable(RESOURCE_NAMES[kind]))
+
+
+@pytest.mark.parametrize("shape", [V1_20, V1_25, V1_35], ids=lambda shape: str(shape.version))
+async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_ended(folder: Path, shape: KubeletShape) -> None:
+    """A kubelet before 1.36 takes a stream that ends later for the new one's, and disconnects that."""
+    async with updating(folder, shape=shape) as node:
+        held = [node.pod(f"held-{number}", app(30, 4)) for number in range(2)]
+        for pod in held:
+            assert (await node.run(pod)).phase == "Running"
+        before, old = node.ledger(), node.agent
+        async with beside(node) as new:
+            await until_it_waits(new)
+            assert (await node.run(node.pod("between", app(10, 1)))).phase == "Running"
+            before = node.ledger()
+            assert await old.stop() == 0
+            await until_served_by(node, new)
+            assert node.ledger() == before
+            assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+            assert node.disagreements() == []
+            events = [line["event"] for line in new.agent_log.lines]
+            assert events.index("other_agent_ended") < events.index("registered")
+            assert "registration_lost" not in events
+            assert events.count("registered") == len(RESOURCES)
+            assert await new.stop() == 0
+
+
+async def test_pods_that_come_during_updates_are_refused_by_no_agent(folder: Path) -> None:
+    """Between two agents the kubelet may refuse a pod; that is all. Two agents wait at the same time."""
+    async with updating(folder) as node:
+        failed = list[str]()
+        stop = asyncio.Event()
+
+        async def arrive() -> None:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                pod = node.pod(f"pod-{number}", app(10, 1))
+                with contextlib.suppress(SimKubeletError):  # its container's start failed, which a real kubelet tries again
+                    status = await node.run(pod)
+                    failed.extend([status.message or ""] if status.phase == "Failed" else [])
+                node.delete(pod)
+                await asyncio.sleep(0.01)
+
+        arriving = asyncio.create_task(arrive())
+        old = node.agent
+        async with beside(node) as new, beside(node) as newest:
+            for agent in (new, newest):
+                await until_it_waits(agent)
+            assert await old.stop() == 0
+            await asyncio.wait(
+                [asyncio.ensure_future(each.agent_log.until("ready")) for each in (new, newest)],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            first, last = (new, newest) if new.agent_log.find("ready") else (newest, new)
+            assert (await readiness(last))[0] == 200
+            assert f"PID {first.pid} " in last.agent_log.find(WAITS)[-1]["reason"]
+            assert await first.stop() == 0
+            await until_served_by(node, last)
+            stop.set()
+            await arriving
+            between = ("no healthy devices present", "Unavailable", "has been stopped")
+            assert [each for each in failed if not any(text in each for text in between)] == []
+            assert (await node.run(node.pod("later", app(100)))).phase == "Running"
+            assert node.disagreements() == []
+
+
+async def test_a_version_with_bad_settings_never_replaces_the_agent(folder: Path) -> None:
+    async with updating(folder) as node:
+        async with beside(node, "--set", "kubernetes.kubeconfig=/nowhere") as new:
+            assert await new.ended() == 2
+        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+        assert node.agent_log.find("stopping") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_waiting_agent_that_ends_leaves_the_other_one_as_it_is(folder: Path, number: signal.Signals) -> None:
+    async with updating(folder) as node, beside(node) as new:
+        await until_it_waits(new)
+        new.signal(number)
+        assert await new.ended() == (0 if number is signal.SIGTERM else -number)
+        assert (folder / "agent.sock").is_socket()
+        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+        assert node.agent_log.find("registration_lost") == []
+
+
+async def test_an_agent_that_is_killed_is_followed_by_the_one_that_waits(folder: Path) -> None:
+    async with updating(folder) as node, beside(node) as new:
+        pod = node.pod("held", app(30, 4))
+        await node.run(pod)
+        await until_it_waits(new)
+        before = node.ledger()
+        await node.agent.kill()
+        await until_served_by(node, new)
+        assert node.ledger() == before
+        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+        async with beside(node) as back:  # the container of the killed one starts again
+            await until_it_waits(back)
+        assert node.disagreements() == []
