@@ -23,7 +23,6 @@ BANNED: Final[Mapping[str, str]] = {
     r"tell|tells|telling|told": "log, report, publish, return or notify",
     r"hear|hears|heard|hearing": "receive or read",
     r"wish|wishes|wished": "request",
-    r"forget|forgets|forgot|forgotten": "drop, delete or remove",
     r"whoever|whomever|whatever|nobody": "the role that is meant (a client, an operator, no container), or any",
     r"whose": "a relative clause, or the genitive",
     r"meanwhile": "in the meantime, or the event that ends the interval",

@@ -73,7 +73,7 @@ async def test_the_failure_of_a_caller_that_was_cancelled_is_not_logged_as_never
 async def test_callers_of_a_batch_that_is_cancelled_at_the_end_of_the_process_are_cancelled(world: World) -> None:
     batch, saving = CommitBatch(world.agent_state), asyncio.Event()
 
-    async def endless(_: Change) -> None:
+    async def endless(change: Change) -> None:  # noqa: ARG001
         saving.set()
         await asyncio.Event().wait()
 
