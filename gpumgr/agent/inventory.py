@@ -27,9 +27,9 @@ EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
 class Inventory:
     """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
-    `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
-    `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than their
-    MIG mode.
+    `failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why it accepts no new containers though it
+    works. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than
+    their MIG mode.
     `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
     are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
     all); None: none are. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be created now, for example because of a
@@ -56,9 +56,10 @@ class Inventory:
         return gpu_registry
 
     def instances(self, gpu_registry: GpuRegistry) -> Masks:
-        """The MIG devices that exist now and are offered."""
+        """The MIG devices that exist now, work, and are offered."""
         found = offered_instances(self.snapshot.gpus, self.mig_strategy)
-        return gpu_registry.known("mig", [each.uuid for instances in found.values() for each in instances])
+        works = [each.uuid for instances in found.values() for each in instances if each.uuid not in self.failed]
+        return gpu_registry.known("mig", works)
 
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
         """The GPUs on which MIG devices are created on demand: all their profiles, with the places that can be had. A profile that the
@@ -157,6 +158,12 @@ class Inventory:
             visible_blocks=visible_blocks,
             policy=policy,
             instances=self.instances(gpu_registry),
+            failed_instances={
+                each.uuid: self.failed[each.uuid]
+                for gpu in self.snapshot.gpus
+                for each in gpu.mig_instances
+                if each.uuid in self.failed
+            },
             in_mig_mode={
                 gpu.name for gpu in gpu_registry.gpus if gpu.uuid in self.in_mig_mode and gpu.name not in otherwise_closed
             },

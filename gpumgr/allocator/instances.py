@@ -76,7 +76,10 @@ def grant_instances(
         if closed := node.closed(gpu, "mig"):
             raise Refusal("gpu_unhealthy", f"the MIG devices of {node.label(gpu)} can't be given: {closed}")
         if gone := ledger.gpu_registry.by_name[gpu].held_instances(mask & ~node.instances.get(gpu, 0)):
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} does not have the MIG device {gone[0].uuid} any more")
+            uuid = gone[0].uuid
+            if why := node.failed_instances.get(uuid):
+                raise Refusal("gpu_unhealthy", f"the MIG device {uuid} of {node.label(gpu)} can't be given: {why}")
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} does not have the MIG device {uuid} any more")
     named = [
         f"{each.profile} {each.uuid}"
         for gpu, mask in masks.items()

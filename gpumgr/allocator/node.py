@@ -14,9 +14,10 @@ class NodeView:
     """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier.
     `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
-    Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now and that are
-    offered; `in_mig_mode`: the GPUs that are unschedulable because of their MIG mode alone: MIG devices are given there. `mig_profiles`:
-    the GPUs on which MIG devices are created on demand, and of which profiles. `shown`: the GPUs that the driver describes now.
+    Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now, that work and
+    that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable
+    because of their MIG mode alone: MIG devices are given there. `mig_profiles`: the GPUs on which MIG devices are created on demand,
+    and of which profiles. `shown`: the GPUs that the driver describes now.
     """
 
     topology: Topology
@@ -26,6 +27,7 @@ class NodeView:
     visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
     instances: Masks = field(default_factory=lambda: NO_IDS)
+    failed_instances: Mapping[str, str] = field(default_factory=dict)
     in_mig_mode: Collection[GpuName] = ()
     shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
     mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = field(default_factory=dict)

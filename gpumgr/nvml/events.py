@@ -16,6 +16,8 @@ from gpumgr.nvml.health import DoubleBitError, Xid
 
 _WAIT_MILLISECONDS: Final = 500
 _PAUSE_SECONDS: Final = 1.0
+#: The driver's number for an event that is about no GPU instance.
+_NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
 #: Called on the event loop with the GPU's UUID. None = the driver does not report which GPU.
@@ -88,7 +90,8 @@ class EventThread:
         address = self._nvml.address(data.device)
         uuid = None if address is None else self._set.uuids.get(address)
         if data.eventType & EVENT_XID:
-            self._post(lambda: self._on_event(uuid, Xid(number=int(data.eventData))))
+            instance = None if data.gpuInstanceId == _NO_INSTANCE else int(data.gpuInstanceId)
+            self._post(lambda: self._on_event(uuid, Xid(number=int(data.eventData), gpu_instance=instance)))
         elif data.eventType & EVENT_DOUBLE_BIT_ECC:
             self._post(lambda: self._on_event(uuid, DoubleBitError()))
 

@@ -110,9 +110,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """The driver reported an error by NVIDIA's number."""
+    """The driver reported an error by NVIDIA's number. `gpu_instance`: the number of the GPU instance that it is about, if it names one."""
 
     number: int
+    gpu_instance: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 import structlog
@@ -47,7 +48,8 @@ class NodeListener(Protocol):
         of earlier GPUs which the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Every GPU's health by UUID, whenever a state, a reason or its message changed; of a new GPU before its snapshot."""
+        """Every GPU's health by UUID, whenever a state, a reason or its message changed; of a new GPU before its snapshot. Also that of
+        each MIG device with a fault that concerns only its GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """One sample, each period."""
@@ -88,6 +90,8 @@ class Monitor:
         self._load_kernel_modules = load_kernel_modules
         self._on_xid, self._on_batch = on_xid, on_batch
         self._health: dict[str, GpuHealth] = {}
+        #: MIG devices with a fault that their GPU does not have.
+        self._mig_health: dict[str, GpuHealth] = {}
         self._published: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
         self._cordons: dict[str, str] = {}
@@ -100,8 +104,8 @@ class Monitor:
 
     @property
     def health(self) -> Mapping[str, GpuHealth]:
-        """The health of every GPU that was ever listed, by UUID."""
-        return dict(self._health)
+        """The health of every GPU that was ever listed, by UUID, and of each MIG device with a fault of its own."""
+        return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
         """Judges by these rules from the next reading on. The current pause has the new length too, counted from its start."""
@@ -122,9 +126,13 @@ class Monitor:
 
     async def publish_health(self) -> None:
         """Calls the listener if the health of a GPU differs from what was published last. Cordons are then in force."""
-        if any(_published_parts(self._published.get(uuid)) != _published_parts(health) for uuid, health in self._health.items()):
+        health = self.health
+        if any(
+            _published_parts(self._published.get(uuid)) != _published_parts(health.get(uuid))
+            for uuid in {*self._published, *health}
+        ):
             self._log_changes()
-            self._published = dict(self._health)
+            self._published = dict(health)
             await self._listener.health_changed(self.health)
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
@@ -252,6 +260,14 @@ class Monitor:
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
             self._observe(uuid, readings.get(uuid, missing))
+        for instance, health in list(self._mig_health.items()):
+            answers = [each for each in readings.values() if isinstance(each, HealthReading)]
+            reading = next((each for each in answers if instance in each.mig_instances), None)
+            if reading is not None:  # that its GPU is in MIG mode is no fault of a MIG device
+                after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
+                self._mig_health[instance] = after
+            if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):
+                del self._mig_health[instance]
 
     async def _pause(self) -> None:
         """Waits until the next sample is due; publishes changes by events and operators at once."""
@@ -266,13 +282,26 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Called for each event of the driver. An event that names no GPU concerns them all."""
-        for name in [uuid] if uuid is not None else list(self._health):
-            self._observe(name, event)
+        """Called for each event of the driver. An event that names no GPU concerns them all; one that names a GPU instance concerns
+        only the MIG devices of that instance."""
+        instance = event.gpu_instance if isinstance(event, Xid) else None
+        if uuid is not None and instance is not None:
+            for name in self._mig_devices(uuid, instance):
+                after = step(self._mig_health.get(name, new_health(time.time())), event, time.time(), self._rules)
+                if after.state != "healthy":  # an application's XID is no fault
+                    self._mig_health[name] = after
+        else:
+            for name in [uuid] if uuid is not None else list(self._health):
+                self._observe(name, event)
         if isinstance(event, Xid):
             self._on_xid(uuid, event.number)
-        log.warning("gpu_event", gpu=uuid, xid=event.number if isinstance(event, Xid) else None)
+        log.warning("gpu_event", gpu=uuid, xid=event.number if isinstance(event, Xid) else None, gpu_instance=instance)
         self._wake.set()
+
+    def _mig_devices(self, gpu: str, gpu_instance: int) -> list[str]:
+        """The UUIDs of the MIG devices of the GPU instance."""
+        shown = self._snapshot.gpus if self._snapshot is not None else ()
+        return [each.uuid for one in shown if one.uuid == gpu for each in one.mig_instances if each.gpu_instance == gpu_instance]
 
     def _observe(self, uuid: str, observation: Observation) -> None:
         health = self._health.get(uuid)
@@ -281,7 +310,8 @@ class Monitor:
 
     def _log_changes(self) -> None:
         """Logs each GPU with a state or a reason that differs from the published one, except a new GPU that is offered."""
-        for uuid, health in self._health.items():
+        gone = {uuid: new_health(time.time()) for uuid in self._published if uuid not in self.health}  # MIG devices without fault
+        for uuid, health in {**self.health, **gone}.items():
             before = self._published.get(uuid)
             if _published_parts(before) != _published_parts(health) and (before is not None or not health.offered):
                 record = log.info if health.offered else log.warning

@@ -15,7 +15,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     remade GPU 1|2         whether the `instance` facts, and not the node's description, are the GPU's MIG devices; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
                            (UUID `-`: a GPU instance without compute instance; memory slice n is bit n, 0: the driver does not report them)
-    event NUMBER GPU TYPE DATA          (delivered once to each event set that existed before it)
+    event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before it; 4294967295: of no instance)
 
 The library itself writes what callers have set; it is removed when the driver is unloaded, MIG devices also by a reset of the GPU:
 
@@ -38,6 +38,7 @@ from gpumgr.topology.devices import MemoryLimit, MigInstance
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
+_NO_INSTANCE: Final = 0xFFFFFFFF
 #: The memory of the MPS server of driver 580 on H200.
 _MPS_SERVER_BYTES: Final = 66 << 20
 
@@ -100,9 +101,9 @@ class SimControl:
 
         self._change(change)
 
-    def xid(self, gpu: int, number: int) -> None:
-        """One critical XID event."""
-        self._event(gpu, _EVENT_XID, number)
+    def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
+        """One critical XID event of the GPU, or of one of its GPU instances."""
+        self._event(gpu, _EVENT_XID, number, gpu_instance)
 
     def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
         """An uncorrectable memory error: sets the volatile counter to `count` and sends an event."""
@@ -271,11 +272,11 @@ class SimControl:
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
-    def _event(self, gpu: int, kind: int, data: int) -> None:
+    def _event(self, gpu: int, kind: int, data: int, gpu_instance: int = _NO_INSTANCE) -> None:
         def change(facts: Facts) -> None:
             numbers = sorted(int(key[1]) for key in facts if key[0] == "event")
             number = (numbers[-1] if numbers else 0) + 1
-            facts[("event", str(number))] = f"{gpu} {kind} {data}"
+            facts[("event", str(number))] = f"{gpu} {kind} {data} {gpu_instance}"
             spent = {str(old) for old in numbers[: -_EVENTS_KEPT + 1]}
             _remove(facts, lambda key: key[0] == "event" and key[1] in spent)
 

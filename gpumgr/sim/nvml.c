@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct { char function[64]; int gpu; int code; } refusal_t;
 typedef struct { char function[64]; int gpu; double until; } hang_t; /* until: second of CLOCK_MONOTONIC */
-typedef struct { unsigned long long number; int gpu; unsigned long long type, data; } fault_event_t;
+typedef struct { unsigned long long number; int gpu; unsigned long long type, data; unsigned gpu_instance; } fault_event_t;
 typedef struct { int gpu; char cgroup[MAX_CGROUP]; unsigned long long soft, hard; } limit_t;
 
 static struct {
@@ -311,7 +311,7 @@ static void read_fact(const char *verb, const char *rest) {
         if (control.refusals < MAX_FAULTS && sscanf(rest, "%63s %d %d", refusal.function, &refusal.gpu, &refusal.code) == 3)
             control.refusal[control.refusals++] = refusal;
     } else if (!strcmp(verb, "event")) {
-        if (control.events < MAX_EVENTS && sscanf(rest, "%llu %d %llu %llu", &e.number, &e.gpu, &e.type, &e.data) == 4)
+        if (control.events < MAX_EVENTS && sscanf(rest, "%llu %d %llu %llu %u", &e.number, &e.gpu, &e.type, &e.data, &e.gpu_instance) == 5)
             control.event[control.events++] = e;
     } else if (!strcmp(verb, "memorylimit")) {
         if (control.limits < MAX_LIMITS && sscanf(rest, "%d %511s %llu %llu", &limit.gpu, limit.cgroup, &limit.soft, &limit.hard) == 4)
@@ -1204,7 +1204,7 @@ static int next_event(int n, event_t *event) {
     }
     if (!best) return 0;
     sets[n].seen = best->number;
-    *event = (event_t){&node.gpu[best->gpu], best->type, best->data, ~0U, ~0U};
+    *event = (event_t){&node.gpu[best->gpu], best->type, best->data, best->gpu_instance, best->gpu_instance == ~0U ? ~0U : 0};
     return 1;
 }
 

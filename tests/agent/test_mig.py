@@ -79,6 +79,19 @@ async def test_each_profile_is_a_resource_and_each_mig_device_has_one_holder(fol
             await node.kubelet.start_container(small[0], "main")
 
 
+async def test_a_mig_device_with_an_xid_of_its_own_goes_out_of_service_alone(folder: Path) -> None:
+    broken = next(each for each in NODE.mig_instances_of(2) if each.profile == "2g.10gb")
+    async with started(folder, MIXED) as node:
+        await node.kubelet.until_allocatable(PREFIX + "2g.10gb")
+        node.control.xid(2, 95, gpu_instance=broken.gpu_instance)
+        line = await node.agent_log.until("gpu_health_changed", gpu=broken.uuid, reason="xid")
+        assert line["message"] == "XID 95: uncontained memory error"
+        assert (await node.run(node.pod("beside", mig("3g.20gb")))).phase == "Running"
+        await node.agent_log.until("gpu_health_changed", gpu=broken.uuid, state="healthy")
+        await node.kubelet.until_allocatable(PREFIX + "2g.10gb")
+        assert (await node.run(node.pod("lucky", mig("2g.10gb")))).phase == "Running"
+
+
 async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_forgotten(folder: Path) -> None:
     instances = NODE.mig_instances_of(2)
     async with started(folder, MIXED) as node:

@@ -75,7 +75,7 @@ MEANINGS: Final = {
     "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has. The agent opens its session again every minute.",
     "gpus_given_out_twice": "Another device plugin on the node allocates the same GPUs. Run only one; `remedy` says how.",
     "gpus_given_out_once": "The other device plugin has ended.",
-    "gpu_event": "The driver reported an XID or a double-bit error. It may take the GPU out of service.",
+    "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go out of service.",
     "gpu_health_changed": "The health of a GPU changed, for the given reason. Only that GPU is taken out of service; it is "
     "offered again after several good readings.",
     "gpu_quarantined": "Processes of an ended container still run on the GPU 10 s after its end. The GPU takes no pods "

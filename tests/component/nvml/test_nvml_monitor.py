@@ -107,6 +107,28 @@ async def test_a_shorter_period_counts_at_once(node: Prepare) -> None:
         await listener.rounds(2)
 
 
+async def test_an_xid_of_a_gpu_instance_concerns_its_mig_devices_alone(node: Prepare) -> None:
+    sim = node("mig-4")
+    gpu, devices = sim.description.uuid_of(2), sim.description.mig_instances_of(2)
+    rules = HealthRules(good_readings=3)
+    async with watched(sim, rules=rules) as (_, listener):
+        await listener.rounds(1)
+        sim.control.xid(2, 31, gpu_instance=devices[1].gpu_instance)  # an application's
+        sim.control.xid(2, 95, gpu_instance=devices[1].gpu_instance)
+        await listener.until(lambda: any(devices[1].uuid in health for health in listener.history))
+        await listener.until(lambda: devices[1].uuid not in listener.health)
+        sim.control.xid(2, 95)
+        await listener.until(lambda: any(health[gpu].reason == "xid" for health in listener.history))
+    known = {*map(sim.description.uuid_of, range(4)), devices[1].uuid}
+    assert {uuid for health in listener.history for uuid in health} == known
+    of_device = [health[devices[1].uuid] for health in listener.history if devices[1].uuid in health]
+    assert of_device[0].message == "XID 95: uncontained memory error"
+    assert {each.state for each in of_device} <= {"unhealthy", "probation"}
+    assert {health[gpu].reason for health in listener.history} == {"mig", "xid"}
+    others = (sim.description.uuid_of(index) for index in (0, 1, 3))
+    assert {health[uuid].reason for uuid in others for health in listener.history} == {None, "mig"}
+
+
 async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_mig(0, enabled=True)

@@ -120,6 +120,15 @@ def test_a_destroyed_mig_device_is_unhealthy_and_keeps_its_holder_and_its_place(
         grant((inventory, ledger.free(["new"])), "MIG-a")
 
 
+def test_a_mig_device_with_a_fault_of_its_own_is_unhealthy_alone() -> None:
+    inventory, ledger = node_of(inventory_of(*GPUS))
+    inventory = replace(inventory, failed={"MIG-a": "XID 95"})
+    assert healthy(inventory, ledger) == [0b10, 0b1]
+    with pytest.raises(Refusal, match=r"the MIG device MIG-a of GPU0 \(00000000\) can't be given: XID 95"):
+        grant((inventory, ledger), "MIG-a")
+    grant((inventory, ledger), "MIG-b")
+
+
 def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> None:
     inventory, ledger = node_of(inventory_of(*GPUS))
     ledger = ledger.occupy(grant((inventory, ledger), "MIG-a"))

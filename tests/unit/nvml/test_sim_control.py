@@ -28,7 +28,7 @@ def test_events_are_numbered_and_the_oldest_are_dropped(control: SimControl) -> 
         control.xid(0, number)
     events = sorted(facts(control), key=lambda fact: int(fact.split()[1]))
     assert len(events) == 32
-    assert events[-1] == "event 40 0 8 39"
+    assert events[-1] == "event 40 0 8 39 4294967295"
 
 
 def test_clearing_keeps_what_must_not_happen_twice(control: SimControl) -> None:
@@ -37,7 +37,7 @@ def test_clearing_keeps_what_must_not_happen_twice(control: SimControl) -> None:
     control.lose_gpu(0)
     control.hang()
     control.clear()
-    assert facts(control) == {"generation 1", "event 1 0 8 79"}
+    assert facts(control) == {"generation 1", "event 1 0 8 79 4294967295"}
 
 
 def test_two_hands_on_one_file_see_each_others_facts(control: SimControl) -> None:
