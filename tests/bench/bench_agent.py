@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ SMALL, WHOLE = 100, 20
 SAVES_PER_ROUND = 200
 #: Pods that run while the agent is idle.
 IDLE_PODS, IDLE_SECONDS = 40, 15.0
-#: Until the agent's cache has the pods that were announced.
-CACHE_SECONDS = 0.5
+#: Until the agent's cache has the pods that were announced, and until it has the end of one.
+CACHE_SECONDS, END_SECONDS = 0.5, 0.02
 REPORTED = {
     "allocate_1": ("allocate", 1),
     "allocate_800": ("allocate", 800),
@@ -136,11 +136,14 @@ def floor_plugins(folder: Path) -> Iterator[dict[str, Plugin]]:
 
 
 class Bench:
-    """One kubelet, one agent, one floor. Pods are known to the API server before they come."""
+    """One kubelet, one agent, one floor. The API server has pods before they come, and their ends. Made in the API server's event loop,
+    also used in threads."""
 
     def __init__(self, kubelet: Kubelet, agent: Agent, floor: dict[str, Plugin], api: SimApiServer) -> None:
         self.kubelet, self.agent, self.floor, self._api = kubelet, agent, floor, api
+        self._loop = asyncio.get_running_loop()
         self._count = 0
+        self._pods: dict[PodKey, SimPod] = {}
 
     def announce(self, number: int, cores: int, blocks: int) -> list[PodKey]:
         """So many new pods in the API server."""
@@ -149,8 +152,21 @@ class Bench:
         for namespace, name in keys:
             container = SimContainer(name="main", cores=cores, memory_blocks=blocks)
             pod = SimPod(namespace=namespace, name=name, uid=f"uid-{name}", containers=(container,))
-            self._api.put(pod, PodStatus(phase="Pending"))
+            self._pods[namespace, name] = pod
+            self._loop.call_soon_threadsafe(self._api.put, pod, PodStatus(phase="Pending"))
         return keys
+
+    def end(self, pods: Iterable[PodKey]) -> None:
+        """They end, their phases go to the API server, and they are deleted there. Called in a thread; returns when the agent's
+        watch has it, as a scheduler places the next pod only then."""
+        for key in pods:
+            self.kubelet.end(key)
+            self._loop.call_soon_threadsafe(self._report_end, self._pods.pop(key))
+        time.sleep(END_SECONDS)
+
+    def _report_end(self, pod: SimPod) -> None:
+        self._api.put(pod, PodStatus(phase="Succeeded"))
+        self._api.remove(pod.uid)
 
     def calls(self, small: list[PodKey], whole: list[PodKey]) -> Times:
         """One round of the agent: pods come and end one after another, so that each finds everything free again."""
@@ -159,7 +175,7 @@ class Bench:
             for n, pod in enumerate(pods):
                 # The kubelet takes a container's resources in random order.
                 self.kubelet.admit(pod, wanted if n % 2 else dict(reversed(wanted.items())))
-                self.kubelet.end(pod)
+                self.end([pod])
         memory = self.kubelet.plugins[MEMORY_RESOURCE]
         self.kubelet.times["list", OFFER[MEMORY_RESOURCE]] = [memory.first_list() for _ in range(WHOLE)]
         return self.kubelet.times

@@ -34,6 +34,7 @@ from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
 from tests.bench.places import Places
 from tests.component.driverfiles.host import DRIVER, Driver
+from tests.hardware.node import unmount_below
 from tests.libvgpu import build
 
 CONTAINERS = 100
@@ -134,8 +135,7 @@ class Node:
 
     def _end_all(self) -> None:
         """Returns when nothing is kept for them any more."""
-        for pod in self._pods:
-            self._kubelet.end(pod)
+        self._bench.end(self._pods)
         self._places.clear()
         deadline = time.monotonic() + _GONE_SECONDS
         while any(self._kept()):
@@ -145,7 +145,7 @@ class Node:
             (last,) = self._bench.announce(1, 1, 1)
             time.sleep(CACHE_SECONDS)
             self._kubelet.admit(last, {CORE_RESOURCE: 1, MEMORY_RESOURCE: 1})
-            self._kubelet.end(last)
+            self._bench.end([last])
 
     def _kept(self) -> Iterator[Path]:
         for root in (self._run_dir, self._allocation_dir):
@@ -203,6 +203,7 @@ async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
                 agent.stop()
                 kubelet.stop()
                 end_daemons(memory / "mps")
+                unmount_below(memory)
     result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again", "memory")}
     if any(node.commands.values()):
         result |= {"first_of_gpu": spread([starts.first_of_gpu]), "commands_to_daemons": node.commands}

@@ -237,7 +237,7 @@ async def open_hardware_node(
     config = folder / "gpumgr.yaml"
     config.write_text(yaml.safe_dump(merged), encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(_unmount_below, folder)
+        stack.callback(unmount_below, folder)
         kubelet = await stack.enter_async_context(SimKubelet(folder))
         tenants = TenantProcesses(Path("/sys/fs/cgroup"))
         stack.callback(tenants.close)
@@ -248,7 +248,7 @@ async def open_hardware_node(
         yield HardwareNode(kubelet=kubelet, runtime=runtime, tenants=tenants, agent=agent, log=log, several_gpus=several_gpus)
 
 
-def _unmount_below(folder: Path) -> None:
+def unmount_below(folder: Path) -> None:
     """What the agent mounted for tenants that ended shortly before it."""
     points = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
     for point in sorted((each for each in points if each.startswith(f"{folder}/")), reverse=True):
