@@ -165,6 +165,16 @@ async def test_uncordon_and_reset_print_the_next_step(agent: Agent) -> None:
     assert "was not cordoned" in (await agent.run("uncordon", "3")).stdout
 
 
+async def test_a_gpu_that_is_gone_is_forgotten(agent: Agent) -> None:
+    result = await agent.run("forget", "GPU-0fe1", "--reason", "sent back")
+    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is forgotten\n")
+    document = json.loads((await agent.run("forget", "3", "--output", "json")).stdout)
+    assert (document["action"], document["gpu"]["uuid"]) == ("forget", UUID)
+    assert agent.orders == [("forget", "GPU-0fe1", "sent back", False), ("forget", "3", "", False)]
+    agent.refusal = (409, "GPU3 (0fe1c342) can't be forgotten: the driver lists it")
+    assert str((await agent.run("forget", "3")).exception) == agent.refusal[1]
+
+
 async def test_a_refusal_is_passed_on(agent: Agent) -> None:
     agent.refusal = (409, "GPU3 (0fe1c342) can't be reset: team/train (main) is still on it; drain it first")
     result = await agent.run("reset", "3")
