@@ -32,6 +32,8 @@ AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 #: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
 MIG_ANNOTATION = "gpumgr.io/mig-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
+#: The only node of WSL2, for all its GPUs; these have no minor number there. Source: NVIDIA's CUDA on WSL user guide.
+WSL_NODE = "dxg"
 #: The name of the mechanism that puts a library in the place of the driver's.
 VCUDA = "vcuda"
 #: With this in NVIDIA_VISIBLE_DEVICES NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit, docker-specialized.md.
@@ -65,7 +67,7 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedGpu:
-    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node. `instances`:
+    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no node of its own. `instances`:
     UUID of a MIG device -> ids of its GPU instance and compute instance."""
 
     uuid: str
@@ -77,8 +79,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
     """Response to the core call; `gpus` has at least the granted ones."""
     granted = [gpus[name] for name in allocation.gpus]
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
-    control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
-    paths = [*(f"{host.device_root}/{name}" for name in nodes), *control, *host.extra_devices]
+    common = [WSL_NODE] * (len(nodes) < len(granted)) + [*CONTROL_NODES]
+    paths = [*(f"{host.device_root}/{name}" for name in (*nodes, *common)), *host.extra_devices]
     driver = _driver_mounts(allocation, host)
     folder = f"{host.allocation_dir}/{allocation.id}"
     return ContainerResponse(

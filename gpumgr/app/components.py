@@ -303,7 +303,8 @@ class Components:
         return HardwareEvents(
             self.agent_state,
             self._processes,
-            device_root=None if self._hardware.simulated else str(self.settings.container.device_root),
+            device_root=str(self.settings.container.device_root),
+            simulated=self._hardware.simulated,
             before_snapshot=self.enforcement.choose,
             on_sample=self._evaluate,
             own_pids=self.enforcement.limits.own_pids,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from gpumgr.allocator.answer import CONTROL_NODES, DriverAccess
+from gpumgr.allocator.answer import CONTROL_NODES, WSL_NODE, DriverAccess
 from gpumgr.cri.toolkit import Runtimes, driver_access
 from gpumgr.driverfiles.manager import DriverFiles, DriverMirror, is_supplied
 from gpumgr.driverfiles.volume_conf import WHOLE
@@ -115,8 +115,9 @@ class NodeDriverFiles:
 
     def _look_at_device_nodes(self) -> None:
         """A container toolkit creates them when a container starts; without one that is left to the host."""
-        nodes = [self._settings.container.device_root / name for name in CONTROL_NODES]
-        missing = [] if self._simulated or not self.access.mounted else [str(node) for node in nodes if not node.exists()]
+        root = self._settings.container.device_root
+        apart = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
+        missing = [] if apart else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]
         text = (
             f"{' and '.join(missing)} missing; run `nvidia-modprobe -u -c 0`, or start nvidia-persistenced" if missing else None
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import structlog
 
 from gpumgr.agent.state import AgentState
+from gpumgr.allocator.answer import WSL_NODE
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.instances import obstacle_of_single
@@ -27,8 +28,8 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not checked (a simulated node has none). `own_pids`
-    returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. These appear nowhere.
+    """Implements nvml.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
+    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. These appear nowhere.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -39,12 +40,14 @@ class HardwareEvents:
         agent_state: AgentState,
         processes: HostProcesses,
         *,
-        device_root: str | None,
+        device_root: str,
+        simulated: bool,
         before_snapshot: Callable[[NodeSnapshot], Awaitable[None]],
         on_sample: Callable[[NodeSample, Mapping[int, int]], Awaitable[None]],
         own_pids: Callable[[Mapping[int, int]], Collection[int]] = lambda _: (),
     ) -> None:
         self._agent_state, self._processes, self._device_root = agent_state, processes, device_root
+        self._simulated = simulated
         self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
         #: Set at the driver's first answer or error.
         self.known = asyncio.Event()
@@ -171,15 +174,16 @@ class HardwareEvents:
 
     def _check_device_nodes(self) -> None:
         """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""
-        if self._device_root is None:
-            return
         missing = {}
         for gpu in self._agent_state.inventory.snapshot.gpus:
-            path = f"{self._device_root}/nvidia{gpu.minor}"
-            if gpu.minor is not None and not os.path.exists(path):
-                missing[gpu.uuid] = (
-                    f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
-                )
+            path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
+            if (self._simulated and gpu.minor is not None) or os.path.exists(path):
+                continue
+            missing[gpu.uuid] = (
+                f"the driver reports no minor number of it, and there is no {path}, which GPUs of WSL2 have"
+                if gpu.minor is None
+                else f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
+            )
         for uuid in missing.keys() - self._nodeless.keys():
             log.warning("device_node_missing", gpu=uuid, reason=missing[uuid])
         for uuid in self._nodeless.keys() - missing.keys():

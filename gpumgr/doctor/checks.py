@@ -63,7 +63,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
             "kubelet.plugins_dir": settings.kubelet.plugins_dir,
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
-    driver = partial(gpus.look_at_driver, host.proc_root, simulated=host.simulated)
+    driver = partial(gpus.look_at_driver, host.proc_root, settings.container.device_root, simulated=host.simulated)
     mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
     nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)

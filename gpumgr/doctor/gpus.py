@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from gpumgr.allocator.answer import CONTROL_NODES
+from gpumgr.allocator.answer import CONTROL_NODES, WSL_NODE
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.driverfiles.manager import parse_proc_version
@@ -48,10 +48,12 @@ class SharedNvml:
         return await asyncio.shield(self._snapshot)
 
 
-async def look_at_driver(proc_root: Path, *, simulated: bool) -> CheckResult:
-    """The kernel module, as the driver shows it under /proc."""
+async def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> CheckResult:
+    """The kernel module, as the driver shows it under /proc. On WSL2 there is none."""
     if simulated:
         return skipped("a simulated node has none")
+    if await aside((device_root / WSL_NODE).exists):
+        return skipped(f"WSL2 has {device_root / WSL_NODE} in its place")
     return await aside(lambda: _driver(proc_root))
 
 
@@ -85,6 +87,11 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
             "(docs/mig.md), or turn it off with `nvidia-smi -mig 0`"
         )
         return warning(f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
+    if snapshot.unlisted_sentence:
+        remedy = (
+            "look at `dmesg | grep -i -e nvrm -e xid`; a GPU that the driver can't start needs a reset, a reboot, or a new slot"
+        )
+        return (warning if snapshot.gpus else error)(f"{about}; {snapshot.unlisted_sentence}", remedy)
     if not snapshot.gpus:
         return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
     return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode]))
@@ -124,14 +131,22 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
     if simulated:
         return skipped("a simulated node has none")
     try:
-        minors = [gpu.minor for gpu in (await gpus.snapshot()).gpus if gpu.minor is not None]
+        minors = [gpu.minor for gpu in (await gpus.snapshot()).gpus]
     except GpumgrError:
         minors = None
     return await aside(lambda: _device_nodes(device_root, minors))
 
 
-def _device_nodes(root: Path, minors: list[int] | None) -> CheckResult:
-    """`minors` None: NVML does not report them; then at least one GPU's node must exist."""
+def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
+    """`minors`: of the GPUs; None: NVML does not answer, so that at least one GPU's node must exist."""
+    if minors and None in minors:
+        node = root / WSL_NODE
+        if node.is_char_device():
+            return ok(f"{WSL_NODE} in {root}, for GPUs without a minor number (WSL2)")
+        return error(
+            f"the driver reports no minor number of {minors.count(None)} GPUs, and {node} is missing or no device",
+            "such a GPU is offered on WSL2 only: see `nvidia-smi -q` for why the driver reports none",
+        )
     found = sorted(path.name for path in root.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]
     missing = [f"{root}/{node}" for node in (*wanted, *CONTROL_NODES) if not (root / node).is_char_device()]

@@ -87,6 +87,7 @@ def render_node(node: NodeDescription) -> str:
         place = [-1 if gpu.numa_node is None else gpu.numa_node]
         rest = [_MIG_NUMBER[card.mig], card.idle_celsius, round(card.idle_watts * 1000)]
         lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
+        lines += [f"unsupported {index} {function}" for function in card.unsupported]
         for number, each in node.mig_profiles_of(index).items():
             lines.append(_profile_line(index, number, each, instances=len(each.starts)))
             if number == 0:  # one instance may have the media engines, too

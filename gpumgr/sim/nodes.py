@@ -40,13 +40,15 @@ _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 MigProfile = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
+NvmlFunction = Annotated[str, msgspec.Meta(pattern="^nvml[A-Z]")]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until a script changes them. `mig_memory_mib` is the
-    memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100."""
+    memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100. `unsupported` lists the NVML
+    functions that the driver does not support for it."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
@@ -55,6 +57,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     idle_celsius: Whole = 30
     idle_watts: Positive = 40
     mig_memory_mib: tuple[Whole, Whole, Whole, Whole] | None = None
+    unsupported: tuple[NvmlFunction, ...] = ()
 
 
 class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +92,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     gpus: Annotated[tuple[SimGpu, ...], msgspec.Meta(max_length=MAX_GPUS)]
     nvlinks: tuple[tuple[Whole, Whole, Whole], ...] = ()
     fabric: Fabric | None = None
-    without: tuple[Annotated[str, msgspec.Meta(pattern="^nvml[A-Z]")], ...] = ()
+    without: tuple[NvmlFunction, ...] = ()
     name: str = ""
 
     def card_of(self, index: int) -> Card:

@@ -59,6 +59,8 @@ typedef struct { void *device, *gpu_instance; unsigned id, profile; placement_t 
 typedef struct { const char *cgroup; unsigned long long soft, hard; } set_limits_t;
 typedef struct { const char *cgroup; unsigned long long soft, hard, used; } get_limits_t;
 
+typedef struct { char function[64]; int gpu; int code; } refusal_t;
+
 /* ---- the content of the two files ------------------------------------------------------------------------------------ */
 
 typedef enum { LINK_NONE = 0, LINK_GPU, LINK_SWITCH, LINK_OFF } link_kind_t;
@@ -99,15 +101,15 @@ typedef struct {
     instance_t instance[MAX_INSTANCES];
 } state_t;
 
-typedef struct { char function[64]; int gpu; int code; } refusal_t;
 typedef struct { char function[64]; int gpu; double until; } hang_t; /* until: second of CLOCK_MONOTONIC */
 typedef struct { unsigned long long number; int gpu; unsigned long long type, data; unsigned gpu_instance; } fault_event_t;
 typedef struct { int gpu; char cgroup[MAX_CGROUP]; unsigned long long soft, hard; } limit_t;
 
 static struct {
     char driver[64], nvml[64];
-    int cuda, gpus, absents;
+    int cuda, gpus, absents, refusals;
     char absent[MAX_FAULTS][64];
+    refusal_t refusal[MAX_FAULTS]; /* what the GPUs do not support */
     gpu_t gpu[MAX_GPUS];
 } node;
 
@@ -222,6 +224,8 @@ static int read_node(void) {
         else if (!strcmp(verb, "instance") && sscanf(rest, "%d %n", &a, &used) == 1 && a >= 0 && a < MAX_GPUS)
             read_instance(node.gpu[a].instance, rest + used);
         else if (!strcmp(verb, "without") && node.absents < MAX_FAULTS) snprintf(node.absent[node.absents++], 64, "%.60s", rest);
+        else if (!strcmp(verb, "unsupported") && node.refusals < MAX_FAULTS && sscanf(rest, "%d %63s", &a, node.refusal[node.refusals].function) == 2)
+            node.refusal[node.refusals].gpu = a, node.refusal[node.refusals++].code = NOT_SUPPORTED;
         else if (!strcmp(verb, "level") && sscanf(rest, "%d %d %d", &a, &b, &level) == 3 && a >= 0 && a < MAX_GPUS && b >= 0 && b < MAX_GPUS)
             node.gpu[a].level[b] = node.gpu[b].level[a] = level;
     }
@@ -401,6 +405,8 @@ static int hanging(const char *function) {
 static result_t refused(const char *function, int gpu) {
     for (int i = 0; i < node.absents; i++)
         if (!strcmp(node.absent[i], function)) return FUNCTION_NOT_FOUND;
+    for (int i = 0; i < node.refusals; i++)
+        if (node.refusal[i].gpu == gpu && !strcmp(node.refusal[i].function, function)) return (result_t)node.refusal[i].code;
     for (int i = 0; i < control.refusals; i++) {
         refusal_t *r = &control.refusal[i];
         if (concerns(r->function, function) && (r->gpu < 0 || r->gpu == gpu)) return (result_t)r->code;

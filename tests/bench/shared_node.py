@@ -109,7 +109,8 @@ class SharedNode:
         self.hardware_events = HardwareEvents(
             self.agent_state,
             self.processes,
-            device_root=None,
+            device_root="/dev",
+            simulated=True,
             before_snapshot=_nothing,
             on_sample=self.memory_watcher.evaluate,
         )

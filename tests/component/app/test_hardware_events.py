@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from gpumgr.agent.inventory import Inventory
@@ -20,8 +21,8 @@ Told = tuple[str | None, tuple[str, ...], str]
 
 
 class EventNode:
-    def __init__(self, device_root: Path | None = None) -> None:
-        self.world = World(NODE)
+    def __init__(self, device_root: Path | None = None, *, node: NodeSnapshot = NODE) -> None:
+        self.world = World(node)
         self._device_root = device_root
         self.hardware_events = self._listen()
 
@@ -29,7 +30,8 @@ class EventNode:
         return HardwareEvents(
             self.world.agent_state,
             HostProcesses(),
-            device_root=str(self._device_root) if self._device_root else None,
+            device_root=str(self._device_root or "/dev"),
+            simulated=self._device_root is None,
             before_snapshot=self._ignore,
             on_sample=self._ignore,
         )
@@ -133,6 +135,20 @@ async def test_a_missing_device_node_is_reported_too(tmp_path: Path) -> None:
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
 
 
+async def test_a_gpu_without_a_minor_number_needs_the_device_of_wsl(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    wsl = replace(NODE, gpus=(NODE.gpus[0], replace(NODE.gpus[1], minor=None)))
+    node = EventNode(tmp_path, node=wsl)
+    await node.hardware_events.snapshot_taken(wsl)
+    why = f"the driver reports no minor number of it, and there is no {tmp_path}/dxg, which GPUs of WSL2 have"
+    assert node.told == [("unhealthy", ("00000001",), why)]
+    agent_state = node.world.agent_state
+    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {"00000001": why}
+    (tmp_path / "dxg").touch()
+    await node.hardware_events.sample_taken(NodeSample())
+    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {}
+
+
 async def test_an_unknown_gpu_that_can_not_be_described_is_reported_once() -> None:
     hole = with_hole(snapshot(2, 16), 1)
     node = EventNode()
@@ -180,7 +196,8 @@ async def test_the_processes_of_mechanisms_appear_nowhere() -> None:
     node.hardware_events = HardwareEvents(
         node.world.agent_state,
         HostProcesses(),
-        device_root=None,
+        device_root="/dev",
+        simulated=True,
         before_snapshot=node._ignore,
         on_sample=sampled,
         own_pids=own,

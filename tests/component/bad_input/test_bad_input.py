@@ -106,6 +106,7 @@ async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> Non
             node.agent.agent_state,
             HostProcesses(folder),
             device_root=str(dev),
+            simulated=False,
             before_snapshot=ignore,
             on_sample=ignore,
         )

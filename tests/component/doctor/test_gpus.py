@@ -6,11 +6,13 @@ import pytest
 
 from gpumgr.doctor.examine import State
 from gpumgr.doctor.gpus import SharedNvml, look_at_device_nodes, look_at_driver, look_at_mig_devices, look_at_nvml
+from gpumgr.nvml.binding import NOT_SUPPORTED
 from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import SimNode
 from tests.component.nvml.conftest import Prepare
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12\n"
+NO_GPUS = "{about: none, driver_version: 550.90.07, cuda_version: 12.4, cards: {}, gpus: []}"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  615.71.09  Release Build  (builder@host)  Mon Jun 1\n"
 
 
@@ -35,15 +37,34 @@ def lay_out_proc(root: Path, version: str, devices: str) -> Path:
     ],
 )
 async def test_the_kernel_module(version: str, devices: str, state: State, message: str, tmp_path: Path) -> None:
-    found = await look_at_driver(lay_out_proc(tmp_path, version, devices), simulated=False)
+    found = await look_at_driver(lay_out_proc(tmp_path, version, devices), tmp_path / "dev", simulated=False)
     assert (found.state, found.message) == (state, message)
 
 
 async def test_no_kernel_module(tmp_path: Path) -> None:
-    found = await look_at_driver(tmp_path, simulated=False)
+    found = await look_at_driver(tmp_path, tmp_path / "dev", simulated=False)
     assert found.state == "error"
     assert found.message == f"NVIDIA's kernel module is not loaded ({tmp_path}/driver/nvidia/version is missing)"
     assert "modprobe -a nvidia nvidia-uvm" in (found.remedy or "")
+
+
+async def test_wsl_has_no_kernel_module(tmp_path: Path) -> None:
+    found = await look_at_driver(tmp_path, lay_out_dev(tmp_path, "dxg"), simulated=False)
+    assert (found.state, found.message) == ("skipped", f"WSL2 has {tmp_path}/dxg in its place")
+
+
+@pytest.mark.parametrize(("listed", "state"), [("mixed-2", "warning"), (NO_GPUS, "error")])
+async def test_gpus_that_the_driver_does_not_list_are_named(sim_node: Prepare, tmp_path: Path, listed: str, state: State) -> None:
+    (tmp_path / "none.yaml").write_text(NO_GPUS)
+    node = sim_node(listed if listed != NO_GPUS else str(tmp_path / "none.yaml"))
+    device = node.sysfs_root / "bus/pci/devices/0000:aa:00.0"
+    device.mkdir()
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    found = await look_at_nvml(gpus(node))
+    assert found.state == state
+    count = len(node.description.gpus)
+    assert f"the driver lists {count} of the {count + 1} NVIDIA GPUs on the PCI bus, not 0000:aa:00.0" in found.message
 
 
 async def test_nvml_reports_versions_and_gpus(sim_node: Prepare) -> None:
@@ -107,6 +128,26 @@ async def test_device_nodes_of_all_gpus(sim_node: Prepare, tmp_path: Path) -> No
     node = sim_node("mixed-2")
     found = await look_at_device_nodes(gpus(node), dev, simulated=False)
     assert (found.state, found.message) == ("ok", f"nvidia0, nvidia1, nvidiactl, nvidia-uvm in {dev}")
+
+
+@pytest.mark.parametrize(
+    ("names", "state", "message"),
+    [
+        (("dxg",), "ok", "dxg in {}, for GPUs without a minor number (WSL2)"),
+        (
+            ("nvidiactl", "nvidia-uvm"),
+            "error",
+            "the driver reports no minor number of 2 GPUs, and {}/dxg is missing or no device",
+        ),
+    ],
+)
+async def test_gpus_without_minor_numbers_have_the_device_of_wsl(
+    sim_node: Prepare, tmp_path: Path, names: tuple[str, ...], state: State, message: str
+) -> None:
+    node = sim_node("mixed-2")
+    node.control.set_result("nvmlDeviceGetMinorNumber", NOT_SUPPORTED)
+    found = await look_at_device_nodes(gpus(node), lay_out_dev(tmp_path, *names), simulated=False)
+    assert (found.state, found.message) == (state, message.format(tmp_path))
 
 
 async def test_missing_device_nodes_are_named_with_the_command_that_makes_them(sim_node: Prepare, tmp_path: Path) -> None:

@@ -317,6 +317,7 @@ def test_everything_is_named_as_gpu_manager_names_it() -> None:
     assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
     assert [node.host_path for node in answer.devices] == [
         "/dev/nvidia0",
+        "/dev/dxg",
         "/dev/nvidiactl",
         "/dev/nvidia-uvm",
         "/dev/infiniband/x",
@@ -326,6 +327,14 @@ def test_everything_is_named_as_gpu_manager_names_it() -> None:
     }
     assert answer.annotations == {CORE_RESOURCE: "200", "tencent.com/vcuda-device": "/dev/nvidia0"}
     assert memory_answer(WHOLE).annotations == {MEMORY_RESOURCE: str(3 * 256 * 1024 * 1024)}
+
+
+@pytest.mark.parametrize("gpu", [ONE, TWO])
+def test_the_device_of_wsl_is_named_for_gpus_without_a_minor_number_only(gpu: str) -> None:
+    wsl = HostPaths(exists=lambda path: path in {"/host/dev/dxg", "/host/dev/nvidia0"}, device_root="/host/dev")
+    answer = core_answer(allocated(id="a", cores={gpu: ALL_CORES}, blocks={}, gpus=(gpu,)), GPUS, wsl)
+    named = "nvidia0" if gpu == ONE else "dxg"
+    assert [(node.container_path, node.host_path) for node in answer.devices] == [(f"/dev/{named}", f"/host/dev/{named}")]
 
 
 def test_only_what_the_host_has_is_named() -> None:
