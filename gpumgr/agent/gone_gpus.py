@@ -16,6 +16,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.foreign_text import decode_json
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +37,7 @@ class GoneGpus:
 
     def restore(self, notes: Mapping[str, str]) -> None:
         """After a restart. A GPU that was replaced before need not be waited for, since the kubelet gets a new list."""
-        self._addresses = msgspec.json.decode(notes.get(ADDRESSES_NOTE, "{}"), type=dict[str, str])
+        self._addresses = decode_json(notes.get(ADDRESSES_NOTE, "{}"), dict[str, str])
         taken = list(self._addresses.values())
         self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
 

@@ -1,4 +1,4 @@
-"""Numbers as text ("-" for None), and the mechanisms that limit a share."""
+"""Numbers as text, and the mechanisms that limit a share."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -6,6 +6,8 @@ from typing import Final
 
 from gpumgr.units import BLOCK_BYTES
 
+#: A reading that the driver does not give.
+UNKNOWN: Final = "unknown"
 _GIB: Final = 1 << 30
 #: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.
 _UNLIMITED: Final = ("none", "mps-open")
@@ -20,11 +22,11 @@ def clock_time(at: float) -> str:
 
 
 def gibibytes(memory_bytes: int | None) -> str:
-    return "-" if memory_bytes is None else f"{memory_bytes / _GIB:.1f}"
+    return UNKNOWN if memory_bytes is None else f"{memory_bytes / _GIB:.1f}"
 
 
 def percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.0%}"
+    return UNKNOWN if ratio is None else f"{ratio:.0%}"
 
 
 def blocks(count: int) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
-from gpumgr.cli.rendering.formats import clock_time, gibibytes, limiting, percent
+from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, limiting, percent
 from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
 from gpumgr.cli.rendering.tables import open_table
@@ -105,7 +105,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
             gpus.short(row.gpu),
             str(row.cores),
             percent(row.utilization_ratio),
-            _used(row.memory_bytes),
+            "-" if row.memory_bytes is None else _used(row.memory_bytes),
             _used(row.memory_used_bytes),
             "-" if row.processes is None else str(row.processes),
             *(Text(words, style="red" if row.over else "") for words in ends_cells),
@@ -129,7 +129,7 @@ def _excess(row: ContainerRow) -> str:
 
 
 def _used(memory_bytes: int | None) -> str:
-    return "-" if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
+    return UNKNOWN if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
 
 
 def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]:

@@ -11,28 +11,32 @@ from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
 NARROW = """\
 gpu-node-1 at 2026-09-21 14:13:20Z, driver 580.65.06
 
-GPU       MODEL         STATE        CORES  BUSY      MEMORY   USED  TEMP  POWER
-0         H100 80GB     healthy     60/100   41%  10.0/79.5G   7.2G   52C   310W
+GPU       MODEL     STATE       CORES     BUSY      MEMORY     USED  TEMP  POWER
+0         H100      healthy    60/100      41%  10.0/79.5G     7.2G   52C   310W
+          80GB
           HBM3
-1         H100 80GB     draining   100/100   99%  79.5/79.5G  70.0G   64C   655W
+1         H100      draining  100/100      99%  79.5/79.5G    70.0G   64C   655W
+          80GB
           HBM3
-2b3c4d5e  -             XID error    0/100     -   0.0/79.5G      -     -      -
+2b3c4d5e  -         XID         0/100  unknown   0.0/79.5G  unknown     -      -
+                    error
 
 GPU0 has processes of no container: 1, with 1.0G
 GPU1 is being drained since 2026-09-21 14:12:20Z: new NVLink bridge
 GPU 2b3c4d5e takes nothing new: XID 79: the GPU has fallen off the bus
 
-POD (CONTAINER)        GPU  CORES  BUSY  MEMORY   USED  PROCS  LIMITS
-team/resnet-0 (main)     0     30   38%    5.0G   6.0G      2  over by 1.0G, mps
-pod uid uid-unknown      0     30     -    5.0G      -      -  not kept
-(?)
-team/bert (main)         1    100   99%   79.5G  70.0G      1  whole GPU"""
+POD (CONTAINER)   GPU  CORES     BUSY  MEMORY     USED  PROCS  LIMITS
+team/resnet-0       0     30      38%    5.0G     6.0G      2  over by 1.0G, mps
+(main)
+pod uid             0     30  unknown    5.0G  unknown      -  not kept
+uid-unknown (?)
+team/bert (main)    1    100      99%   79.5G    70.0G      1  whole GPU"""
 
 WIDE_CONTAINERS = """\
-POD                  CONTAINER  GPU  CORES  BUSY  MEMORY   USED  PROCS  KEPT BY  LIMITS
-team/resnet-0        main         0     30   38%    5.0G   6.0G      2  mps      over by 1.0G
-pod uid uid-unknown  ?            0     30     -    5.0G      -      -  -        not kept
-team/bert            main         1    100   99%   79.5G  70.0G      1  -        whole GPU"""
+POD                  CONTAINER  GPU  CORES     BUSY  MEMORY     USED  PROCS  KEPT BY  LIMITS
+team/resnet-0        main         0     30      38%    5.0G     6.0G      2  mps      over by 1.0G
+pod uid uid-unknown  ?            0     30  unknown    5.0G  unknown      -  -        not kept
+team/bert            main         1    100      99%   79.5G    70.0G      1  -        whole GPU"""
 
 
 def test_80_columns_show_everything_that_matters() -> None:
@@ -70,7 +74,8 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
     [(["none"], "-", "not kept"), (["mps-open"], "-", "not kept"), (["mps-open", "nvml-memory"], "nvml-memory", "within")],
 )
 def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], kept: str, limits: str) -> None:
-    document = {**state(), "containers": [container("a", "p", NAMES[0], mechanisms=mechanisms)]}
+    known = {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
+    document = {**state(), "containers": [container("a", "p", NAMES[0], mechanisms=mechanisms, **known)]}
     assert usage_text(read_state(document), width=None).endswith(f"  {kept:<{max(7, len(kept))}}  {limits}")
     narrow = limits if kept == "-" else f"{limits}, {kept}"
     assert usage_text(read_state(document), width=80).endswith(f"-  {narrow}")
