@@ -4,7 +4,6 @@ A key's environment variable is GPUMGR_<SECTION>_<KEY>. Its value needs no quote
 file or in a variable, means the default.
 """
 
-import difflib
 import math
 import os
 import re
@@ -118,6 +117,8 @@ def parse_text(key: str, text: str, source: str) -> object:
 def nearest(word: str, known: Iterable[str]) -> str:
     """End of a message about an unknown word: the closest known word, or all of them."""
     names = list(known)
+    import difflib  # here, since settings without a mistake do not need it
+
     close = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
 

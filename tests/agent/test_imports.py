@@ -19,6 +19,7 @@ _TOLD: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)")
 UNWANTED: Final = (
     *("rich", "pygments", "markdown_it", "pytest", "hypothesis", "playwright", "psutil", "jsonschema", "requests", "jinja2"),
     *("grpc", "google", "kubernetes_asyncio.client.models", "kubernetes_asyncio.client.api_client", "setuptools", "pip"),
+    *("dateutil.parser._parser", "zipfile", "argparse", "difflib", "attr.validators", "betterproto.lib.std"),
     *("urllib3", "multiprocessing", "gpumgr.app.dra_side", "gpumgr.dra.driver", "gpumgr.agent.claims", "gpumgr._pb.drahealth"),
     *("gpumgr.demo", "gpumgr.doctor", "gpumgr.migrate", "gpumgr.cli.usage", "gpumgr.cli.doctor", "gpumgr.cli.demo"),
 )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.component.web.scene import CERTIFICATES
 
@@ -41,16 +42,36 @@ import rich
     assert run_python(code) == "[]"
 
 
+def test_stand_ins_last_as_long_as_the_imports() -> None:
+    code = """
+import sys
+from gpumgr.cli.lean_imports import _STAND_INS, lean_imports
+with lean_imports():
+    import aiohttp.web, betterproto, prometheus_client
+    from gpumgr._pb.deviceplugin.v1beta1 import Device
+print(sorted({*_STAND_INS, "zipfile", "frozenlist._frozenlist"} & {*sys.modules}), Device().parse(bytes(Device(id="a"))).id)
+from dateutil.parser import isoparse
+print(isoparse("2026-01-01").year)
+"""
+    assert run_python(code).split("\n") == ["[] a", "2026"]
+
+
+def test_no_message_needs_the_types_that_have_stand_ins() -> None:
+    generated = [path.read_text() for path in Path("gpumgr/_pb").rglob("*.py")]
+    assert any("betterproto.message_field" in text for text in generated)
+    assert [name for text in generated for name in ("betterproto.lib", "datetime", "timedelta", "wraps=") if name in text] == []
+
+
 def test_the_process_is_as_before() -> None:
     code = """
-import gc, os
+import gc, mimetypes, os
 from gpumgr.cli.lean_imports import lean_imports
-before = dict(os.environ)
+before, files = dict(os.environ), list(mimetypes.knownfiles)
 try:
     with lean_imports():
         assert not gc.isenabled()
         raise ImportError
 except ImportError:
-    print(gc.isenabled(), os.environ == before, gc.get_freeze_count() > 0)
+    print(gc.isenabled(), os.environ == before, mimetypes.knownfiles == files, gc.get_freeze_count() > 0)
 """
-    assert run_python(code) == run_python(code, SSL_CERT_FILE="/somewhere") == "True True True"
+    assert run_python(code) == run_python(code, SSL_CERT_FILE="/somewhere") == "True True True True"
