@@ -12,21 +12,25 @@ from typing import Final
 #: structlog imports them wherever they are installed, for tracebacks in colours and for threads that gpumgr does not have. It has no
 #: option against that.
 _UNUSED: Final = ("rich", "greenlet")
-_WRAPPED: Final = ("Bool", "Bytes", "Double", "Enum", "Float", "Int32", "Int64", "String", "UInt32", "UInt64")
-#: Modules that a library imports for a part of it that gpumgr does not use, with the names that it takes from them: aiohttp's command line,
-#: the validators of attrs, betterproto's version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks
-#: that), and prometheus_client's server. They need 2.5 MiB.
-_STAND_INS: Final = {
-    "argparse": ("ArgumentParser",),
-    "attr.validators": (),
-    "betterproto._version": ("__version__",),
-    "betterproto.lib.google.protobuf": ("Duration", "Timestamp", *(f"{kind}Value" for kind in _WRAPPED)),
-    "dateutil.parser": ("isoparse",),
-    "wsgiref.simple_server": ("WSGIRequestHandler", "WSGIServer", "make_server"),
-}
+#: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, the validators of attrs, betterproto's
+#: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), and prometheus_client's server
+#: and text formats. They need 3 MiB.
+_STAND_INS: Final = (
+    *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
+    "prometheus_client.exposition",
+)
 #: OpenSSL reads the system's certificates from the file that the first one names. The second is frozenlist's option against its extension,
 #: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
+
+
+class _StandIn(ModuleType):
+    """Every name in it is the class `object`, so that a library can derive classes from it."""
+
+    def __getattr__(self, name: str) -> type:
+        if name == "__path__":  # only packages have it
+            raise AttributeError(name)
+        return object
 
 
 @contextmanager
@@ -38,11 +42,9 @@ def lean_imports() -> Iterator[None]:
     read all imported objects again and again, and finds next to nothing in them: it is off until they are there, and does not read them
     later either.
     """
-    replaced = {name: _stand_in(name, names) for name, names in _STAND_INS.items()} | dict.fromkeys(
-        _UNUSED
-    )  # None makes an import fail
-    replaced = {name: module for name, module in replaced.items() if name not in sys.modules}
-    sys.modules |= replaced  # type: ignore[arg-type]
+    replaced = {name: _StandIn(name) for name in _STAND_INS if name not in sys.modules}
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules |= {**replaced, **dict.fromkeys(hidden)}  # type: ignore[dict-item]  # None makes an import fail
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ |= _ENVIRONMENT
     known_files, mimetypes.knownfiles = mimetypes.knownfiles, []
@@ -57,12 +59,5 @@ def lean_imports() -> Iterator[None]:
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
-        for name in replaced:
+        for name in (*replaced, *hidden):
             del sys.modules[name]
-
-
-def _stand_in(name: str, names: tuple[str, ...]) -> ModuleType:
-    """Each of the names is the class `object`, so that a library can derive classes from it."""
-    module = ModuleType(name)
-    module.__dict__.update(dict.fromkeys(names, object))
-    return module

@@ -19,7 +19,16 @@ _TOLD: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)")
 UNWANTED: Final = (
     *("rich", "pygments", "markdown_it", "pytest", "hypothesis", "playwright", "psutil", "jsonschema", "requests", "jinja2"),
     *("grpc", "google", "kubernetes_asyncio.client.models", "kubernetes_asyncio.client.api_client", "setuptools", "pip"),
-    *("dateutil.parser._parser", "zipfile", "argparse", "difflib", "attr.validators", "betterproto.lib.std"),
+    *(
+        "dateutil.parser._parser",
+        "zipfile",
+        "argparse",
+        "difflib",
+        "attr.validators",
+        "betterproto.lib.std",
+        "http.server",
+        "wsgiref",
+    ),
     *("urllib3", "multiprocessing", "gpumgr.app.dra_side", "gpumgr.dra.driver", "gpumgr.agent.claims", "gpumgr._pb.drahealth"),
     *("gpumgr.demo", "gpumgr.doctor", "gpumgr.migrate", "gpumgr.cli.usage", "gpumgr.cli.doctor", "gpumgr.cli.demo"),
 )
@@ -29,7 +38,7 @@ _ASKED_FOR: Final = {"rich", "greenlet"}
 _IF_THERE: Final = {"setuptools", "backports-tarfile"}
 #: The start of the agent is for the most part the import of its modules: what needs more must be worth the time and memory, or be
 #: imported only where a run needs it.
-_MOST_MODULES: Final = 830
+_MOST_MODULES: Final = 780
 
 
 def imported(agent: AgentProcess) -> set[str]:

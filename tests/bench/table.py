@@ -114,10 +114,10 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     if worst:
         slowest = [max(size[f"{each}_of_slowest_size"] for size in worst) for each in ("p50", "p99")]
         yield f"| link decision, 12 to 32 GPUs without symmetry, slowest size, p50 / p99 | < 50 ms | {slowest[0]} / {slowest[1]} ms |"
-    yield f"| start of the agent to both resources offered | < 1 s | {_seconds(agent['start_to_offered'])} |"
-    yield f"| kill -9, restarted at once, to both offered again | < 2 s | {_seconds(agent['kill_to_offered'])} |"
+    yield f"| start of the agent to both resources offered | < 0.6 s | {_seconds(agent['start_to_offered'])} |"
+    yield f"| kill -9, restarted at once, to both offered again | < 0.7 s | {_seconds(agent['kill_to_offered'])} |"
     yield f"| kubelet restart: its socket to both offered again | < 2 s | {_seconds(agent['kubelet_restart_to_offered'])} |"
-    yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 75 MiB | {resident} MiB |"
+    yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 60 MiB | {resident} MiB |"
     if (imports := figures.get("imports")) is not None:
         agent_run, bare = imports["agent"], imports["interpreter"]
         mib, seconds = agent_run["resident_mib"] - bare["resident_mib"], agent_run["milliseconds"] / 1000
