@@ -8,7 +8,6 @@ Stop: STOPPING, running calls end, sockets are removed, the history is written, 
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import time
@@ -31,6 +30,7 @@ from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.errors import CheckpointError, NvmlError
+from gpumgr.heap import return_memory
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
 from gpumgr.metrics.event_loop import report_event_loop_lag
@@ -147,8 +147,7 @@ async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
 
 async def _open_servers(parts: Parts) -> None:
     """Opens the servers, then offers the devices. Raises ListenError."""
-    gc.collect()
-    _trim_memory()
+    return_memory()  # glibc keeps about 8 MiB of what the start has freed otherwise
     gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
     await parts.web.start()
     if parts.display is not None:
@@ -156,13 +155,6 @@ async def _open_servers(parts: Parts) -> None:
     parts.components.agent_state.publish()
     parts.components.device_lists.start()
     parts.components.reconciler.soon()
-
-
-def _trim_memory() -> None:
-    """Returns the memory that the start has freed to the kernel; glibc keeps about 8 MiB of it otherwise. Other C libraries lack the
-    function."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -> list[asyncio.Task[None]]:

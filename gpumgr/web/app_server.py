@@ -1,8 +1,6 @@
 """A web application under the access rules and connection limits of gpumgr: listen, serve, stop within a time limit."""
 
 import asyncio
-import contextlib
-import ctypes
 import socket
 import ssl
 from collections.abc import Callable
@@ -14,6 +12,7 @@ import structlog
 from aiohttp import web
 
 from gpumgr.aio import next_tick
+from gpumgr.heap import return_memory
 from gpumgr.unix_socket import UnixSocket
 from gpumgr.web.access import AuthPolicy, Origin, origin_of
 from gpumgr.web.connection import Connection, Listener
@@ -163,7 +162,7 @@ class AppServer:
         requests = self._runner.server.requests_count if self._runner.server is not None else 0
         if now >= self._last_trim[0] + _TRIM_SECONDS and requests >= self._last_trim[1] + _REQUESTS_PER_TRIM:
             self._last_trim = (now, requests)
-            loop.run_in_executor(None, _trim_heap)
+            loop.run_in_executor(None, return_memory)
 
     def _tls_context(self) -> ssl.SSLContext | None:
         return self._certificates.context() if self._certificates is not None else None
@@ -172,14 +171,3 @@ class AppServer:
         if self._token is None:
             return self._policy
         return AuthPolicy(takes_token=True, token=self._token.current(), takes_certificate=self._policy.takes_certificate)
-
-
-def _trim_heap() -> None:
-    """Returns freed memory to the system (malloc_trim(3)); does nothing without glibc.
-
-    glibc raises its mmap threshold above asyncio's read buffers (256 KiB) when it frees the first of them; from then on such buffers and
-    large pages fragment the heap, which does not shrink by itself. 60,000 random requests made the agent grow by 27 MiB, of which Python
-    used 1.5.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
