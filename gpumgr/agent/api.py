@@ -39,7 +39,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     bus_id: str | None = None
     numa_node: int | None = None
-    memory_bytes: int = 0
+    memory_bytes: int | None = None
     memory_blocks: int = 0
     cores_free: int = 0
     memory_blocks_free: int = 0

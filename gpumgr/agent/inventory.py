@@ -52,7 +52,7 @@ class Inventory:
         """The registry with all GPUs of the snapshot."""
         instances = offered_instances(self.snapshot.gpus, self.mig_strategy)
         for gpu in self.snapshot.gpus:
-            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_bytes >> 20, self.replicas, instances.get(gpu.uuid, ()))
+            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, self.replicas, instances.get(gpu.uuid, ()))
         return gpu_registry
 
     def instances(self, gpu_registry: GpuRegistry) -> Masks:

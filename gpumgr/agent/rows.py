@@ -15,7 +15,7 @@ from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 def container_row(
     holder: Allocation,
     gpu: GpuName,
-    gpu_memory_bytes: int,
+    gpu_memory_bytes: int | None,
     *,
     pod: tuple[PodKey, str] | None = None,
     use: ContainerUse | None = None,
@@ -50,7 +50,7 @@ def rows_on(
     gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationOnGpu]
 ) -> list[ContainerRow]:
     """A row for each holder of the GPU. `use` is None before the first sample; `over`: the allocations over their memory."""
-    memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES, use.containers if use else {}
+    memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES or None, use.containers if use else {}
     return [
         container_row(
             holder,

@@ -12,7 +12,7 @@ from gpumgr.allocator.history import Candidate
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.named_gpus import named_gpus, unfollowed
-from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.node import NO_MEMORY, NodeView
 from gpumgr.allocator.node_devices import blocks_with_ids
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
@@ -170,7 +170,8 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
                 entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.by_amount,
                 healthy=gpu not in node.unschedulable and gpu in ledger.gpu_registry.by_name,
                 label=node.label(gpu),
-                note=node.unschedulable.get(gpu),
+                note=node.unschedulable.get(gpu)
+                or (None if gpu not in node.shown or node.shown[gpu].memory_bytes else NO_MEMORY),
             )
         )
     return result

@@ -172,7 +172,7 @@ def _refuse_excess(node: NodeView, before: Ledger, after: Ledger, allocation: Al
     if allocation.admin:
         return
     for gpu, amounts in allocation.gpus.items():
-        if min(amounts.cores, amounts.memory_mebibytes) < 1:
+        if min(amounts.cores, amounts.memory_mebibytes) < 1 and not amounts.whole:
             raise Refusal("invalid_request", f"the claim has {amounts} of {node.label(gpu)}: both must be more than 0")
         others = [a for a in before.on(gpu) if not a.admin]
         if after.exceeded(gpu) or (others and amounts.whole):

@@ -2,11 +2,15 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpumgr.allocator.ids import NO_IDS, Masks
 from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import Gpu, MigProfile, Topology
 from gpumgr.units import GpuName, Resource
+
+#: Why a GPU of which the driver reports no memory has no shares.
+NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

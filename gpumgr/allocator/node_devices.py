@@ -63,6 +63,8 @@ def node_devices(
         held = ledger.held("replica").get(gpu, 0)
         left, number = ledger.available(gpu), min(replicas, registered.replicas)
         spare = min(left.cores, left.memory_mebibytes) > 0
+        if not registered.memory_mebibytes:  # it is granted whole
+            number, spare = min(number, 1), left.whole
         if profiles := node.mig_profiles.get(gpu):
             number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
         spare = spare and node.closed(gpu, "replica") is None

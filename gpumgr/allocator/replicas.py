@@ -20,7 +20,7 @@ from gpumgr.allocator.ids import GpuRegistry, Masks, common, count, lowest, minu
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.allocator.named_gpus import named_gpus
-from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.node import NO_MEMORY, NodeView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -204,7 +204,9 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
         return f"belongs whole to {owner.describe()}"
     if others and wanted.whole:
         return f"is not entirely free: {others[0].describe()} has a part of it"
-    if wanted.memory_mebibytes < 1:
+    if not wanted.whole and not ledger.gpu_registry.by_name[gpu].memory_mebibytes:
+        return f"has no shares: {NO_MEMORY}"
+    if wanted.memory_mebibytes < 1 and not wanted.whole:
         return "would give the container no memory: the requested percentage is less than 1 MiB"
     if after.exceeded(gpu) or (others and left.cores < 1):
         return f"has {left} left, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")

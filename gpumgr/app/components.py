@@ -81,6 +81,7 @@ def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publish
         timeout_seconds=settings.nvml.call_timeout_seconds,
         sysfs_root=hardware.sysfs_root,
         cgroup_root=settings.cri.cgroup_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
     )
     return NodeEnforcement(
         settings,

@@ -15,7 +15,7 @@ from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import agent_options, find_agent, output_option
 from gpumgr.cli.parameters import gpu_word, reason_text, seconds
 from gpumgr.cli.printable import json_line, printable
-from gpumgr.cli.rendering.formats import clock_time, cores, gibibytes
+from gpumgr.cli.rendering.formats import clock_time, cores, memory_text
 
 WAIT_SECONDS: Final = 600.0
 
@@ -198,9 +198,9 @@ def _drained(result: MaintenanceResult) -> list[str]:
 
 def _rows(result: MaintenanceResult) -> Iterator[str]:
     for row in result.containers:
-        size = f"{cores(row.cores)}, {gibibytes(row.memory_bytes)} GiB"
+        size = f"{cores(row.cores)}, {memory_text(row.memory_bytes)}"
         yield f"  {row.pod_name} ({row.container or '?'})  {size}, since {clock_time(row.granted_at)}"
     for each in result.strangers:
-        yield f"  pid {each.pid}  {gibibytes(each.memory_bytes)} GiB" + (
+        yield f"  pid {each.pid}  {memory_text(each.memory_bytes)}" + (
             f", in container {each.container}" if each.container else ""
         )

@@ -252,7 +252,12 @@ def _replica_capacities(
             most = devices[position] = device
         else:
             held, most = Amounts(CORES_PER_GPU, gpu.memory_mebibytes), NOTHING
-        fits = allowed[position] and most.memory_mebibytes > 0 and gpu.has_room(held, most) and not (unused and held != NOTHING)
+        fits = (
+            allowed[position]
+            and (most.memory_mebibytes > 0 or most.whole)
+            and gpu.has_room(held, most)
+            and not (unused and held != NOTHING)
+        )
         result.append(
             GpuCapacity(
                 index=position,

@@ -95,7 +95,7 @@ def _device(use: ContainerUse, gpu: Gpu) -> Message:
             "gpu": _short(100 * (use.utilization_ratio or 0.0)),
             "mem": (use.memory_bytes or 0) // _MIB,
             "pids": list(use.pids),
-            "device_mem": gpu.memory_bytes // _MIB,
+            "device_mem": gpu.memory_mebibytes,
         }
     )
 

@@ -49,7 +49,13 @@ class HostLocations:
 def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = False) -> tuple[Check, ...]:
     """`before_start`: an agent with these settings is about to start on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
-    seen = gpus.SharedNvml(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
+    driver_answers = Nvml(
+        library_path=host.library_path,
+        timeout_seconds=nvml_seconds,
+        sysfs_root=host.sysfs_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+    )
+    seen = gpus.SharedNvml(driver_answers)
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps

@@ -75,21 +75,24 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
     if stored is None:
         return warning(f"API server {version}: the node has no ResourceSlice {slice_name(node)}", _START)
     published = stored["spec"].get("devices") or []
-    different = differences({gpu.uuid: gpu.memory_blocks for gpu in (await gpus.snapshot()).gpus}, published)
+    blocks = {gpu.uuid: None if gpu.memory_bytes is None else gpu.memory_blocks for gpu in (await gpus.snapshot()).gpus}
+    different = differences(blocks, published)
     if different:
         return warning(f"ResourceSlice {slice_name(node)} differs from the driver: {', '.join(different)}", _START)
     tainted = sum(bool(device.get("taints")) for device in published)
     return ok(f"API server {version}: {len(published)} GPUs in {slice_name(node)}, {tainted} with taints")
 
 
-def differences(blocks: Mapping[str, int], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """`blocks`: UUID -> memory in blocks of 256 MiB, as the driver lists the GPUs. GPUs with taints may be missing there."""
+def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """`blocks`: UUID -> memory in blocks of 256 MiB, as the driver lists the GPUs; None: it reports none. GPUs with taints may be
+    missing there."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
-    missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number > 1 and uuid not in found]
+    missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]
-    sizes = {uuid: parse_quantity(str(each["capacity"]["memory"]["value"])) >> 28 for uuid, each in found.items()}
+    memory = {uuid: each["capacity"].get("memory") for uuid, each in found.items()}
+    sizes = {uuid: each and parse_quantity(str(each["value"])) >> 28 for uuid, each in memory.items()}
     wrong = [
-        f"{uuid} has {sizes[uuid]} blocks of memory in place of {number}"
+        f"{uuid} has {sizes[uuid] or 'no'} blocks of memory in place of {number or 'none'}"
         for uuid, number in blocks.items()
         if sizes.get(uuid, number) != number
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from gpumgr.allocator.answer import CONTROL_NODES, WSL_NODE
+from gpumgr.allocator.node import NO_MEMORY
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.driverfiles.manager import parse_proc_version
@@ -94,7 +95,8 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
         return (warning if snapshot.gpus else error)(f"{about}; {snapshot.unlisted_sentence}", remedy)
     if not snapshot.gpus:
         return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
-    return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode]))
+    without_memory = [f"GPU{gpu.index}: {NO_MEMORY}" for gpu in snapshot.gpus if gpu.memory_bytes is None]
+    return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode, *without_memory]))
 
 
 async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:

@@ -80,7 +80,8 @@ def slice_devices(
     shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
     """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
-    of memory is left out, since the API server refuses it."""
+    of memory is left out, since the API server refuses it. One of which the driver reports no memory is published without, and not shared.
+    """
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
     islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
@@ -93,10 +94,10 @@ def slice_devices(
             enforcement=enforcement,
             driver_version=snapshot.driver_version,
             taints=taints.get(names[gpu.uuid], ()),
-            shared=shared,
+            shared=shared and gpu.memory_bytes is not None,
         )
         for row, gpu in ((row, snapshot.gpus[row]) for row in rows)
-        if gpu.uuid in names and gpu.memory_blocks >= _MIN_BLOCKS
+        if gpu.uuid in names and (gpu.memory_bytes is None or gpu.memory_blocks >= _MIN_BLOCKS)
     )
 
 
@@ -216,7 +217,9 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 def _device(device: SliceDevice) -> Json:
     # A value that is no multiple of the step would be refused.
     memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
-    amounts = {"cores": (str(CORES_PER_GPU), "1"), "memory": (memory, f"{BLOCK_MEBIBYTES}Mi")}
+    amounts = {"cores": (str(CORES_PER_GPU), "1")}
+    if device.gpu.memory_bytes is not None:
+        amounts["memory"] = memory, f"{BLOCK_MEBIBYTES}Mi"
     content: Json = {
         "name": device.name,
         "attributes": dict(_attributes(device)),

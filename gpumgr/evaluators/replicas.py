@@ -60,13 +60,14 @@ class ReplicaRequest:
     def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
         """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""
         limit = self.limit(gpu_mebibytes, uuid)
-        if self.whole:
+        if limit.whole:
             return limit
         return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
 
     def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the container may use of it."""
-        if self.whole:
+        """What the container may use of it. All memory of a GPU of which the driver reports none (0) is the whole GPU."""
+        all_memory = self.memory_mebibytes is None and self.memory_percent >= _ALL_PERCENT
+        if self.whole or (all_memory and not gpu_mebibytes):
             return Amounts(CORES_PER_GPU, gpu_mebibytes)
         if self.memory_mebibytes is not None:
             return Amounts(self.cores, self.memory_mebibytes)

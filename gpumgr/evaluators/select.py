@@ -204,7 +204,8 @@ def _described(gpu: GpuCapacity, cores: int) -> str:
     if not gpu.healthy:
         return f"{gpu.name} not offered ({gpu.note or 'unhealthy'})"
     if cores >= CORES_PER_GPU and gpu.entirely_free:
-        return f"{gpu.name} entirely ({_count(gpu.memory_blocks_free, 'memory block')})"
+        memory = _count(gpu.memory_blocks_free, "memory block")
+        return f"{gpu.name} entirely ({memory}{f'; {gpu.note}' if gpu.note else ''})"
     return f"{gpu.name} {_room(gpu)}" + (f" ({gpu.note})" if gpu.note else "")
 
 

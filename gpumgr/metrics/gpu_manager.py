@@ -99,7 +99,7 @@ def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
     """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
     ledger = report.view.ledger
     size_of = {card.name: card.memory_mebibytes for card in ledger.gpu_registry.gpus}
-    size_of |= {name: gpu.memory_bytes >> 20 for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
+    size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
     granted: dict[Holder, tuple[int, int]] = {}
     for allocation in yielding_gil(ledger.allocations.values()):
         if (holder := _holder(allocation)) is not None:

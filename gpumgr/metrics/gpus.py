@@ -123,7 +123,7 @@ def _hardware(report: NodeReport, node: str) -> Iterator[RenderedFamily]:
         facts = (gpu.index, gpu.minor, gpu.model, gpu.bus_id, gpu.numa_node, snapshot.driver_version) if gpu else (None,) * 6
         infos[label_text(_INFO.labels, (node, card.uuid, *("" if fact is None else str(fact) for fact in facts)))] = 1
     yield render(_INFO, infos)
-    yield render(_TOTAL, {_gpu(gpu.uuid): gpu.memory_bytes for gpu in shown.values()})
+    yield render(_TOTAL, {_gpu(gpu.uuid): gpu.memory_bytes for gpu in shown.values() if gpu.memory_bytes is not None})
     limits = ((uuid, each.memory, each.memory_by, each.cores, each.cores_by) for uuid, each in report.gpu_limits.items())
     yield render(_LIMITS, {label_text(_LIMITS.labels, each): 1 for each in limits})
 
@@ -156,7 +156,7 @@ def _links(report: NodeReport) -> RenderedFamily:
 def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
     gpu_registry, sharers, memory = ledger.gpu_registry.gpus, _sharers(ledger), granted_mebibytes(ledger)
     yield render(_CORES, {_gpu(card.uuid): ledger.used(card.name).cores / CORES_PER_GPU for card in gpu_registry})
-    yield render(_MEMORY, {_gpu(card.uuid): memory[card.name] << 20 for card in gpu_registry})
+    yield render(_MEMORY, {_gpu(card.uuid): memory[card.name] << 20 for card in gpu_registry if card.memory_mebibytes})
     yield render(_SHARERS, {_gpu(card.uuid): sharers.get(card.name, 0) for card in gpu_registry})
 
 

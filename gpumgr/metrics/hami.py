@@ -89,7 +89,8 @@ def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], labels: Mapping[GpuNa
     full = dict.fromkeys(labels.values(), CORES_PER_GPU)
     yield from _twins("hami_gpu_core_limit_ratio", "GPUDeviceCoreLimit", "Cores of the GPU, in percent.", _ON_GPU, full)
     about, with_cores = "Memory that containers hold.", (*_ON_GPU, "device_cores")
-    held = {(*at, str(CORES_PER_GPU)): memory[name] << 20 for name, at in labels.items()}
+    known = {gpu.name for gpu in ledger.gpu_registry.gpus if gpu.memory_mebibytes}
+    held = {(*at, str(CORES_PER_GPU)): memory[name] << 20 for name, at in labels.items() if name in known}
     yield from _twins("hami_gpu_memory_allocated_bytes", "GPUDeviceMemoryAllocated", about, with_cores, held)
     holders = Counter(name for allocation in ledger.allocations.values() for name in allocation.places)
     sharing = {at: holders[name] for name, at in labels.items()}

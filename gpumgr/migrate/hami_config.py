@@ -19,6 +19,7 @@ from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.migrate.hami_plugin import plugin_settings
 from gpumgr.migrate.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
+from gpumgr.settings.schema import LEAST_UNREPORTED_MEBIBYTES, MOST_UNREPORTED_MEBIBYTES
 from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
@@ -55,7 +56,7 @@ _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "preconfigureddevicememory": (
         0,
         "preConfiguredDeviceMemory",
-        "has no counterpart: without memory in NVML a GPU is not offered",
+        "is no amount for nvml.unreported_memory_mebibytes: set it yourself",
     ),
     "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id has the NUMA node of its GPU, always"),
     "enablegetpreferredallocation": (
@@ -104,12 +105,15 @@ class Config:
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
     """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
-    both = _merged(objects, node)
+    both = dict(_merged(objects, node))
     container, selector = _plugin(objects)
     plugin = container.environment
     settings: dict[str, object] = {"metrics.hami_names": True}
     of_plugin, flag_notes = plugin_settings(container.words, plugin)
     settings |= of_plugin
+    memory = both.get("preconfigureddevicememory")
+    if isinstance(memory, int) and LEAST_UNREPORTED_MEBIBYTES <= memory <= MOST_UNREPORTED_MEBIBYTES:
+        settings["nvml.unreported_memory_mebibytes"] = both.pop("preconfigureddevicememory")
     profiles, odd = _mig_profiles(both)
     notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
     notes += [*flag_notes, *_notes(both)]

@@ -41,7 +41,7 @@ class Nvml(Session):
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
     driver, DriverMismatchError if only a new process can go on. A GPU that answers with an error, or not in time, does not affect the
     readings of the others. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait for their end.
-    `cgroup_root` is where cgroup v2 is mounted.
+    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU of which the driver reports none.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class Nvml(Session):
         timeout_seconds: float = 5.0,
         sysfs_root: Path = Path("/sys"),
         cgroup_root: Path = Path("/sys/fs/cgroup"),
+        unreported_memory_bytes: int | None = None,
     ) -> None:
         super().__init__(library_path, timeout_seconds)
+        self._unreported_memory_bytes = unreported_memory_bytes
         self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
         self._utilization = ProcessUtilization()
         self._mig_profiles: MigProfiles = {}
@@ -63,7 +65,14 @@ class Nvml(Session):
         seen, profiles = dict(self._seen), self._mig_profiles
 
         def describe(index: int) -> DescribedGpu | GpuFailure:
-            return describe_gpu(self._binding, index, sysfs_root=self._sysfs_root, seen=seen, mig_profiles=profiles)
+            return describe_gpu(
+                self._binding,
+                index,
+                sysfs_root=self._sysfs_root,
+                seen=seen,
+                mig_profiles=profiles,
+                unreported_memory_bytes=self._unreported_memory_bytes,
+            )
 
         gpus: list[DescribedGpu] = []
         failures: dict[int, GpuFailure] = {}

@@ -74,7 +74,8 @@ def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance
     # The name is "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; drivers before 470 name no profile there.
     _, found, profile = (nvml.ask("nvmlDeviceGetName", handle) or "").rpartition(" MIG ")
     if not found:
-        total_bytes = int(nvml.call("nvmlDeviceGetMemoryInfo", gpu).total)
+        memory = nvml.ask("nvmlDeviceGetMemoryInfo", gpu)
+        total_bytes = 0 if memory is None else int(memory.total)
         slices = attributes.computeInstanceSliceCount, attributes.gpuInstanceSliceCount
         profile = profile_name(*slices, memory_bytes=memory_bytes, total_bytes=total_bytes)
     gpu_instance = nvml.call("nvmlDeviceGetGpuInstanceId", handle)
@@ -136,8 +137,9 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
     """The profile's name from its sizes: the share of the GPU's memory, rounded up to eighths, of its memory in whole GiB.
 
-    Source: go-nvlib, which NVIDIA's device plugin uses.
+    `total_bytes` 0: not known, so that the name has the memory itself. Source: go-nvlib, which NVIDIA's device plugin uses.
     """
+    total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)
     gib = (2 * eighths * -(-total_bytes // _GIB) + _MEMORY_SLICES) // (2 * _MEMORY_SLICES)
     part = f"{gpu_slices}g.{gib}gb"

@@ -149,7 +149,7 @@ def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:
 
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.call("nvmlDeviceGetMemoryInfo", handle)
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, also where this is not supported
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,

@@ -4,7 +4,7 @@ A GPU that can't be described becomes a GpuFailure and is missing in the matrix;
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -60,14 +60,23 @@ def read_node(nvml: Binding, sysfs_root: Path) -> NodeFacts:
 
 
 def describe_gpu(
-    nvml: Binding, index: int, *, sysfs_root: Path, seen: MutableMapping[int, str], mig_profiles: MigProfiles
+    nvml: Binding,
+    index: int,
+    *,
+    sysfs_root: Path,
+    seen: MutableMapping[int, str],
+    mig_profiles: MigProfiles,
+    unreported_memory_bytes: int | None = None,
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs, and
-    `mig_profiles` the profiles that were read before; this reading adds to both."""
+    `mig_profiles` the profiles that were read before; this reading adds to both. `unreported_memory_bytes`: the memory of a GPU of which
+    the driver reports none."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
         gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root, mig_profiles)
+        if gpu.memory_bytes is None:
+            gpu = replace(gpu, memory_bytes=unreported_memory_bytes)
         return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
     except CallError as exc:
         return GpuFailure(index=index, uuid=seen.get(index), reason=str(exc))
@@ -122,7 +131,8 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     if numa_node is None:
         # sysfs is the portable source; newer drivers report it where sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
-    memory_bytes = int(nvml.call("nvmlDeviceGetMemoryInfo", handle).total)
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    memory_bytes = 0 if memory is None else int(memory.total)
     mig_enabled = read_mig_enabled(nvml, handle)
     if mig_enabled is not None and (uuid, mig_enabled) not in mig_profiles:
         mig_profiles[uuid, mig_enabled] = read_mig_profiles(nvml, handle, memory_bytes)
@@ -132,7 +142,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
         minor=nvml.ask("nvmlDeviceGetMinorNumber", handle),
         bus_id=bus_id,
         model=nvml.ask("nvmlDeviceGetName", handle),
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_bytes or None,
         mig_enabled=mig_enabled,
         mig_instances=read_mig_instances(nvml, handle) if mig_enabled else (),
         mig_profiles=() if mig_enabled is None else mig_profiles[uuid, mig_enabled],

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, inspect
@@ -15,6 +15,10 @@ from msgspec import Meta, inspect
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 
 _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+
+#: Bounds of nvml.unreported_memory_mebibytes. Capacities of a ResourceSlice must have room for two blocks.
+LEAST_UNREPORTED_MEBIBYTES: Final = 512
+MOST_UNREPORTED_MEBIBYTES: Final = 1 << 24
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Period = Annotated[float, Meta(ge=0.1, le=3600)]
@@ -143,8 +147,14 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
     #: Without a driver: how long until systemd is notified READY with a status that says so.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    #: The memory of each GPU of which the driver reports none, as of GB10. Null: such a GPU is granted whole only.
+    unreported_memory_mebibytes: Annotated[int, Meta(ge=LEAST_UNREPORTED_MEBIBYTES, le=MOST_UNREPORTED_MEBIBYTES)] | None = None
     #: The driver's program that resets a GPU; a name is looked up in PATH.
     smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"
+
+    @property
+    def unreported_memory_bytes(self) -> int | None:
+        return None if self.unreported_memory_mebibytes is None else self.unreported_memory_mebibytes << 20
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):

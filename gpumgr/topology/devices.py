@@ -81,6 +81,7 @@ class Gpu:
 
     `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
     `mig_profiles`: the MIG devices that it could have, also while its MIG mode is off; empty if it or the driver has no MIG.
+    Without `memory_bytes` (GB10 has the host's memory) it has no shares.
     """
 
     index: int
@@ -88,7 +89,7 @@ class Gpu:
     minor: int | None
     bus_id: str | None
     model: str | None
-    memory_bytes: int
+    memory_bytes: int | None
     mig_enabled: bool | None = None
     numa_node: int | None = None
     pcie_chain: tuple[str, ...] = ()
@@ -97,7 +98,12 @@ class Gpu:
 
     @property
     def memory_blocks(self) -> int:
-        return blocks_of(self.memory_bytes)
+        return blocks_of(self.memory_bytes or 0)
+
+    @property
+    def memory_mebibytes(self) -> int:
+        """0: the driver reports none."""
+        return (self.memory_bytes or 0) >> 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,8 @@ def architecture_of(capability: tuple[int, int]) -> str | None:
 
 def _described(gpu: Gpu, count: int, snapshot: NodeSnapshot) -> Iterator[tuple[str, str]]:
     yield f"{NVIDIA}gpu.count", str(count)
-    yield f"{NVIDIA}gpu.memory", str(gpu.memory_bytes >> 20)
+    if gpu.memory_bytes is not None:
+        yield f"{NVIDIA}gpu.memory", str(gpu.memory_mebibytes)
     if product := clean(gpu.model or ""):
         yield MODEL, model_label(gpu.model)
         yield f"{NVIDIA}gpu.product", product

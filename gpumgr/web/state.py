@@ -136,8 +136,8 @@ def _cards(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]
     return {card.name: (card, shown.get(card.name)) for card in gpu_registry.gpus}
 
 
-def _memory_bytes(card: RegisteredGpu, shown: Gpu | None) -> int:
-    return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES
+def _memory_bytes(card: RegisteredGpu, shown: Gpu | None) -> int | None:
+    return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES or None
 
 
 def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:

@@ -1,11 +1,13 @@
 """GPUs of which the driver does not report what it reports of others."""
 
+import re
 from pathlib import Path
 
-from gpumgr.units import CORE_RESOURCE
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
-from .stage import app, stage
+from .stage import app, running, stage, until_sampled
 from .test_broken_gpus import FOUR_GPUS, asked, condition, events, until
+from .test_replicas import BOTH, VGPU, vgpu
 
 
 async def test_gpus_of_wsl_are_offered_with_their_device_and_closed_without_it(folder: Path) -> None:
@@ -27,3 +29,57 @@ async def test_gpus_of_wsl_are_offered_with_their_device_and_closed_without_it(f
             assert (await node.run(pod)).phase == "Running"
             devices = (await node.kubelet.start_container(pod, "main")).devices
             assert [(each.container_path, each.host_path) for each in devices] == [("/dev/dxg", f"{dev}/dxg")]
+
+
+async def test_gpus_without_memory_information_are_granted_whole(folder: Path) -> None:
+    async with stage(folder, sim=str(without_memory(folder))) as node:
+        await node.agent.start()
+        await node.agent.while_running(node.kubelet.until_allocatable(CORE_RESOURCE))
+        await node.agent.while_running(node.agent_log.until("ready"))
+        status = node.kubelet.node_status()
+        assert (status[CORE_RESOURCE].allocatable, status[MEMORY_RESOURCE].allocatable) == (400, 0)
+        share = await node.run(node.pod("share", app(30, 4)))
+        assert share.phase == "Failed"
+        assert "nvml.unreported_memory_mebibytes" in (share.message or "")
+        for pod in (node.pod("one", app(100)), node.pod("two", app(200))):
+            assert (await node.run(pod)).phase == "Running"
+        await until_sampled(node)
+        state = await asked(node, "/api/state")
+        assert {(gpu["memory_bytes"], gpu["memory_blocks"], gpu["memory_used_bytes"]) for gpu in state["gpus"]} == {
+            (None, 0, None)
+        }
+        assert {(row["whole"], row["memory_bytes"]) for row in state["containers"]} == {(True, None)}
+        metrics = await asked(node, "/metrics")
+        assert "gpumgr_gpu_healthy{" in metrics
+        assert not re.search(r"^gpumgr_gpu_memory_(total|used|allocated)_bytes\{", metrics, re.MULTILINE)
+        assert node.disagreements() == []
+
+
+async def test_a_setting_names_the_memory_that_the_driver_does_not_report(folder: Path) -> None:
+    settings: dict[str, dict[str, object]] = {"nvml": {"unreported_memory_mebibytes": 1024}}
+    async with running(folder, sim=str(without_memory(folder)), settings=settings) as node:
+        assert node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 4 * 4
+        for name, phase in (("a", "Running"), ("b", "Failed")):
+            assert (await node.run(node.pod(name, app(50, 13 if phase == "Failed" else 3)))).phase == phase
+
+
+async def test_a_gpu_without_memory_information_is_one_replica(folder: Path) -> None:
+    """Of nvidia.com/gpu: a container that requests no part of the memory gets the whole GPU."""
+    async with stage(folder, sim=str(without_memory(folder))) as node:
+        await node.agent.start({**BOTH, "GPUMGR_NODE_PROFILE": "hami", "GPUMGR_HAMI_DEVICE_MEMORY_SCALING": "1"})
+        await node.kubelet.until_allocatable(VGPU)
+        assert node.kubelet.node_status()[VGPU].allocatable == 4
+        share = await node.run(node.pod("share", vgpu(gpumem=1001)))
+        assert share.phase == "Failed"
+        assert "nvml.unreported_memory_mebibytes" in (share.message or "")
+        for name, gpus in (("one", 1), ("two", 2)):
+            assert (await node.run(node.pod(name, vgpu(gpus=gpus)))).phase == "Running"
+        held = [amounts for each in node.ledger().allocations.values() for amounts in each.gpus.values()]
+        assert held == [Amounts(100, 0)] * 3
+
+
+def without_memory(folder: Path) -> Path:
+    sim = folder / "gb10.yaml"
+    unsupported = "unsupported: [nvmlDeviceGetMemoryInfo, nvmlDeviceGetMemoryInfo_v2]"
+    sim.write_text(FOUR_GPUS.replace("mig: disabled", unsupported))
+    return sim

@@ -25,6 +25,10 @@ def gibibytes(memory_bytes: int | None) -> str:
     return UNKNOWN if memory_bytes is None else f"{memory_bytes / _GIB:.1f}"
 
 
+def memory_text(memory_bytes: int | None) -> str:
+    return "unknown memory" if memory_bytes is None else f"{gibibytes(memory_bytes)} GiB"
+
+
 def percent(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{ratio:.0%}"
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
 from gpumgr.allocator.history import Call, Candidate, HistoryEntry
-from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, percent
+from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, memory_text, percent
 from gpumgr.cli.rendering.gpu_labels import GpuLabels
 from gpumgr.cli.rendering.gpu_status import gpu_sentences
 from gpumgr.cli.rendering.tables import open_table, plain_text
@@ -240,7 +240,7 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
 
 
 def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
-    memory = f"{gibibytes(row.memory_bytes)} GiB"
+    memory = memory_text(row.memory_bytes)
     share = f"{gpus.label(row.gpu)} whole" if row.whole else f"{cores(row.cores)} and {memory} of {gpus.label(row.gpu)}"
     who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"
     return f"{who} has {share} since {clock_time(row.granted_at)} (allocation {row.allocation})"

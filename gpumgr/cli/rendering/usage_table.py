@@ -45,14 +45,13 @@ def _gpu_table(rows: Iterable[GpuRow], gpus: GpuLabels) -> Table:
     table = open_table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
     for gpu in gpus.indices:
         row = next(row for row in rows if row.name == gpu)
-        granted_blocks = row.memory_blocks - row.memory_blocks_free
         table.add_row(
             Text(gpus.short(gpu)),
             Text(_model(row.model)),
             Text(gpu_status(row), style=_style(row)),
             f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
             percent(row.utilization_ratio),
-            f"{gibibytes(granted_blocks * BLOCK_BYTES)}/{gibibytes(row.memory_blocks * BLOCK_BYTES)}G",
+            _granted_memory(row),
             _used(row.memory_used_bytes),
             "-" if row.temperature_celsius is None else f"{row.temperature_celsius:.0f}C",
             "-" if row.power_watts is None else f"{row.power_watts:.0f}W",
@@ -77,6 +76,13 @@ def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
                 f"{label} has processes of no container: {row.strangers.processes}, with {_used(row.strangers.memory_bytes)}"
             )
     return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
+
+
+def _granted_memory(row: GpuRow) -> str:
+    granted, every = (
+        gibibytes(blocks * BLOCK_BYTES) for blocks in (row.memory_blocks - row.memory_blocks_free, row.memory_blocks)
+    )
+    return f"{granted}/{every}G" if row.memory_blocks else "-"
 
 
 def _model(model: str | None) -> str:

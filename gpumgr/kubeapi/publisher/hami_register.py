@@ -66,7 +66,7 @@ class RegisterReporter(NodeAnnotationReporter):
         made = []
         for name, gpu in view.inventory.gpus(registry).items():
             held = foreign.used(name)
-            memory = max(0, (gpu.memory_bytes >> 20) - held.memory_mebibytes)
+            memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
             cores = max(0, CORES_PER_GPU - held.cores)
             taken = sum(name in each.held("replica") for each in others.values())
             profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]

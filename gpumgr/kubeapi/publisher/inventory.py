@@ -73,12 +73,14 @@ class InventoryReporter(NodeAnnotationReporter):
                 InventoryGpu(
                     uuid=gpu.uuid,
                     model=(gpu.model or "")[:_MAX_TEXT],
-                    memory=gpu.memory_bytes >> 20,
+                    memory=gpu.memory_mebibytes,
                     numa=-1 if gpu.numa_node is None else gpu.numa_node,
                     healthy=bool(name) and name not in failed,
                     cordoned=name in cordoned,
                     index=UNSET if gpu.index == position else gpu.index,
-                    replicas=UNSET if name in on_demand else view.inventory.replicas,
+                    replicas=UNSET
+                    if name in on_demand
+                    else min(view.inventory.replicas, 1 if gpu.memory_bytes is None else view.inventory.replicas),
                     mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumgr.errors import NvmlAbsent, NvmlError
-from gpumgr.nvml.binding import DriverMismatchError
+from gpumgr.nvml.binding import NOT_SUPPORTED, DriverMismatchError
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import Failed
 from gpumgr.sim.library import prepare
@@ -54,6 +54,24 @@ async def test_hgx_h100_8(node: Prepare) -> None:
     assert first.pcie_chain == ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0")
     assert [gpu.numa_node for gpu in snapshot.gpus] == [0] * 4 + [1] * 4
     assert len({gpu.uuid[4:12] for gpu in snapshot.gpus}) == 8
+
+
+@pytest.mark.parametrize("named", [None, 128 << 30])
+async def test_a_gpu_without_memory_information(node: Prepare, named: int | None) -> None:
+    sim = node("mixed-2")
+    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
+        sim.control.set_result(function, NOT_SUPPORTED, gpu=0)
+    nvml = Nvml(library_path=sim.library_path, sysfs_root=sim.sysfs_root, unreported_memory_bytes=named)
+    await nvml.open()
+    try:
+        snapshot = await nvml.snapshot()
+        assert snapshot.failures == ()
+        assert [gpu.memory_bytes for gpu in snapshot.gpus] == [named, 15360 * MIB]
+        assert [gpu.memory_blocks for gpu in snapshot.gpus] == [512 if named else 0, 60]
+        assert not any(isinstance(each, Failed) for each in (await nvml.read_health()).values())
+        assert (await nvml.sample()).gpus[snapshot.gpus[0].uuid].memory_used_bytes is None
+    finally:
+        await nvml.close()
 
 
 async def test_dgx1_v100_8(node: Prepare) -> None:

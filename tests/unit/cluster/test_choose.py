@@ -1,5 +1,7 @@
 """The choice of GPUs on one node, and which node comes first."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
@@ -137,3 +139,17 @@ def test_a_pod_that_needs_exactly_one_gpu_fits_a_free_one(kind: ContainerKind) -
 def test_equal_requests_are_one_shape() -> None:
     assert vcuda_request([("a", "app", 50, 4)]) == vcuda_request([("b", "app", 50, 4)])
     assert hash(share(50, 4)) == hash(PodRequest(share(50, 4).containers))
+
+
+def test_a_gpu_without_memory_information_is_given_whole() -> None:
+    """Also to a container of nvidia.com/gpu that requests all of the memory, as one that requests no part does."""
+    plain = node_state("a", 1)
+    node = replace(plain, gpus=(replace(plain.gpus[0], memory_mebibytes=0, replicas=1),))
+    every, part = (replica_request([("main", "app", ReplicaRequest(count=1, memory_percent=part))]) for part in (100, 50))
+    for wanted in (request(("app", 100, 0)), every):
+        found = choose(node, used(node), wanted, "binpack")
+        assert isinstance(found, NodeChoice)
+        assert [replace(amounts, replicas=0) for _, amounts in found.shares[0]] == [Amounts(100, 0)]
+        assert isinstance(choose(node, (Amounts(100, 0, 1),), wanted, "binpack"), Misfit)
+    for wanted in (share(30, 4), request(("app", 100, 1)), part):
+        assert isinstance(choose(node, used(node), wanted, "binpack"), Misfit)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumgr.doctor.dra import differences
 from gpumgr.dra.slices import (
     LOST_TAINT,
     SliceDevice,
@@ -138,6 +139,17 @@ def test_a_gpu_without_two_blocks_or_a_name_is_left_out() -> None:
     names = {each.uuid: each.uuid[4:] for each in gpus[:2]}
     made = slice_devices(replace(node, gpus=gpus), names, enforcement="", taints={})
     assert [each.name for each in made] == ["gpu-00000001"]
+
+
+def test_a_gpu_without_memory_information_is_published_without_and_is_not_shared() -> None:
+    node = snapshot(grid(2, {}, "PIX"))
+    node = replace(node, gpus=(replace(node.gpus[0], memory_bytes=None), node.gpus[1]))
+    alone, other = resource_slice("n", "u", published(node))["spec"]["devices"]
+    assert (alone["capacity"], "allowMultipleAllocations" in alone) == ({"cores": {"value": "100"}}, False)
+    assert (other["capacity"].keys(), other["allowMultipleAllocations"]) == ({"cores", "memory"}, True)
+    assert differences({"GPU-00000000": None, "GPU-00000001": 319}, [alone, other]) == ()
+    assert differences({"GPU-00000000": None}, []) == ("GPU-00000000 is not published",)
+    assert differences({"GPU-00000000": 16}, [alone]) == ("GPU-00000000 has no blocks of memory in place of 16",)
 
 
 @pytest.mark.parametrize(

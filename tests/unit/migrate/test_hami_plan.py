@@ -162,7 +162,7 @@ KEYS: dict[str, tuple[object, str]] = {
     "deviceSplitCount": (4, "hami.device_split_count"),
     "deviceMemoryScaling": (1.5, "hami.device_memory_scaling"),
     "deviceCoreScaling": (1.5, "hami.device_core_scaling"),
-    "preConfiguredDeviceMemory": (100, "preConfiguredDeviceMemory 100"),
+    "preConfiguredDeviceMemory": (131072, "nvml.unreported_memory_mebibytes"),
     "enableNumaTopology": (True, "enableNumaTopology true"),
     "libCudaLogLevel": (3, "hami_core.log_level"),
     "gpuCorePolicy": ("force", 'gpuCorePolicy "force"'),
@@ -181,8 +181,9 @@ def test_every_key_of_hamis_configuration_is_a_setting_or_is_named(key: str) -> 
     value, result = KEYS[key]
     objects = [parse_object(config_map("device-config.yaml", json.dumps({"nvidia": {key: value}})), "a test")]
     config = read_config(objects, "gpu-7")
-    if result in config.replica_settings:
-        assert differing({result: config.replica_settings[result], "node.profile": "both"}) == {
+    found = {**config.settings, **config.replica_settings}
+    if result in found:
+        assert differing({result: found[result], "node.profile": "both"}) == {
             result: value,
             "node.profile": "both",
         }
