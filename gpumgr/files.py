@@ -26,7 +26,7 @@ class FileIdentity(NamedTuple):
     def at(cls, path: Path) -> Self | None:
         """Of the file that `path` names or links to; None if it can't be examined."""
         try:
-            return cls.of(path.stat())
+            return cls.of(os.stat(path))
         except OSError:
             return None
 

@@ -80,7 +80,7 @@ def is_served(path: Path) -> bool:
 
 def _inode(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except OSError:
         return None
     return found.st_dev, found.st_ino

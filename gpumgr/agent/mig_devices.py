@@ -149,7 +149,7 @@ class MigDevices:
         for allocation in [*ledger.allocations.values()]:
             devices = () if allocation.reserved else _devices(ledger, allocation)
             missing = [each for each in devices if each.gpu in shown and each.uuid not in present]
-            for device in await self._gone(missing):
+            for device in await self._gone(missing) if missing else ():
                 found[device.uuid] = self._report_gone(allocation, device)
         self._reported = found
 

@@ -53,21 +53,35 @@ class InventoryReporter(NodeAnnotationReporter):
         self._enforcement, self._topology_manager = enforcement, topology_manager
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
+        #: What the last text depends on; None: also on the time.
+        self._basis: Sequence[object] | None = None
+        self._text = ""
 
     def write(self, report: NodeReport) -> None:
-        self.annotate(INVENTORY_ANNOTATION, encode(self._inventory(report)))
+        """Makes the text only if what it depends on has changed."""
+        view, enforcement, now = report.view, self._enforcement(), self.clock()
+        pods = {a.id: find_pod(self.pods, a.pod, a.uid) for a in view.ledger.allocations.values()}
+        basis = (view, enforcement, pods)
+        if basis == self._basis:
+            self._explained = dict.fromkeys(self._explained, now)
+        else:
+            self._text = encode(self._inventory(view, enforcement, pods, now))
+            pods_end = any(at < now for at in self._explained.values())
+            self._basis = None if pods_end else basis
+        self.annotate(INVENTORY_ANNOTATION, self._text)
 
-    def _inventory(self, report: NodeReport) -> Inventory:
-        view = report.view
+    def _inventory(
+        self, view: AgentView, enforcement: str, pods: Mapping[AllocationId, PodView | None], now: float
+    ) -> Inventory:
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
         failed, on_demand = view.inventory.failures(registry), view.node.mig_profiles
         cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
-        other = self._other(view, {name: position for position, name in enumerate(names) if name})
+        other = self._other(view, pods, {name: position for position, name in enumerate(names) if name}, now)
         replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
-            enforcement=self._enforcement()[:_MAX_TEXT],
+            enforcement=enforcement[:_MAX_TEXT],
             topology_manager=self._topology_manager,
             gpus=tuple(
                 InventoryGpu(
@@ -92,23 +106,24 @@ class InventoryReporter(NodeAnnotationReporter):
             scaling=view.inventory.scaling if view.inventory.replicas else UNSET,
         )
 
-    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
+    def _other(
+        self, view: AgentView, pods: Mapping[AllocationId, PodView | None], positions: Mapping[GpuName, int], now: float
+    ) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
         """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
-        now, before = self.clock(), self._explained
-        self._explained = {}
-        pods: defaultdict[str, list[Allocation]] = defaultdict(list)
+        before, self._explained = self._explained, {}
+        held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
         for a in view.ledger.allocations.values():
-            pod = find_pod(self.pods, a.pod, a.uid)
+            pod = pods[a.id]
             uid = (pod.uid if pod else a.uid) or a.id
-            pods[uid].append(a)
+            held[uid].append(a)
             if pod is not None and not pod.ended and explains(pod, a, view):
                 self._explained[a.id] = now
             elif (pod is None or pod.ended) and now - before.get(a.id, float("-inf")) < ENDING_SECONDS:
                 self._explained[a.id] = before[a.id]
             else:
                 unexplained.add(uid)
-        return {uid: _shares(pods[uid], positions) for uid in sorted(unexplained)}
+        return {uid: _shares(held[uid], positions) for uid in sorted(unexplained)}
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
