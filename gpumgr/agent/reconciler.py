@@ -16,7 +16,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.allocator.sweep import sweep
 from gpumgr.errors import CheckpointError
@@ -58,6 +58,8 @@ class Reconciler:
         self._quiet_until = float("-inf")
         self._incomplete_until = clock() + INCOMPLETE_SECONDS
         self._wake = asyncio.Event()
+        #: What the last sweep examined, if it found nothing to do.
+        self._settled: tuple[Ledger, Listing, bool, list[PodView]] | None = None
 
     def preferred(self) -> None:
         """GetPreferredAllocation is being answered: no `List` until its Allocate is answered."""
@@ -114,6 +116,9 @@ class Reconciler:
             if listing is None:
                 return True
             synced = self._pods.synced
+            basis = (agent_state.ledger, listing, synced, [*self._pods.all()])
+            if basis == self._settled:
+                return True
             incomplete = self._clock() < self._incomplete_until
             swept = sweep(
                 agent_state.ledger,
@@ -126,6 +131,7 @@ class Reconciler:
                 kept=await self._kept(listing),
             )
             self._absent = swept.absent
+            self._settled = None if swept.absent or swept.ledger != agent_state.ledger else basis
             for a in swept.renamed:
                 log.warning("allocation_renamed", allocation=a.id, holder=a.describe(), reason="PodResources names this pod")
             agent_state.meter.drifted("freed", len(swept.freed))

@@ -108,9 +108,10 @@ class PodResourcesClient:
         self._rate_limit_budget_seconds = rate_limit_budget_seconds
         self._random = random or Random()
         self._channel = UnixChannel(socket)
+        self._last = b"", Listing((), lambda _: {})
 
     async def list(self) -> Listing:
-        """The kubelet's current list. The call has a side effect in the kubelet: it frees the ids of ended pods.
+        """The kubelet's current list; the same object as before if the answer is the same. The call has a side effect in the kubelet: it frees the ids of ended pods.
 
         Raises KubeletError if the kubelet is unavailable, slow, or limits the rate for longer than the budget.
         """
@@ -118,7 +119,9 @@ class PodResourcesClient:
         while True:
             try:
                 answer = await self._channel.unary(_LIST, b"", bytes, timeout_seconds=self._timeout_seconds)
-                return parse_listing(answer, self._names)
+                if answer != self._last[0]:
+                    self._last = answer, parse_listing(answer, self._names)
+                return self._last[1]
             except wire.WireError as error:
                 raise KubeletError(f"can't read the pod resources from {self._socket}: {error}") from error
             except CALL_FAILURES as error:

@@ -70,9 +70,7 @@ class InventoryReporter(NodeAnnotationReporter):
             self._basis = None if pods_end else basis
         self.annotate(INVENTORY_ANNOTATION, self._text)
 
-    def _inventory(
-        self, view: AgentView, enforcement: str, pods: Mapping[AllocationId, PodView | None], now: float
-    ) -> Inventory:
+    def _inventory(self, view: AgentView, enforcement: str, pods: Mapping[AllocationId, PodView | None], now: float) -> Inventory:
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
         failed, on_demand = view.inventory.failures(registry), view.node.mig_profiles
         cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
