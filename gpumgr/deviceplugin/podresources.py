@@ -111,7 +111,8 @@ class PodResourcesClient:
         self._last = b"", Listing((), lambda _: {})
 
     async def list(self) -> Listing:
-        """The kubelet's current list; the same object as before if the answer is the same. The call has a side effect in the kubelet: it frees the ids of ended pods.
+        """The kubelet's current list; the same object as before if the answer is the same. The call has a side effect in the kubelet: it
+        frees the ids of ended pods.
 
         Raises KubeletError if the kubelet is unavailable, slow, or limits the rate for longer than the budget.
         """

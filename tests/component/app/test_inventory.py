@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 from msgspec import UNSET
 
 from gpumgr.agent.node_report import NodeReport
@@ -12,7 +14,8 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, NamedGpu, PodView
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
+from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory, encode
+from gpumgr.kubeapi.publisher import inventory
 from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, InventoryReporter
 from gpumgr.kubeapi.publisher.node_annotations import RESYNC_SECONDS
 from gpumgr.units import Amounts
@@ -153,6 +156,22 @@ def test_an_allocation_that_outlives_its_pod_is_reported() -> None:
     assert node.look(share("a", 0), seconds=ENDING_SECONDS / 2) == 1
     assert node.look(share("a", 0), seconds=ENDING_SECONDS) == 2
     assert node.other == {"uid-a": ((0, 30, 256),)}
+
+
+def test_nothing_is_encoded_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, made = Node(), Mock(wraps=encode)
+    monkeypatch.setattr(inventory, "encode", made)
+    put(node, pod("a", named(0)), pod("b"))
+    for _ in range(3):
+        node.look(share("a", 0), share("b", 0), seconds=ENDING_SECONDS)
+    assert made.call_count == len(node.written) == 1
+    assert node.look(share("a", 0), share("b", 0), seconds=RESYNC_SECONDS) == 2
+    assert made.call_count == 1
+    node.pods.views.clear()
+    node.look(share("a", 0), share("b", 0))
+    assert set(node.other) == {"uid-b"}  # that of a pod that has just ended may end, too
+    node.look(share("a", 0), share("b", 0), seconds=ENDING_SECONDS)
+    assert set(node.other) == {"uid-a", "uid-b"}
 
 
 def test_what_no_placement_explains_is_reported_by_pod() -> None:

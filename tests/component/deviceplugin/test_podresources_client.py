@@ -28,6 +28,14 @@ async def test_pods_are_listed_from_their_admission_on(kubelet: SimKubelet, clie
     assert (await client.list()).pods == (("default", "web"),)
 
 
+async def test_an_answer_is_read_once_while_it_stays_the_same(kubelet: SimKubelet, client: PodResourcesClient) -> None:
+    await kubelet.admit(plain_pod("web"))
+    first = await client.list()
+    assert await client.list() is first
+    await kubelet.admit(plain_pod("db"))
+    assert set((await client.list()).pods) == {("default", "web"), ("default", "db")}
+
+
 async def test_the_rate_limit_is_waited_out(kubelet: SimKubelet, client: PodResourcesClient) -> None:
     assert kubelet.pod_resources is not None
     while not kubelet.pod_resources.refused:  # on a slow machine they may come too slowly for the limit

@@ -2,13 +2,16 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent import reconciler
 from gpumgr.agent.reconciler import GAP_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate
+from gpumgr.allocator.sweep import sweep
 from gpumgr.errors import CheckpointError
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
@@ -123,6 +126,21 @@ async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing() -> None
     for _ in range(10):
         await world.sweep()
     assert world.ledger.allocations
+
+
+async def test_a_pod_that_ends_while_the_list_stays_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list may show ended pods until they are deleted. An unchanged list with unchanged pods is examined once."""
+    world, examined = await settled(), Mock(wraps=sweep)
+    monkeypatch.setattr(reconciler, "sweep", examined)
+    first, second = [await world.run(world.pod(name, app())) for name in ("a", "b")]
+    listing = world.listing()
+    monkeypatch.setattr(world, "listing", lambda: listing)
+    for _ in range(3):
+        await world.sweep()
+    assert examined.call_count == 1
+    world.update_cache(first, "Succeeded")
+    await world.sweep()
+    assert {a.uid for a in world.ledger.allocations.values()} == {second.uid}
 
 
 async def test_a_pod_that_is_listed_again_is_counted_anew() -> None:
