@@ -32,7 +32,7 @@ class VerbListener:
         self._certificates = certificates
         self._listener = Listener(
             limit=ConnectionLimit(_MAX_CONNECTIONS, _TIMEOUTS),
-            tls=lambda: certificates.context() if certificates is not None else None,
+            tls=certificates.context if certificates is not None else None,
             origin_of=origin_of,
         )
         self._server: asyncio.Server | None = None

@@ -30,7 +30,7 @@ from gpumgr.scheduler.overview import ClusterOverview
 from gpumgr.scheduler.reasons import Reasons, request_text
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
-from gpumgr.web.access import AuthPolicy, Scope
+from gpumgr.web.access import CurrentPolicy, Scope
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.listening import ListenError
@@ -191,7 +191,7 @@ class Pages(Protocol):
     def synced(self) -> bool: ...
 
 
-def application_of(pages: Pages, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
+def application_of(pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] = ()) -> web.Application:
     """The pages and the probes."""
 
     async def healthz(_: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ The `Host` header is checked for loopback clients. A foreign web page in a brows
 import hmac
 import re
 import socket
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, Literal
@@ -45,6 +45,10 @@ class AuthPolicy:
     takes_token: bool = False
     token: bytes | None = None
     takes_certificate: bool = False
+
+
+#: Returns the policy that holds now.
+CurrentPolicy = Callable[[], Awaitable[AuthPolicy]]
 
 
 @dataclass(frozen=True, slots=True)

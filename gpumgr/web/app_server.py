@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,7 +13,7 @@ from aiohttp import web
 from gpumgr.aio import next_tick
 from gpumgr.heap import return_memory
 from gpumgr.unix_socket import UnixSocket
-from gpumgr.web.access import AuthPolicy, Origin, origin_of
+from gpumgr.web.access import AuthPolicy, CurrentPolicy, Origin, origin_of
 from gpumgr.web.connection import Connection, Listener
 from gpumgr.web.connection_limit import TIMEOUTS, ConnectionLimit, Timeouts
 from gpumgr.web.credentials import Certificates, TokenFile
@@ -36,7 +35,7 @@ class AppServer:
 
     def __init__(
         self,
-        make_app: Callable[[Callable[[], AuthPolicy]], web.Application],
+        make_app: Callable[[CurrentPolicy], web.Application],
         *,
         host: str,
         port: int,
@@ -63,9 +62,11 @@ class AppServer:
         self._runner = web.AppRunner(make_app(self._current_policy), access_log=None, shutdown_timeout=stop_seconds)
         self._check_seconds = timeouts.check_seconds
         self._tcp_listener = Listener(
-            limit=ConnectionLimit(max_connections, timeouts), tls=self._tls_context, origin_of=origin_of
+            limit=ConnectionLimit(max_connections, timeouts),
+            tls=self._certificates.context if self._certificates is not None else None,
+            origin_of=origin_of,
         )
-        self._unix_listener = Listener(limit=ConnectionLimit(_UNIX_SLOTS, timeouts), tls=lambda: None, origin_of=origin_of)
+        self._unix_listener = Listener(limit=ConnectionLimit(_UNIX_SLOTS, timeouts), tls=None, origin_of=origin_of)
         self._servers: list[asyncio.Server] = []
         self._next_check: asyncio.TimerHandle | None = None
         #: Time, and the number of requests by then.
@@ -164,10 +165,7 @@ class AppServer:
             self._last_trim = (now, requests)
             loop.run_in_executor(None, return_memory)
 
-    def _tls_context(self) -> ssl.SSLContext | None:
-        return self._certificates.context() if self._certificates is not None else None
-
-    def _current_policy(self) -> AuthPolicy:
+    async def _current_policy(self) -> AuthPolicy:
         if self._token is None:
             return self._policy
-        return AuthPolicy(takes_token=True, token=self._token.current(), takes_certificate=self._policy.takes_certificate)
+        return AuthPolicy(takes_token=True, token=await self._token.current(), takes_certificate=self._policy.takes_certificate)

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
@@ -36,12 +36,12 @@ _NEVER_SECONDS: Final = 1e9
 class Listener:
     """What the connections of one listening address share.
 
-    `tls` returns the context for the next connection (None: plain HTTP). `origin_of` maps the socket's family and the peer's address
+    `tls` returns the context for the next connection; None: plain HTTP. `origin_of` maps the socket's family and the peer's address
     to the origin. `disconnects` counts clients that closed the connection before the response was complete.
     """
 
     limit: ConnectionLimit
-    tls: Callable[[], ssl.SSLContext | None]
+    tls: Callable[[], Awaitable[ssl.SSLContext]] | None
     origin_of: Callable[[int, Any], Origin]
     disconnects: int = 0
     handshakes: set[asyncio.Task[None]] = field(default_factory=set)
@@ -111,13 +111,13 @@ class Connection(web.RequestHandler):
             transport.abort()
             return
         self._slot = slot
-        context = self._listener.tls()
-        if context is None:
+        tls = self._listener.tls
+        if tls is None:
             self._serve(transport)
             return
         self._tls = True
         transport.pause_reading()
-        handshake = self._event_loop.create_task(self._handshake(transport, context), name="web_tls_handshake")
+        handshake = self._event_loop.create_task(self._handshake(transport, tls), name="web_tls_handshake")
         self._listener.handshakes.add(handshake)
         handshake.add_done_callback(self._listener.handshakes.discard)
 
@@ -126,7 +126,10 @@ class Connection(web.RequestHandler):
         here, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         return None if self.origin != "remote" or not peer or (here and here[0] == peer[0]) else str(peer[0])
 
-    async def _handshake(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+    async def _handshake(self, transport: asyncio.Transport, tls: Callable[[], Awaitable[ssl.SSLContext]]) -> None:
+        context = await tls()
+        if transport.is_closing():  # it was cut while the files were read; a handshake would not notice that
+            return
         try:
             secured = await self._event_loop.start_tls(
                 transport, self, context, server_side=True, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS

@@ -1,18 +1,22 @@
-"""The credential files of the web server: bearer token, certificate and key, CA of the clients. They are read again when they change.
+"""The credential files of the web server: bearer token, certificate and key, CA of the clients. They are read again when they change,
+never on the event loop.
 
 A changed file that cannot be used is logged once. A token is invalid until its file can be read again, since removing the file revokes
 the token. Certificates stay in use: they are replaced file by file, and in between certificate and key do not match.
 """
 
+import asyncio
 import os
 import ssl
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import structlog
 
 from gpumgr import tls_files
+from gpumgr.aio import DaemonCalls
 from gpumgr.errors import SettingsError
 from gpumgr.files import FileIdentity
 from gpumgr.web.certificate_dates import check_authorities, check_serves
@@ -21,9 +25,72 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
+#: The longest wait of a request or a handshake for the files; while a look at them hangs, later ones do not wait.
+LOOK_SECONDS: Final = 2.0
+
+T = TypeVar("T")
 
 #: What changes when a file is written or replaced; None: it is not there.
 _Stamp = tuple[FileIdentity | None, ...]
+
+
+class _Files(Generic[T]):
+    """What is made of `paths`, made again when they have changed, on a thread: a file system that hangs must not stop the event loop.
+
+    The constructor raises what `make` raises. `read_again` is called after each change. `unusable` gets the reason and the
+    earlier value, and returns what holds from now on.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        make: Callable[[], T],
+        *,
+        read_again: Callable[[], None],
+        unusable: Callable[[SettingsError, T], T],
+    ) -> None:
+        self._paths, self._make, self._read_again, self._unusable = paths, make, read_again, unusable
+        self._calls = DaemonCalls("web-credentials")
+        self._looking: asyncio.Task[None] | None = None
+        #: None: the file system did not answer.
+        self._stamp: _Stamp | None = _stamp(*paths)
+        self._value = make()
+
+    async def current(self) -> T:
+        """Returns within LOOK_SECONDS; calls at the same time wait for one look at the files."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="web_credentials")
+        await asyncio.shield(self._looking)
+        return self._value
+
+    async def _look(self) -> None:
+        before = self._stamp
+        try:
+            found = await self._calls.call(lambda: self._changed(before), timeout_seconds=LOOK_SECONDS)
+        except TimeoutError:
+            if before is not None:
+                self._stamp = None
+                paths = " and ".join(map(str, self._paths))
+                error = SettingsError(f"{paths} can't be read: the file system does not answer")
+                self._value = self._unusable(error, self._value)
+            return
+        if found is None:
+            return
+        self._stamp, made = found
+        if isinstance(made, SettingsError):
+            self._value = self._unusable(made, self._value)
+        else:
+            self._value = made
+            self._read_again()
+
+    def _changed(self, before: _Stamp | None) -> tuple[_Stamp, T | SettingsError] | None:
+        """On the thread."""
+        if (stamp := _stamp(*self._paths)) == before:
+            return None
+        try:
+            return stamp, self._make()
+        except SettingsError as error:
+            return stamp, error
 
 
 class TokenFile:
@@ -31,20 +98,19 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = _stamp(path)
-        self._token: bytes | None = _read_token(path)
+        self._files = _Files[bytes | None](
+            (path,),
+            lambda: _read_token(path),
+            read_again=lambda: _log.info("token_read_again", path=str(path)),
+            unusable=self._unusable,
+        )
 
-    def current(self) -> bytes | None:
+    async def current(self) -> bytes | None:
         """None: the file cannot be used now."""
-        if (stamp := _stamp(self._path)) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._token = _read_token(self._path)
-                _log.info("token_read_again", path=str(self._path))
-            except SettingsError as error:
-                self._token = None
-                _log.error("token_unusable", error=str(error), consequence="no token is accepted until it is")
-        return self._token
+        return await self._files.current()
+
+    def _unusable(self, error: SettingsError, _earlier: bytes | None) -> None:
+        _log.error("token_unusable", error=str(error), consequence="no token is accepted until it is")
 
 
 class Certificates:
@@ -63,10 +129,14 @@ class Certificates:
         section: str = "http",
         clients_required: bool = False,
     ) -> None:
-        self._files = (cert_file, key_file, client_ca_file)
+        self._names = (cert_file, key_file, client_ca_file)
         self._section, self.clients_required = section, clients_required
-        self._stamp = self._now()
-        self._context = self._make()
+        self._files = _Files(
+            tuple(file for file in self._names if file is not None),
+            self._make,
+            read_again=lambda: _log.info("certificates_read_again", path=str(cert_file)),
+            unusable=self._unusable,
+        )
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
@@ -77,28 +147,22 @@ class Certificates:
             return None
         return cls(cert_file, key_file, client_ca_file)
 
-    def context(self) -> ssl.SSLContext:
+    async def context(self) -> ssl.SSLContext:
         """For the next connection."""
-        if (stamp := self._now()) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._context = self._make()
-                _log.info("certificates_read_again", path=str(self._files[0]))
-            except SettingsError as error:
-                _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
-        return self._context
+        return await self._files.current()
 
     def _make(self) -> ssl.SSLContext:
-        cert_file, key_file, client_ca_file = self._files
-        context = _context(self._section, *self._files)
+        cert_file, key_file, client_ca_file = self._names
+        context = _context(self._section, *self._names)
         if self.clients_required:
             context.verify_mode = ssl.CERT_REQUIRED
             check_serves(self._section, cert_file, key_file)
             check_authorities(self._section, context, client_ca_file)
         return context
 
-    def _now(self) -> _Stamp:
-        return _stamp(*(file for file in self._files if file is not None))
+    def _unusable(self, error: SettingsError, earlier: ssl.SSLContext) -> ssl.SSLContext:
+        _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
+        return earlier
 
 
 def _stamp(*paths: Path) -> _Stamp:

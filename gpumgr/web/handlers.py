@@ -17,7 +17,7 @@ from gpumgr.agent.maintenance import Action, MaintenanceRequest
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.foreign_text import UnreadableText, decode_json
-from gpumgr.web.access import AuthPolicy, Scope
+from gpumgr.web.access import CurrentPolicy, Scope
 from gpumgr.web.connection import Connection
 from gpumgr.web.debug import profile, stacks
 from gpumgr.web.graph import graph_data, graph_text
@@ -178,7 +178,7 @@ PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 
 def make_app(
-    sources: Sources, *, page: IndexPage, streams: Streams, policy: Callable[[], AuthPolicy], names: Collection[str] = ()
+    sources: Sources, *, page: IndexPage, streams: Streams, policy: CurrentPolicy, names: Collection[str] = ()
 ) -> web.Application:
     pages = Pages(sources, page, streams)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
@@ -192,7 +192,7 @@ def make_app(
 
 def make_waiting(
     no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
-) -> Callable[[Callable[[], AuthPolicy]], web.Application]:
+) -> Callable[[CurrentPolicy], web.Application]:
     """The application of an agent that waits for another one: probes, one metric, and elsewhere what it waits for."""
 
     async def healthz(request: web.Request) -> web.Response:
@@ -207,7 +207,7 @@ def make_waiting(
     async def elsewhere(_request: web.Request) -> web.Response:
         return failure(503, f"this agent {waits_for()}, which has the node; ask that one")
 
-    def application(policy: Callable[[], AuthPolicy]) -> web.Application:
+    def application(policy: CurrentPolicy) -> web.Application:
         scopes: dict[str, Scope] = {"/healthz": "probe", "/readyz": "probe", "/metrics": "metrics"}
         app = web.Application(middlewares=[make_middleware(scopes, policy, ())], client_max_size=MAX_BODY_BYTES)
         for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):

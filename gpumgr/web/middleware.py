@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gpumgr.errors import GpumgrError, InputError, Refusal
-from gpumgr.web.access import AuthPolicy, HttpClient, Scope, authorize
+from gpumgr.web.access import AuthPolicy, CurrentPolicy, HttpClient, Scope, authorize
 from gpumgr.web.connection import Connection
 from gpumgr.web.responses import failure
 
@@ -22,7 +22,7 @@ MAX_BODY_BYTES: Final = 4096
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 
-def make_middleware(scopes: Mapping[str, Scope], policy: Callable[[], AuthPolicy], names: Collection[str]) -> Middleware:
+def make_middleware(scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str]) -> Middleware:
     """`scopes` maps canonical paths to scopes; other paths count as "page". `policy` is read for remote clients, `names` are the names of
     this host."""
 
@@ -30,7 +30,7 @@ def make_middleware(scopes: Mapping[str, Scope], policy: Callable[[], AuthPolicy
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
         connection = cast(Connection, request.protocol)
         try:
-            return _denied(request, connection, scopes, policy, names) or await _respond(request, connection, handler)
+            return await _denied(request, connection, scopes, policy, names) or await _respond(request, connection, handler)
         except web.HTTPNotFound:
             return failure(404, f"there is nothing at {request.path}", paths=list(scopes))
         finally:
@@ -39,11 +39,11 @@ def make_middleware(scopes: Mapping[str, Scope], policy: Callable[[], AuthPolicy
     return middleware
 
 
-def _denied(
+async def _denied(
     request: web.Request,
     connection: Connection,
     scopes: Mapping[str, Scope],
-    policy: Callable[[], AuthPolicy],
+    policy: CurrentPolicy,
     names: Collection[str],
 ) -> web.Response | None:
     resource = request.match_info.route.resource
@@ -54,7 +54,7 @@ def _denied(
         authorization=request.headers.get("Authorization", request.headers.get(PROXIED_AUTHORIZATION)),
         hosts=tuple(request.headers.getall("Host", ())),
     )
-    current = policy() if caller.origin == "remote" else AuthPolicy()
+    current = await policy() if caller.origin == "remote" else AuthPolicy()
     denial = authorize(scope, caller, current, names)
     connection.trusted = authorize("page", caller, current, names) is None
     if denial is None:

@@ -1,12 +1,12 @@
 """The agent's web server: its pages on a TCP address and on the unix socket."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from gpumgr.web.access import AuthPolicy
+from gpumgr.web.access import CurrentPolicy
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.handlers import make_app
 from gpumgr.web.index_page import PAGE, IndexPage
@@ -32,7 +32,7 @@ class WebServer(AppServer):
         """`names` are the host's names, which a request over the loopback may have as its `Host`. `options` and errors: as AppServer."""
         self._streams = streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
 
-        def application(policy: Callable[[], AuthPolicy]) -> web.Application:
+        def application(policy: CurrentPolicy) -> web.Application:
             return make_app(sources, page=IndexPage(page), streams=streams, policy=policy, names=names)
 
         super().__init__(application, **options)

@@ -1,12 +1,16 @@
 """A server on a free port that stops quickly."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
 import pytest
 
+from gpumgr.web import credentials
 from gpumgr.web.server import WebServer
 from tests.component.web.scene import Scene, origin_in_tests
 
@@ -45,3 +49,38 @@ async def server(serve: Serve) -> WebServer:
 async def client(server: WebServer) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(server.url) as session:
         yield session
+
+
+class HangingFiles:
+    """The file system of the credentials, which hangs between `hang` and `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers, self._read = threading.Event(), threading.Event()
+        self._answers.set()
+        look = credentials._stamp
+
+        def stamp(*paths: Path) -> object:
+            self._read.set()
+            self._answers.wait(30)
+            return look(*paths)
+
+        monkeypatch.setattr(credentials, "_stamp", stamp)
+        monkeypatch.setattr(credentials, "LOOK_SECONDS", 0.3)
+
+    def hang(self) -> None:
+        self._answers.clear()
+        self._read.clear()
+
+    async def until_read(self) -> None:
+        """Until a look at the files hangs."""
+        assert await asyncio.to_thread(self._read.wait, 10)
+
+    def release(self) -> None:
+        self._answers.set()
+
+
+@pytest.fixture
+def hanging_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFiles]:
+    files = HangingFiles(monkeypatch)
+    yield files
+    files.release()

@@ -1,5 +1,6 @@
 """Who gets which page over real connections: from this host, from beyond it, with and without a token."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from structlog.testing import capture_logs
 from gpumgr.errors import SettingsError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import WebServer
-from tests.component.web.conftest import Serve
+from tests.component.web.conftest import HangingFiles, Serve
 from tests.component.web.scene import REMOTE, TLS, Scene, get, parsed, say
 
 READABLE = [path.format(namespace="team", pod="share") for path in PATHS if not path.startswith(("/api/gpus", "/api/stream"))]
@@ -108,6 +109,32 @@ async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(
     assert [line["event"] for line in logs] == ["token_unusable", "token_unusable"]
     file.write_text("third")
     assert await opens("third")
+
+
+async def test_a_file_system_that_hangs_stops_no_other_request_and_denies_tokens_until_it_answers(
+    serve: Serve, tmp_path: Path, hanging_files: HangingFiles
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret")
+    server = await serve(token_file=file)
+
+    async def answers(source: str) -> int:
+        return (await statuses(server, source=source, token="s3cret", paths=["/graph"]))["/graph"]
+
+    assert await answers(REMOTE) == 200
+    hanging_files.hang()
+    with capture_logs() as logs:
+        waiting = asyncio.create_task(answers(REMOTE))
+        await hanging_files.until_read()
+        assert await answers("127.0.0.1") == 200
+        assert (await waiting, await answers(REMOTE)) == (401, 401)
+        assert [line["event"] for line in logs] == ["token_unusable"]
+        assert f"{file} can't be read: the file system does not answer" in logs[0]["error"]
+        hanging_files.release()
+        async with asyncio.timeout(10):
+            while await answers(REMOTE) != 200:
+                pass
+        assert logs[-1]["event"] == "token_read_again"
 
 
 def asked_as(host: str, path: str = "/") -> bytes:

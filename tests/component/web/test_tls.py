@@ -1,5 +1,6 @@
 """TLS and client certificates over real connections; the certificates' files while they change, and when they are wrong."""
 
+import asyncio
 import os
 import shutil
 import ssl
@@ -12,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.errors import SettingsError
 from gpumgr.web.server import WebServer
-from tests.component.web.conftest import Serve
+from tests.component.web.conftest import HangingFiles, Serve
 from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, say
 
 WITH_CA = {**TLS, "client_ca_file": CERTIFICATES / "ca.crt"}
@@ -108,6 +109,22 @@ async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_pa
     assert await status(server, "/healthz", context(ca="stranger")) == 200
     with pytest.raises(aiohttp.ClientConnectorError):
         await status(server, "/healthz", context())
+
+
+async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hangs(
+    serve: Serve, hanging_files: HangingFiles
+) -> None:
+    server = await serve(**TLS)
+    hanging_files.hang()
+    with capture_logs() as logs:
+        waiting = [asyncio.create_task(status(server, "/healthz", context())) for _ in range(3)]
+        await hanging_files.until_read()
+        assert await asyncio.gather(*waiting, status(server, "/healthz", context())) == [200] * 4
+        assert [line["event"] for line in logs] == ["certificates_unusable"]
+        hanging_files.release()
+        async with asyncio.timeout(10):
+            while logs[-1]["event"] != "certificates_read_again":
+                assert await status(server, "/healthz", context()) == 200
 
 
 @pytest.mark.parametrize(
