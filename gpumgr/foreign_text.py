@@ -1,4 +1,4 @@
-"""Decodes JSON and YAML that others wrote. Only this module knows what the decoders raise; all other modules use its functions.
+"""Decodes JSON and YAML that other programs wrote. Only this module knows what the decoders raise; all others use its functions.
 
 For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If an object has a key
 twice, the last value counts, as in Go.
@@ -79,7 +79,7 @@ def _check_yaml(text: bytes | str) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
             raise UnreadableText(
-                f"it has the alias *{event.anchor}, and a few of those may stand for gigabytes; write the value itself"
+                f"it has the alias *{event.anchor}, which is not allowed, since aliases can multiply; write the value itself"
             )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -94,9 +94,9 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """An object that the API server stored: values that are nested deeper than MAX_DEPTH are read as null. So are NaN and Infinity, which
-    are no JSON; halves of surrogate pairs, which msgspec refuses, are read as "?". No user can hide an object by a part of it that gpumgr
-    does not read.
+    """Decodes an object that the API server stored, also where the decoder refuses a part: values that are nested deeper than MAX_DEPTH are
+    read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user can hide an
+    object by a part of it that gpumgr does not need.
 
     Raises UnreadableText.
     """
@@ -119,7 +119,7 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """As `decode_stored`, for a text of any length: what takes long runs on a thread."""
+    """As `decode_stored`, but runs on a thread what takes long, so the text may have any length."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

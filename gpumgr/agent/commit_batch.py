@@ -23,7 +23,7 @@ class CommitBatch:
     async def add(self, decision: Decision[_T]) -> _T:
         """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        # A caller that was cancelled does not read its error, and asyncio must not log it as one that was never retrieved.
+        # The error is read here, since a cancelled caller does not read it, and asyncio would log that.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting.append((decision, result))
         await run_shielded(self._save(result), name="commit_batch")  # others wait for it, too

@@ -1,8 +1,8 @@
-"""Forgets registered GPUs that are gone for good, so that they are no trouble of the node for ever.
+"""Forgets registered GPUs that were removed for good, so that the node does not report them as missing for ever.
 
-A GPU is gone if the driver does not list it, and nothing is known of it but its registration: no allocation, no process of an ended
-container. It is forgotten on an operator's request, or by itself when another GPU is at its PCI address. If it returns, it is registered
-again, with the same name. A cordon of it stays in force.
+A GPU can be forgotten if the driver does not list it, and no allocation and no process of an ended container is on it. It is forgotten on
+an operator's request, or by itself when another GPU is at its PCI address. If it returns, it is registered again with the same name. Its
+cordon stays in force.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 #: The checkpoint's note: the PCI addresses of registered GPUs by UUID, as the driver listed them last.
 ADDRESSES_NOTE: Final = "gpu_addresses"
-#: An id that vanishes while the kubelet allocates it crashes the kubelet: before, it has had the ids as Unhealthy for a while.
+#: The kubelet crashes if an id vanishes while it allocates that id. So it must have had the ids as Unhealthy for a while before.
 _PATIENCE_SECONDS: Final = 10.0
 
 
@@ -36,13 +36,14 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """After a restart. A GPU that was replaced before need not be waited for, since the kubelet gets a new list."""
+        """Takes over the addresses after a restart. GPUs that were replaced before are forgotten without a wait, since the kubelet gets a
+        new list anyway."""
         self._addresses = decode_json(notes.get(ADDRESSES_NOTE, "{}"), dict[str, str])
         taken = list(self._addresses.values())
         self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
 
     async def look(self) -> None:
-        """To be called after each sample: notes the addresses, and forgets GPUs that were replaced."""
+        """Notes the addresses, and forgets GPUs that were replaced. Call it after each sample."""
         agent_state = self._agent_state
         registered, listed = agent_state.ledger.gpu_registry.by_uuid, agent_state.inventory.snapshot.gpus
         addresses = {uuid: place for uuid, place in self._addresses.items() if uuid in registered}
@@ -65,7 +66,7 @@ class GoneGpus:
                 await self._forget(gpu, f"{replaced[uuid]} is at its PCI address {self._addresses[uuid]}")
 
     async def forget(self, gpu: RegisteredGpu, why: str) -> None:
-        """On an operator's request. Raises Refusal with the obstacle."""
+        """Forgets the GPU on an operator's request. Raises Refusal with the obstacle."""
         obstacle = self._obstacle(gpu)
         if self._agent_state.inventory.snapshot is EMPTY:
             obstacle = "the driver has not listed the node's GPUs yet"
@@ -82,7 +83,7 @@ class GoneGpus:
         if gpu.uuid in {each.uuid for each in snapshot.gpus} | {each.uuid for each in snapshot.failures}:
             return "the driver lists it; `gpumgr gpu cordon` takes it out of service"
         if holders := state.ledger.on(gpu.name):
-            return f"{', '.join(a.describe() for a in holders)} still on it: end the pods first"
+            return f"it is still granted to {', '.join(a.describe() for a in holders)}: end these pods first"
         return state.inventory.quarantine.reason(gpu.name)
 
     async def _forget(self, gpu: RegisteredGpu, why: str) -> None:

@@ -1,8 +1,8 @@
 """Creates the MIG devices of containers, and destroys those that no container has (setting hami.operating_mode). Reports MIG devices that
 are gone though a container holds them, also those of static MIG.
 
-A MIG device is created while its container is admitted, since the answer names its UUID. The ledger has a reservation until then; a
-device that a crash leaves before the grant is saved is destroyed later. A device with processes is never destroyed.
+A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a
+device that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Decides whether the pods of allocations have ended.
 
-Neither an offer of ids nor their absence in `List` proves that: a kubelet that lost its checkpoint offers the ids of pods that run. The
-API server decides, or the container runtime where the API server can't be reached or can't know the pod: an allocation without a UID may
-belong to an earlier pod of its name, and the mirror pod of a static pod gets another UID while the pod runs.
+An offer of ids, or their absence in `List`, does not prove it: a kubelet that lost its checkpoint offers the ids of running pods. The API
+server decides. The container runtime decides if the API server can't be reached, or can't know the pod: an allocation without a UID may
+belong to an earlier pod of that name, and the mirror pod of a static pod can get another UID while the pod runs.
 """
 
 import asyncio
@@ -15,9 +15,10 @@ from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.allocator.pods import PodSandbox, is_static_uid
 from gpumgr.errors import CriError
 
-#: The kubelet frees the ids of an ended pod before the watch shows the end, mostly by some milliseconds. The kubelet waits as long.
+#: How long to wait for the watch, and thus the kubelet's call: the kubelet frees the ids of an ended pod some milliseconds before the watch
+#: shows the end.
 END_SECONDS: Final = 0.5
-#: A pod that runs although the kubelet offers its ids is not waited for again within this time.
+#: After a wait for the end of a pod, there is no other wait for it within this time.
 REPEAT_SECONDS: Final = 5.0
 #: The container runtime answers in milliseconds, or hangs.
 RUNTIME_SECONDS: Final = 1.0
@@ -43,7 +44,7 @@ class PodEnds:
         return ended
 
     def _by_api_server(self, a: Allocation) -> bool | None:
-        """None: the API server can't be reached, or does not show it."""
+        """Whether the API server shows the end; None: it can't be reached, or can't know the pod."""
         if a.uid is None:
             return None
         view = find_pod(self._pods, a.pod, a.uid)
@@ -75,5 +76,6 @@ class PodEnds:
 
 
 def _is_of(sandbox: PodSandbox, a: Allocation) -> bool:
-    """A static pod's UID in the ledger may be that of its mirror pod, which the runtime does not know."""
+    """Whether the sandbox belongs to the allocation's pod. The UID of a static pod in the ledger may be that of its mirror pod, which the
+    runtime does not know."""
     return sandbox.uid == a.uid or (sandbox.pod == a.pod and (a.uid is None or is_static_uid(sandbox.uid)))

@@ -40,7 +40,7 @@ class Pods(Protocol):
 
     @property
     def reachable(self) -> bool:
-        """All pods are known, and the API server has answered the last request: what the cache lacks is deleted."""
+        """Whether all pods are known and the API server has answered the last request. Then a pod that the cache lacks was deleted."""
         ...
 
     def get(self, pod: PodKey) -> PodView | None: ...
@@ -62,7 +62,7 @@ class Runtime(Protocol):
     """The container runtime."""
 
     async def ready_sandboxes(self) -> Collection[PodSandbox]:
-        """The pods that it runs. Raises CriError."""
+        """The pods with a sandbox in the state READY. Raises CriError."""
         ...
 
 

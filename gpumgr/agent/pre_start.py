@@ -72,7 +72,7 @@ class PreStart:
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 
     def _refuse_gone_gpus(self, allocation: Allocation) -> None:
-        """The runtime would fail on a device that does not exist, with an error that names no reason."""
+        """Raises Refusal with the reason, since the runtime's error about a device that does not exist has none."""
         gone = self._agent_state.inventory.gone(self._agent_state.ledger.gpu_registry)
         for gpu in allocation.gpus:
             if gpu in gone:

@@ -66,7 +66,7 @@ class Reconciler:
         self._quiet_until = self._clock() + UNDER_WAY_SECONDS
 
     def reserved(self) -> None:
-        """An Allocate waits for the driver, for as long as that takes: no `List` until it is answered."""
+        """An Allocate waits until the driver has created MIG devices: no `List` until it is answered."""
         self._quiet_until = float("inf")
 
     def answered(self) -> None:
@@ -141,8 +141,8 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing) -> Collection[AllocationId]:
-        """Of the allocations that the last `List` did not show, those of pods that run, and of listed pods of which the end is not known:
-        the kubelet lists a pod without its ids after it has lost its checkpoint."""
+        """The allocations that stay although the last `List` did not show them: their pods run, or are listed and not known to have ended.
+        A kubelet that lost its checkpoint lists a pod without its ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}

@@ -68,7 +68,7 @@ class AgentState:
         self._policy = policy
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
-        #: When each GPU went into quarantine, in monotonic seconds; None: that was logged.
+        #: GPU -> when it went into quarantine, in monotonic seconds; None: that was logged.
         self._held_since: dict[GpuName, float | None] = {}
         self._on_freed, self._before_offer = on_freed, before_offer
 
@@ -116,7 +116,7 @@ class AgentState:
         self._apply(ledger)
 
     def withdraw(self, reserved: Allocation) -> None:
-        """Removes a reservation, if it is still there. It was never granted, so its end is no event."""
+        """Removes a reservation if it is still there. It was never granted, so this is not reported."""
         if (there := self.ledger.allocations.get(reserved.id)) is not None and there.reserved:
             self.ledger = self.ledger.free([reserved.id])
 

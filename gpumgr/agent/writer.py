@@ -220,8 +220,8 @@ class Agent:
         return answer
 
     async def _decide(self, record: CallRecord, device_ids: Sequence[str]) -> tuple[Allocation, str | None]:
-        """The allocation of exactly these ids, and the evaluator that chose them, if one did. Its MIG devices are not created yet. The
-        caller holds the lock. Raises Refusal."""
+        """The allocation of exactly these ids, before MIG devices are created for it; and the evaluator that chose the ids, if one did.
+        The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
             raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
@@ -269,7 +269,7 @@ class Agent:
                 self.reconciler.answered()
 
     def _still_reserved(self, allocation: AllocationId) -> Allocation:
-        """The reservation, which may have got the name of its pod since. Raises Refusal if it was freed, or if a GPU of it went out of
+        """The reservation as it is now: its pod may have become known. Raises Refusal if it was freed, or if one of its GPUs went out of
         service."""
         reserved = self.agent_state.ledger.allocations.get(allocation)
         if reserved is None:

@@ -21,7 +21,7 @@ LIBRARY_PATH = "/usr/local/nvidia"
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
-#: Where nvidia-smi is in the PATH of every image.
+#: A path of nvidia-smi that the PATH of every image contains.
 SMI_PATH = "/usr/bin/nvidia-smi"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
@@ -42,8 +42,8 @@ NO_DEVICES = "void"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverAccess:
-    """How containers see the driver. `mounted`: its files are mounted from the host; otherwise NVIDIA's container toolkit brings them.
-    `toolkit`: one of the node's runtimes has the toolkit, or it is not known whether one has. `why` is a clause."""
+    """How containers get the driver's files. `mounted`: they are mounted from the host; otherwise NVIDIA's container toolkit adds them.
+    `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why` is a clause."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -99,8 +99,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """The driver's files; with vcuda always, since its library takes the place of the driver's. The folder is a link, which the runtime
-    follows at each start of the container: it gets the files of the driver that is loaded then, and keeps them."""
+    """The mounts of the driver's files. A container of vcuda always has them, since vcuda's library replaces the driver's. The folder is a
+    link, which the runtime follows at each start of the container: the container gets the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):
@@ -114,8 +114,8 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
-    """`devices`: UUIDs of GPUs or MIG devices. The image's LD_LIBRARY_PATH is kept, as images need it for libraries of their own; with
-    vcuda its library must be found first. A toolkit must not add the files that are mounted."""
+    """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda only, so that its library is found first; other images
+    need their own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding files that are mounted."""
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if mounted and VCUDA in allocation.mechanisms else {}
     hidden = mounted and host.driver_access().toolkit
     return {**path, "NVIDIA_VISIBLE_DEVICES": NO_DEVICES if hidden else ",".join(devices)}

@@ -17,11 +17,11 @@ Strength = Literal["hard", "soft", "none"]
 #: Mechanism -> what it limits, and how strongly.
 Strengths = Mapping[str, Mapping[Resource, Strength]]
 
-#: What the limits of cores were on a GPU, where they were measured; docs/benchmarks.md has the tables.
+#: Mechanism -> how it limited cores when that was measured on a GPU; docs/benchmarks.md has the tables.
 _MEASURED_CORES: Final[Mapping[str, str]] = {
     "mps": "mps at 25 and 75 cores gave 24.6 and 69 % of an unlimited rate of matrix products (H200, driver 580.159.04, protocol 2, "
     "2026-11-26)",
-    "hami-core": "hami-core limited only small kernels, and no matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
+    "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
 #: The driver limits neither MPS clients on these GPUs nor cgroups: NVIDIA's MPS documentation r615.
@@ -56,7 +56,7 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """(NVML's index, limits) of each GPU as text, equal ones together, and what was measured of limits of cores:
+    """`limits`: (NVML's index, limits) of each GPU. The text has equal GPUs together, then what was measured of their limits of cores:
     "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ..."."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:

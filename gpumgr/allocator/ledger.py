@@ -118,7 +118,7 @@ class Allocation:
 
     @property
     def reserved(self) -> bool:
-        """Its MIG devices are being created: no container has it yet."""
+        """Whether its MIG devices are still being created, so that no container has it yet."""
         return any(not device.uuid for device in self.mig_devices)
 
     @property

@@ -24,7 +24,7 @@ _FILE_HASH: Final = re.compile("[0-9a-f]{32}")
 
 
 def is_static_uid(uid: str) -> bool:
-    """Whether the kubelet gave it to a static pod: it is the hash of the pod's file. The API server's mirror pod has another UID."""
+    """Whether this is the UID of a static pod, which is the hash of the pod's file. Its mirror pod at the API server has another UID."""
     return _FILE_HASH.fullmatch(uid) is not None
 
 

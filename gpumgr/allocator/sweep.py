@@ -6,8 +6,8 @@ The kubelet frees an ended pod's ids at the next admission and offers them at on
 * `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (after a kubelet restart `List` is incomplete until the
   kubelet's sources are ready, so one call proves nothing).
 
-The kubelet alone proves no end: without its checkpoint it offers the ids of pods that run, and lists these pods without ids. Whether a pod
-has ended is an argument, from the API server or the container runtime.
+The kubelet alone does not prove an end: after the loss of its checkpoint it offers the ids of running pods, and lists these pods without
+ids. So the callers pass which pods have ended, from the API server or the container runtime.
 
 Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
 until it is deleted, without ids: there an init container's go with those of its pod's other containers.

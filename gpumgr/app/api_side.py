@@ -13,7 +13,7 @@ from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.aio import forever, persistently, wait_at_most
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
-from gpumgr.app.pod_ends import PodEnds
+from gpumgr.app.grace_periods import GracePeriods
 from gpumgr.app.read_model import ReadModel
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -105,8 +105,8 @@ class ApiSide:
         for known in [*self.pods.all()]:
             changed(None, known)
         self.pods.subscribe(changed)
-        pod_ends = PodEnds(components.enforcement.end_clients)
-        self.pods.subscribe(pod_ends.pod_changed)
+        grace_periods = GracePeriods(components.enforcement.end_clients)
+        self.pods.subscribe(grace_periods.pod_changed)
         node, scheduler = components.settings.node.name, components.settings.hami.scheduler
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher.node, report=readers.report)
@@ -117,7 +117,7 @@ class ApiSide:
             enforcement=components.enforcement.describe_limits,
             topology_manager=components.settings.kubelet.topology_manager_policy,
         )
-        reporters = [("inventory_reporter", inventory.run), ("pod_ends", pod_ends.run)]
+        reporters = [("inventory_reporter", inventory.run), ("grace_periods", grace_periods.run)]
         if "replica" in offered(components.settings) and scheduler != "none":
             register = RegisterReporter(
                 self.publisher.node.annotate,

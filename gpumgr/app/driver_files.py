@@ -1,4 +1,4 @@
-"""Which way containers of this node see the driver, and the mirror of its files for those that mount them."""
+"""Decides how containers of this node get the driver's files, and makes the copy (mirror) that containers mount."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -40,12 +40,12 @@ class NodeDriverFiles:
 
     @property
     def access(self) -> DriverAccess:
-        """For new containers, and for those with a CDI spec that start again."""
+        """The answer for new containers, and for those with a CDI spec that start again."""
         if self._without_driver:
             return DriverAccess(mounted=False, why="a simulated node has no driver's files")
         found = driver_access(self._setting, self._runtimes)
         if self._undecided:
-            # Until the first answer a former agent's mirror shows which way the node used.
+            # Until the first answer, the mirror of a former agent shows that the node mounts the files.
             return replace(found, mounted=self._settings.container.driver_whole_dir.is_symlink())
         return found
 
@@ -54,8 +54,8 @@ class NodeDriverFiles:
         return self._setting == "auto" and self._runtimes is None
 
     async def update(self, driver_version: str | None) -> None:
-        """Asks the container runtime again, and makes the mirror that this driver needs. While the runtime does not answer its last answer
-        counts."""
+        """Asks the container runtime again, and makes the mirror for this driver if one is needed. While the runtime does not answer, its
+        last answer counts."""
         await self._ask_runtime()
         self._look_at_device_nodes()
         if driver_version is not None and self._wanted() and not self._is_mirrored(driver_version):

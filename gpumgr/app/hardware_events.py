@@ -98,7 +98,7 @@ class HardwareEvents:
         self.sampled.set()
 
     def _look_up(self, pids: Collection[int]) -> tuple[Mapping[int, int], frozenset[int]]:
-        """The start times of those that run, and which of them are gpumgr's own."""
+        """The start times of the processes that run, and the pids among them that are gpumgr's own."""
         started = self._processes.start_times(pids)
         return started, frozenset(self._own_pids(started))
 
@@ -180,7 +180,7 @@ class HardwareEvents:
             if (self._simulated and gpu.minor is not None) or os.path.exists(path):
                 continue
             missing[gpu.uuid] = (
-                f"the driver reports no minor number of it, and there is no {path}, which GPUs of WSL2 have"
+                f"the driver reports no minor number for it, and {path} does not exist, which GPUs of WSL2 use"
                 if gpu.minor is None
                 else f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
             )

@@ -147,7 +147,7 @@ class NodeEnforcement:
         return self.limits.choice.describe(self._snapshot.gpus)
 
     async def preload(self) -> None:
-        """Fills caches that `choose` needs: where the running containers are, and whether HAMi-core's library works. Changes nothing on the
+        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. Changes nothing on the
         node."""
         await self.containers.refresh()
         self._hami_core.supply(*hami_core_library(self._settings))
@@ -187,8 +187,8 @@ class NodeEnforcement:
         self._freed.set()
 
     async def end_clients(self, pod: PodView) -> None:
-        """Ends the work of the pod's MPS clients, before the kubelet kills them: a client that is killed amid its work can block the server
-        for all."""
+        """Ends the work of the pod's MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can
+        block the server for all clients."""
         if not self.mps.daemons():
             return
         containers = [each for each in self.containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]

@@ -1,6 +1,7 @@
-"""What an agent loads while another one has the node: pods, containers, a session with the driver, and a look at the checkpoint.
+"""Loads what an agent can have while another one has the node: a session with the driver, the pods, the containers.
 
-It changes nothing on the node. The checkpoint is only examined: the agent that has the node still writes it.
+It changes nothing on the node. It reads the checkpoint only to see whether this version can, since the agent that has the node still writes
+it.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ RETRY_SECONDS: Final = 1.0
 
 
 class Preload:
-    """`run` once. `watch` returns the task that keeps `pods` up to date."""
+    """Call `run` once. `watch` returns the task that keeps `pods` up to date."""
 
     def __init__(
         self,
@@ -57,17 +58,17 @@ class Preload:
     async def run(self) -> None:
         """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
         watch of the pods raises."""
-        with suppress(CorruptError):  # the agent that has the node writes, or else the start sets the file aside
+        with suppress(CorruptError):  # it is being written now; if not, the start sets the file aside
             self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reach_driver())
             group.create_task(self._list_pods())
             group.create_task(self._enforcement.preload())
         for entry in await entries_if_readable(self._settings.kubelet.device_plugin_dir, inner_names(self._settings)) or ():
-            entry.response()  # the first one takes milliseconds, in which the classes of its messages are made
+            entry.response()  # the first call takes milliseconds, since it prepares the classes of its messages
             break
         gc.collect()
-        gc.freeze()  # not again when the node is free: it takes tens of milliseconds
+        gc.freeze()  # now, since it takes tens of milliseconds, which would delay the take-over
         self.loaded.set()
 
     async def _reach_driver(self) -> None:

@@ -116,7 +116,7 @@ class ReadModel:
         return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
 
     def _unlisted(self, *, some: bool) -> tuple[str, ...]:
-        """Which GPUs the driver does not list, if it lists `some` nevertheless, or none."""
+        """The sentence about GPUs that the driver does not list. `some`: only if it lists other GPUs; else only if it lists none."""
         snapshot = self._components.agent_state.inventory.snapshot
         sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()

@@ -1,4 +1,4 @@
-"""Whether NVIDIA's container toolkit brings the driver's files into containers: the runtimes that the container runtime reports.
+"""Decides, from what the container runtime reports, whether NVIDIA's container toolkit adds the driver's files to containers.
 
 The toolkit acts in containers of its own runtime (nvidia-container-runtime), and in those that name a device of its CDI specs; gpumgr's
 containers name none. Source: NVIDIA Container Toolkit, architecture overview.
@@ -29,7 +29,7 @@ class Runtimes:
     cdi_dirs: tuple[Path, ...] | None = None
 
     def of_toolkit(self) -> tuple[str, ...]:
-        """The names of those that are the toolkit's."""
+        """The names of the runtimes that are the toolkit's."""
         return tuple(name for name, program in self.programs.items() if _TOOLKIT.search(f"{name} {Path(program).name}"))
 
     def describe_default(self) -> str:
@@ -74,8 +74,8 @@ def _program(runtime: _Runtime) -> str:
 
 
 def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
-    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If neither shows who
-    brings the files, they are mounted and a toolkit is kept from adding them, which is right in both cases."""
+    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If it is not known
+    what adds the files, they are mounted and a toolkit is kept from adding them, which is right with and without the toolkit."""
     if setting == "toolkit":
         return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
     if runtimes is None:

@@ -1,4 +1,4 @@
-"""Which way containers see the driver's files, and why; whether the agent finds what it copies for them."""
+"""Checks how containers get the driver's files, and whether the agent finds the files that it copies for them."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -146,8 +146,8 @@ def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
         if node.is_char_device():
             return ok(f"{WSL_NODE} in {root}, for GPUs without a minor number (WSL2)")
         return error(
-            f"the driver reports no minor number of {minors.count(None)} GPUs, and {node} is missing or no device",
-            "such a GPU is offered on WSL2 only: see `nvidia-smi -q` for why the driver reports none",
+            f"the driver reports no minor number for {minors.count(None)} GPUs, and {node} is missing or not a device",
+            "such GPUs are offered on WSL2 only; elsewhere `nvidia-smi -q` shows what the driver reports about them",
         )
     found = sorted(path.name for path in root.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]

@@ -96,13 +96,13 @@ class Backend:
         """After a start of the agent: takes over the state of these containers (all of this backend)."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
-        """After each end of a container, and when it is due: ends what no container needs. `known`: the allocations that exist at present.
-        Returns the seconds until it is due again, None if nothing waits."""
+        """Ends what no container needs. Called after each end of a container, and when it is due. `known` returns the allocations that
+        exist at present. Returns the seconds until it is due again, None if nothing waits."""
         return None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002
-        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. Reads
-        /proc: call it on a thread."""
+        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. It
+        reads /proc: call it on a thread."""
         return ()
 
     async def close(self) -> None:

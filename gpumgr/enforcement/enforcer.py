@@ -227,8 +227,8 @@ class Enforcer:
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends what no `known` allocation (at present) needs, and removes the files of allocations that are not known, after the grace, and
-        while no process has them mounted.
+        """Ends what no `known` allocation needs. Removes the files of allocations that are not known, after the grace period, once no
+        process has them mounted. `known` returns the allocations that exist at present.
 
         Returns the seconds until it is due again; None if nothing waits.
         """

@@ -1,8 +1,8 @@
 """The mechanisms that a share gets: the node's choice and the operator's overrides. Nothing that a pod's owner can write counts.
 
 `auto` uses the driver's own memory limits where the node has them. For the rest it uses the mechanism with the strongest limits; of
-equally strong ones NVIDIA's Multi-Process Service comes before a library that the operator has configured: on an H200 HAMi-core limited
-the cores of small kernels alone, MPS those of all work.
+equally strong ones NVIDIA's Multi-Process Service precedes a library that the operator has configured: on an H200 HAMi-core limited
+the cores of small kernels only, and MPS those of matrix products.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

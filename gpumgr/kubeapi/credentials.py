@@ -111,7 +111,9 @@ class CredentialFiles:
     def _of_pod(self, environment: Mapping[str, str]) -> Credentials:
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
-            raise ValueError("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so this is no pod")
+            raise ValueError(
+                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so this process does not run in a pod"
+            )
         address = f"[{host}]" if ":" in host else host
         return Credentials(host=f"https://{address}:{port}", ssl_ca_cert=str(self._account / "ca.crt"), api_key=self._token())
 

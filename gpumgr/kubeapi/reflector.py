@@ -232,7 +232,7 @@ class Reflector(Generic[T]):
     def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
         """The result of `parse`, and whether it could read the object; else the last result."""
         if not metadata.uid:
-            self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it is no object with a UID"))
+            self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
         try:
             decoded = self._decode(item)

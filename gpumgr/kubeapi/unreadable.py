@@ -14,7 +14,7 @@ from gpumgr.kubeapi.publisher.events import Event, EventSeries, ObjectRef
 _log = structlog.get_logger(__name__)
 
 REASON: Final = "GpumgrCannotRead"
-#: Events after each list: a user could store any number of such objects.
+#: The most events that are written after a list, since a user could store any number of such objects.
 _MOST_EVENTS: Final = 20
 #: The last part of a watch's path -> the kind of its objects. The items of a list do not have it.
 _KINDS: Final = {
@@ -29,7 +29,7 @@ _KINDS: Final = {
 
 
 class UnreadableObjects:
-    """Those of one watch. `reasons`: UID -> why it can't be read."""
+    """The unreadable objects of one watch. `reasons`: UID -> why it can't be read."""
 
     def __init__(self, server: ApiServer, path: str, *, write_events: bool) -> None:
         self._server, self._path, self._write_events = server, path, write_events
@@ -39,12 +39,12 @@ class UnreadableObjects:
         self._writing: set[asyncio.Task[None]] = set()
 
     def listed(self, uids: set[str]) -> None:
-        """All objects were listed; these of them can't be read."""
+        """Call it after a list. `uids`: the listed objects that can't be read."""
         self.reasons = {uid: why for uid, why in self.reasons.items() if uid in uids}
         self._events_left = _MOST_EVENTS
 
     def add(self, uid: str, namespace: str, name: str, error: Exception) -> None:
-        """`uid` is "" for an object without one."""
+        """Reports the object, once. `uid` is "" for an object without one."""
         if uid in self.reasons:
             return
         plain = isinstance(error, UnreadableText | RecursionError)
@@ -62,7 +62,7 @@ class UnreadableObjects:
         _, root, *parts = self._path.split("/")
         version, kind = "/".join(parts[: 1 if root == "api" else 2]), _KINDS.get(parts[-1], parts[-1])
         about = ObjectRef(kind=kind, namespace=namespace, name=name, uid=uid, api_version=version)
-        text = f"gpumgr can't read this object ({why}) and keeps what it last read of it; correct or delete it"
+        text = f"gpumgr can't read this object ({why}) and continues with its last readable state; correct or delete it"
         event, now = Event(about=about, reason=REASON, message=text, warning=True), time.time()
         series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
         with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object too

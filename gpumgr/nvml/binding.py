@@ -149,7 +149,8 @@ class Binding:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def _handle(self, uuid: str) -> Handle:
-        """By index: to find a UUID, NVML may have to initialise other GPUs (NVML's reference), of which one may hang."""
+        """Finds the GPU by its index if that is known: to find a UUID, NVML may have to initialise other GPUs (NVML's reference), and one
+        of these may hang."""
         if uuid in self.indices:
             handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
             if self.call("nvmlDeviceGetUUID", handle) == uuid:

@@ -88,14 +88,14 @@ class Nvml(Session):
         return make_snapshot(node, gpus, levels, failures)
 
     async def lacks_gpus(self) -> bool:
-        """Whether NVML lists no GPU, or fewer than sysfs has. It reads its list when a session begins."""
+        """Whether NVML lists no GPU, or fewer than sysfs has. NVML reads its list only when a session begins."""
         return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
 
     async def _read_levels(
         self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
     ) -> dict[frozenset[int], Level]:
         """The levels by pair of indices, as far as they can be read. Adds the GPUs that fail here to `failures`: after a call about
-        two GPUs has failed, those that answer no call of their own either. If both do, only the level is unknown."""
+        two GPUs has failed, each of them that also fails a call about itself. If both answer, only the level is unknown."""
         uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
         levels: dict[frozenset[int], Level] = {}
         for number, one in enumerate(gpus):

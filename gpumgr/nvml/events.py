@@ -16,7 +16,7 @@ from gpumgr.nvml.health import DoubleBitError, Xid
 
 _WAIT_MILLISECONDS: Final = 500
 _PAUSE_SECONDS: Final = 1.0
-#: The driver's number for an event that is about no GPU instance.
+#: The driver's number for an event that does not concern one GPU instance.
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
@@ -26,7 +26,7 @@ OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSet:
-    """A registered set. `uuids`: the GPUs of which the driver reports events, by the address in their handles."""
+    """A registered set. `uuids`: address in the handle -> UUID of each GPU about which the driver reports events."""
 
     handle: Handle
     uuids: Mapping[int, str]

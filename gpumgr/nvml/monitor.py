@@ -218,7 +218,7 @@ class Monitor:
                 await self.publish_health()
 
     async def _opened_again(self) -> bool:
-        """Opens the session again if NVML lacks GPUs, and the pause since it did so last is over."""
+        """Opens the session again if NVML lacks GPUs and the last time is long enough ago. Returns whether it did."""
         now = asyncio.get_running_loop().time()
         if now < self._relist_at:
             return False
@@ -231,7 +231,7 @@ class Monitor:
         return lacks
 
     async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
-        """The listener is not called if the snapshot is `unless`."""
+        """Calls the listener, unless the snapshot equals `unless`."""
         self._stale = False
         snapshot = await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}

@@ -96,10 +96,10 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
 def _read_busy_processes(
     nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
 ) -> tuple[GpuProcess, ...] | None:
-    """The same with the utilization, unless `utilization` is None, and without the processes of a list that fails.
+    """As `read_processes`, with the utilization unless `utilization` is None. A list that fails is left out, except that of compute
+    processes, which raises its CallError.
 
-    Only the list of compute processes is needed; its CallError is raised. The driver samples an MPS server instead of its clients:
-    what a client uses is unknown.
+    The driver reports the utilization of an MPS server instead of its clients, so that of a client is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
@@ -114,7 +114,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """A process that is in several lists has the memory of the first; without the first list nothing is known."""
+    """Joins the lists. A process in several lists has the memory of the first of them. None without the first list."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -165,7 +165,7 @@ def _read_recovery_action(nvml: Binding, handle: Handle) -> int | None:
 
 
 def failed(error: NvmlError) -> Failed:
-    """What a reading of a GPU says that ended with this error."""
+    """The health of a GPU after its reading raised this error."""
     if isinstance(error, GpuHangs):
         return Failed(reason="hang", message=str(error))
     known: dict[int, Reason] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset"}

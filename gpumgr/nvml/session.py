@@ -109,8 +109,8 @@ class Session:
         return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
 
     async def _register_events(self, uuids: Mapping[int, str]) -> EventSet | None:
-        """An event set for the GPUs with these indices; None if the driver has no events. A set in which a GPU could not be registered is
-        unusable: there is a new one without that GPU. If its call hangs, the set is not freed under it."""
+        """An event set for the GPUs with these indices; None if the driver has no events. If a GPU can't be registered,
+        the set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not freed."""
         wanted = uuids.keys() - self._worker.stuck.keys()
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
@@ -155,7 +155,7 @@ class Session:
         return self._events is None
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        """What `fn` returns for the GPU's handle. Errors name the GPU."""
+        """Returns what `fn` returns for the GPU's handle. Errors name the GPU."""
         await self.wait_for_session()
         return await self._about(uuid, lambda: self._binding.on_gpu(uuid, fn), timeout_seconds=self._timeout_seconds)
 
@@ -170,8 +170,8 @@ class Session:
         return await self._worker.call(fn, timeout_seconds=self._timeout_seconds, gpu=gpu)
 
     async def _each(self, fn: Callable[[int], T], indices: Iterable[int] | None = None) -> dict[int, T | NvmlError]:
-        """By index what `fn` returns, or the error of this GPU. Raises the errors of the driver as a whole. `indices` None: all GPUs, and
-        the driver as a whole must answer."""
+        """Calls `fn` for each GPU; returns index -> the result, or the error of this GPU. Raises errors of the driver as a whole. `indices`
+        None: all GPUs, and the driver as a whole must answer, too."""
         await self.wait_for_session()
         calls: dict[Subject, Callable[[], Any]] = {
             i: partial(fn, i) for i in (range(self._count) if indices is None else indices)

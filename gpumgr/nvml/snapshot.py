@@ -42,7 +42,7 @@ class DescribedGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Of the driver, of NVML, and the newest of CUDA that the driver supports. `pci_gpus` as in the snapshot."""
+    """The versions of the driver, of NVML, and of the newest CUDA that the driver supports. `pci_gpus` as in the snapshot."""
 
     driver: str | None
     nvml: str | None

@@ -4,10 +4,10 @@ Invariants:
 * The calls about one GPU run one after the other, and so do those about the driver as a whole; never on the event loop.
 * Each call has its own time limit, which begins with the call. One that hangs can't be cancelled: it keeps its thread, and its caller
   goes on.
-* While a call about a GPU hangs, later ones about it fail at once. So a GPU keeps at most one thread, and it costs the others none.
+* While a call about a GPU hangs, later calls about it fail at once. So a GPU that hangs keeps one thread, and does not delay other GPUs.
 * One thread makes all calls while they return at once, since a thread for each GPU took 0.4 % of a CPU more (16 GPUs, every second).
   Another one starts when a call has to wait for the call about another GPU.
-* The threads are daemons and no executor, so a hung call does not delay the end of the process.
+* The threads are daemon threads, not those of an executor, so a hung call does not delay the end of the process.
 """
 
 import asyncio

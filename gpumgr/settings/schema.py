@@ -167,9 +167,9 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Where the host's device nodes are.
     device_root: Path = Path("/dev")
-    #: Who brings the driver's libraries and nvidia-smi into containers. auto: the toolkit where the default runtime is NVIDIA's.
+    #: What adds the driver's libraries and nvidia-smi to containers. auto: the toolkit if the default runtime is NVIDIA's, else mounts.
     driver_files: Literal["auto", "toolkit", "mounts"] = "auto"
-    #: The driver's files with vcuda's library in front, for containers of the backend vcuda.
+    #: The driver's files with vcuda's library instead of libcuda, for containers of the backend vcuda.
     driver_share_dir: Path = Path("/etc/gpu-manager/vdriver/nvidia")
     #: The driver's files for all other containers.
     driver_whole_dir: Path = Path("/etc/gpu-manager/vdriver/origin")
@@ -355,8 +355,9 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     #: The node's agent holds a lock on this file.
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
-    #: The name of this process in a rolling update, like the uid of its pod. With one, a second agent on the node loads all that it can,
-    #: in node.mode dra registers the driver beside the first, and takes over when the first has ended; without one it ends at once.
+    #: A name that is unique among the agents of a rolling update, such as the uid of the pod. If it is set, a second agent on the node
+    #: loads all that it can, in node.mode dra registers the driver beside the first, and takes over when the first has ended. None: a
+    #: second agent ends at once.
     instance: str | None = None
 
 

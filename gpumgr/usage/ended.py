@@ -1,4 +1,4 @@
-"""The processes of containers that have ended: the driver lists them for a moment longer, and they are expected for that long."""
+"""The processes of containers that have just ended. The driver lists them a moment longer, and for EXPECTED_SECONDS that is normal."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,13 +20,13 @@ class EndedContainers:
     processes: Mapping[Process, AllocationId] = field(default_factory=dict)
 
     def at(self, allocations: Mapping[AllocationId, Allocation], now: float) -> "EndedContainers":
-        """With the allocations of this time."""
+        """A copy with the allocations of this time."""
         kept = {name: each for name, each in self.ended.items() if now - each[1] < EXPECTED_SECONDS}
         freed = {name: (each, now) for name, each in self.live.items() if name not in allocations}
         return replace(self, live=allocations, ended=kept | freed)
 
     def after(self, use: NodeUse, started: Mapping[int, int]) -> "EndedContainers":
-        """With the processes that a sample attributes. `started`: pid -> start time in clock ticks since boot."""
+        """A copy with the processes that a sample attributes. `started`: pid -> start time in clock ticks since boot."""
         before = {process: name for process, name in self.processes.items() if name in self.ended}
         now = {
             (pid, started[pid]): name for (name, _), each in use.containers.items() for pid in each.processes if pid in started
@@ -34,7 +34,7 @@ class EndedContainers:
         return replace(self, processes=before | now)
 
     def expected(self, use: NodeUse, started: Mapping[int, int], owners: Mapping[int, Container | None]) -> Iterator[Process]:
-        """The unattributed processes that belong to ended containers: those that were attributed to them, and those in their cgroups."""
+        """The unattributed processes of ended containers: attributed to them before, or in their cgroups."""
         index = AllocationIndex([each for each, _ in self.ended.values()])
         for gpu, pid in use.unattributed if self.ended else ():
             process, container = (pid, started.get(pid, 0)), owners.get(pid)

@@ -3,8 +3,8 @@
 Invariants:
 * A process belongs to the container that its cgroup names; what the process itself reports is not used.
 * A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
-* A process without an answer yet is unknown, not unattributed. What a container without other processes uses is unknown then, if the
-  process may be its own.
+* A process without an answer yet is unknown, not unattributed. If it may belong to a container without other processes, the use of
+  that container is unknown.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, GpuUse, NodeUse
 
 #: The attributed processes of one sample, by allocation and GPU.
 Attributed = dict[AllocationOnGpu, list[GpuProcess]]
-#: For each unknown process of a GPU the container that it runs in, as far as that is known.
+#: GPU -> the container of each unknown process on it; None: that is not known either.
 Unknown = Mapping[GpuName, list[Container | None]]
 
 
@@ -104,7 +104,7 @@ def _may_own(allocation: Allocation, container: Container | None) -> bool:
 
 
 def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int | None:
-    """The sum of what is reported, which is too little if only some processes are reported; None if none of them is."""
+    """The sum of what the driver reports, which is too small if it reports only some processes; None if it reports none of them."""
     memory = [p.memory_bytes for p in processes]
     reported = [each for each in memory if each is not None]
     return sum(reported) if reported or not memory else None

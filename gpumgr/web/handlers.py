@@ -31,7 +31,7 @@ _HISTORY_SHOWN: Final = 100
 _MAX_PROFILE_SECONDS: Final = 30
 #: All metrics of an agent that waits for another one.
 WAITING_METRIC: Final = """\
-# HELP gpumgr_waits_for_agent 1 while this agent waits for the end of the one that has the node, which alone has the other metrics.
+# HELP gpumgr_waits_for_agent 1 while this agent waits for the former agent of its node to end. Only that agent has the other metrics.
 # TYPE gpumgr_waits_for_agent gauge
 gpumgr_waits_for_agent 1
 """
@@ -193,7 +193,7 @@ def make_app(
 def make_waiting(
     no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
 ) -> Callable[[CurrentPolicy], web.Application]:
-    """The application of an agent that waits for another one: probes, one metric, and elsewhere what it waits for."""
+    """The application of an agent that waits for another one: probes and one metric. All other paths answer 503 with what it waits for."""
 
     async def healthz(request: web.Request) -> web.Response:
         return probe_response(request, ())

@@ -46,7 +46,7 @@ GIVEN: Final = {
     ),
     "LD_LIBRARY_PATH": (
         "`vcuda`",
-        "It is `/usr/local/nvidia/lib64`, which has the backend's library in the place of `libcuda.so.1`.",
+        "It is `/usr/local/nvidia/lib64`, which contains the backend's library as `libcuda.so.1`.",
     ),
     "CUDA_MPS_PIPE_DIRECTORY": (
         "`mps`",

@@ -22,8 +22,8 @@ MEANINGS: Final = {
     "and the process was refused.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy: gpu-manager still runs on this node, "
     "or has left pods with GPUs that are not known. The agent checks again every two seconds.",
-    "waiting_for_other_agent": "During an update of the DaemonSet: this agent loads all that it can, in node.mode dra registers the driver "
-    "with its own sockets, and waits for the end of the agent that `reason` names.",
+    "waiting_for_other_agent": "During an update of the DaemonSet, this agent waits until the agent that `reason` names has ended. It "
+    "loads all that it can in the meantime; in node.mode dra it registers the driver with sockets of its own.",
     "other_agent_ended": "The wait of `waiting_for_other_agent` has ended: this agent takes the node.",
     "registration_lost": "The kubelet has restarted or ended, or the agent's socket was removed. The agent registers again.",
     "socket_made_again": "Another program removed or replaced a socket of the driver; the agent made it again. If this repeats, find "
@@ -72,14 +72,14 @@ MEANINGS: Final = {
     # GPUs
     "gpus_found": "The driver lists these GPUs; for those in `without_events` it reports no XIDs.",
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
-    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has. The agent opens its session again every minute.",
+    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has. The agent opens its session with the driver again every minute.",
     "gpus_given_out_twice": "Another device plugin on the node allocates the same GPUs. Run only one; `remedy` says how.",
     "gpus_given_out_once": "The other device plugin has ended.",
     "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go out of service.",
     "gpu_health_changed": "The health of a GPU changed, for the given reason. Only that GPU is taken out of service; it is "
     "offered again after several good readings.",
-    "gpu_quarantined": "Processes of an ended container still run on the GPU 10 s after its end. The GPU takes no pods "
-    "from the end on until they have ended.",
+    "gpu_quarantined": "Processes of an ended container still run on the GPU 10 s after its end. From the end of the container until they "
+    "have ended, the GPU takes no pods.",
     "gpu_released": "The processes for which `gpu_quarantined` was logged have ended, and the GPU is offered again.",
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on, and the agent retries.",
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
@@ -101,7 +101,7 @@ MEANINGS: Final = {
     "device_node_back": "The missing device node exists again.",
     "kernel_modules_loaded": "The agent ran `modprobe` (`nvml.load_kernel_modules`).",
     "kernel_modules_not_loaded": "`modprobe` failed or hangs. The agent retries.",
-    "gpu_forgotten": "A GPU that is gone is not registered any more; `reason` says why.",
+    "gpu_forgotten": "A GPU that is gone is no longer registered; `reason` has the cause.",
     "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. The agent tries again.",
     "gpu_{code}": "An operator's request was carried out: `gpu_cordoned`, `gpu_draining`, `gpu_uncordoned`.",
     "gpu_drain_evicts": "The agent evicts a pod on a GPU that is drained with `--evict`.",
@@ -157,8 +157,8 @@ MEANINGS: Final = {
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
     "pod_evicted": "The API server accepted the eviction of a pod.",
     "eviction_cancelled": "An eviction is no longer needed and was cancelled.",
-    "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container. That of an ended container is "
-    "logged only after 10 s.",
+    "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container. A process of an ended "
+    "container is logged only if it still runs after 10 s.",
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
     "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is more than 1: containers of `nvidia.com/gpu` may "
@@ -172,11 +172,12 @@ MEANINGS: Final = {
     "mps_daemon_adopted": "The MPS daemon of a GPU was running before the restart of the agent and is used again.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new daemon is started for new clients.",
     "mps_daemon_stopped": "The MPS daemon of a GPU was stopped, `mps.idle_seconds` after its last container.",
-    "mps_daemon_hangs": "A new client of the MPS daemon of a GPU got no context in time. Its containers get a finding, new ones are "
-    "refused, and the daemon is replaced when no container depends on it.",
-    "mps_daemon_hangs_no_longer": "A later client of that daemon got a context.",
-    "mps_client_terminated": "A process of a pod that is about to be killed was still a client of MPS, and its work was terminated.",
-    "mps_clients_not_ended": "Clients of MPS could not be terminated before the kubelet kills them.",
+    "mps_daemon_hangs": "A CUDA program that gpumgr started to try the MPS daemon of a GPU got no context in time. The containers of the "
+    "daemon get a finding, new ones are refused, and the daemon is replaced when no container depends on it.",
+    "mps_daemon_hangs_no_longer": "A later trial of that daemon got a context.",
+    "mps_client_terminated": "A process of a deleted pod was still a client of MPS one second before the kubelet kills it; its "
+    "work was terminated.",
+    "mps_clients_not_ended": "Clients of MPS of a deleted pod could not be terminated before the kubelet kills them.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. It is checked again.",
     "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
     "mps_daemon_not_ended": "The MPS daemon of a GPU could not be ended. The agent retries.",
@@ -195,7 +196,8 @@ MEANINGS: Final = {
         "Device nodes that every container needs are missing on the host, where no container toolkit creates them. `error` has their names "
         "and the remedy."
     ),
-    "driver_files": "Which way (`toolkit` or `mounts`) new containers see the driver, and why; at the start and after each change.",
+    "driver_files": "New containers get the driver's files by `way` (`toolkit` or `mounts`); `because` has the reason. Logged at the start "
+    "and after each change.",
     "driver_files_undecided": (
         "The container runtime has not answered which runtime is its default one, so it is not known whether containers need mounts of the "
         "driver's files. The agent asks again each minute. `error` has the cause."

@@ -81,7 +81,7 @@ class Mps(Backend):
         self._keep = True
         self._supervisor: Supervisor | None = None
         self._outside: dict[tuple[AllocationId, int], int] = {}
-        #: The processes of the last sample, and whether each is a server of a daemon.
+        #: The processes of the last sample -> whether it is a server of a daemon.
         self._servers: dict[Process, bool] = {}
         #: The containers of the last observations, also exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
@@ -135,7 +135,7 @@ class Mps(Backend):
                 self._on_probed()
         except (GpumgrError, OSError) as error:
             log.warning("mps_not_probed", reason=str(error))
-        except Exception as error:  # a bug must not end without a word
+        except Exception as error:  # a bug must be logged
             log.error("mps_not_probed", reason=f"{type(error).__name__}: {error}", exc_info=error)
         finally:
             self._probing = None
@@ -344,8 +344,8 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The servers of its daemons, also of a try, and those that outlived their daemon. NVML lists a server like any program, also while
-        it exits, when it can't be recognized any more."""
+        """The servers of its daemons, also of a trial, and those that outlived their daemon. NVML lists a server like any program, also
+        while it exits. Then it can no longer be recognized, so the answers about processes of the last sample are kept."""
         pipes = [each.folder.pipe for each in self.daemons()] + [probe.folder_of(self._root).pipe]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}

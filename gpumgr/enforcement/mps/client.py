@@ -1,6 +1,7 @@
-"""Makes one CUDA context and ends. A program of its own, with the name or path of libcuda as its argument; it uses nothing else of gpumgr.
+"""A program that makes one CUDA context and ends: the trial of an MPS daemon. Its argument is the name or path of libcuda. It imports
+nothing of gpumgr.
 
-As a client of an MPS server that is blocked it waits for ever. Exit status: 0 with a context, 2 if CUDA refuses, 3 without the library.
+It waits for ever if the MPS server is blocked. Exit status: 0 if it got a context, 2 if CUDA refused, 3 if the library is missing.
 """
 
 import ctypes

@@ -28,9 +28,9 @@ from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.proc import Process, is_running, start_time_ticks
 
 _START_SECONDS: Final = 10.0
-#: A first context takes less than a second on an H200.
+#: How long the trial of a new client may take. On an H200 a context takes less than a second.
 _CLIENT_SECONDS: Final = 15.0
-#: After a client that hung, before the next one.
+#: Between a trial that hung and the next one.
 _CLIENT_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
@@ -60,8 +60,8 @@ class DaemonConfig:
 class Daemon:
     """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
     `checked_at`: when the last one began. `tampering`: found at the last check or since. `idle_since`: no container uses it since then;
-    `unused`: the records of containers that have ended. `hang`: its new clients hang, as a sentence.
-    `end_not_before`: it could not be ended, and is tried again then. Times are in seconds of the clock."""
+    `unused`: the records of containers that have ended. `hang`: a sentence if its new clients
+    hang. `end_not_before`: after a failed try to end it, when the next one is due. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -146,7 +146,7 @@ class Daemon:
         await self.stop()
 
     async def _replace_if_it_hangs(self, allocation: AllocationId) -> None:
-        """Raises MpsError while other containers depend on it, OSError."""
+        """Ends the daemon if its new clients hang. Raises MpsError while other containers depend on it, OSError."""
         if self.hang is None:
             return
         if others := {*self.folder.allocations()} - self.unused - {allocation}:
@@ -298,12 +298,14 @@ class Daemon:
 
     @property
     def client_due(self) -> bool:
-        """Whether a new client is to be tried: a client that was killed amid its work can block the server."""
+        """Whether a trial of a new client is due. One is due after a client has left, since a client that is killed in the middle of its
+        work can block the server."""
         waited = self.config.clock() - self._tried_at
         return bool(self.servers) and (self._client_left or (self.hang is not None and waited >= _CLIENT_PAUSE_SECONDS))
 
     async def try_client(self) -> None:
-        """Whether a new client gets a context in time; sets `hang`. Call it without `lock`: a client that hangs must delay no check."""
+        """Tries whether a new client gets a context in time, and sets `hang`. Call it without `lock`, since a client that hangs must not
+        delay the checks."""
         self._client_left, self._tried_at = False, self.config.clock()
         process, folder, config = self.process, self.folder, self.config
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
@@ -315,7 +317,7 @@ class Daemon:
         try:
             await ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds).communicate(argv, environment, "")
         except MpsTimeoutError:
-            hang = f"new CUDA programs hang on the MPS daemon of GPU {self.uuid}: one got no context within {config.client_seconds:g} s"
+            hang = f"new CUDA programs hang at the MPS daemon of GPU {self.uuid}: a trial got no context within {config.client_seconds:g} s"
         except MpsTransientError:  # the program can't be run, which says nothing about the daemon
             return
         if process != self.process or hang == self.hang:
@@ -369,7 +371,7 @@ class Daemon:
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; check the kernel's log")
 
     def _end_servers(self) -> None:
-        """Ends servers that outlived their daemon, one that is blocked by force."""
+        """Ends servers that outlived their daemon; blocked ones are killed."""
         for pid in self.servers:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):

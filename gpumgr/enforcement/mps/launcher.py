@@ -19,7 +19,7 @@ LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
 
 #: All shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
 SHM_BYTES: Final = 1 << 30
-#: Of a CUDA program that the agent has given up; systemd ends it then.
+#: After this time systemd ends a trial's CUDA program that the agent no longer waits for.
 _CLIENT_SECONDS: Final = 60
 #: Only the mount namespace must change: sockets are found by their paths, and the pod has the host's processes (hostPID).
 _ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")
@@ -59,8 +59,8 @@ def daemon_command(
 
 
 def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str] | None:
-    """The command line of a CUDA program that shares /dev/shm with the daemon, and waits for its end; None from a pod, since the host may
-    not have the program."""
+    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. None from a pod, since the host may not have the
+    program."""
     match launch:
         case "systemd":
             unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]

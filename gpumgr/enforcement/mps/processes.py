@@ -23,7 +23,7 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
-#: Makes a context as a client of a daemon.
+#: The program that makes a context as a client of a daemon.
 CLIENT: Final = Path(__file__).with_name("client.py")
 _SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
 POLL_SECONDS: Final = 0.05
@@ -106,8 +106,9 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
 
 
 def is_server(pid: int, pipes: Collection[Path]) -> bool:
-    """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tries one. Processes of
-    pods are none: a tenant can give its process any name and environment. A server that has begun to exit can't be recognized."""
+    """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tries one. False
+    for processes of pods, since a tenant can give its process any name and environment. A server that has begun to exit can't be
+    recognized."""
     try:
         # Before any read of the process's memory, with which a tenant can make the agent hang.
         if b"kubepods" in (PROC / str(pid) / "cgroup").read_bytes():

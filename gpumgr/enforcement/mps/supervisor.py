@@ -24,8 +24,8 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` list the existing ones, also those elsewhere.
 
-    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick. The records of containers outlive these by
-    enforcement.orphan_grace_seconds, so they do not show whether a daemon is in use.
+    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick. The record of a container is
+    kept for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Supervisor:
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
         self._daemons: dict[str, Daemon] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        #: The daemons that are tried with a new client.
+        #: By GPU: the trials of new clients that run.
         self._clients: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # without a record, so with an unknown former mode
             records.begin(uuid, folder.root, former_mode=DEFAULT)

@@ -137,7 +137,7 @@ async def test_device_nodes_of_all_gpus(sim_node: Prepare, tmp_path: Path) -> No
         (
             ("nvidiactl", "nvidia-uvm"),
             "error",
-            "the driver reports no minor number of 2 GPUs, and {}/dxg is missing or no device",
+            "the driver reports no minor number for 2 GPUs, and {}/dxg is missing or not a device",
         ),
     ],
 )

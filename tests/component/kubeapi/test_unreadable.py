@@ -118,7 +118,7 @@ async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
     assert (body["reason"], body["type"]) == (REASON, "Warning")
-    assert body["message"].startswith("gpumgr can't read this object (TypeError: 'int' object is not iterable) and keeps ")
+    assert body["message"].startswith("gpumgr can't read this object (TypeError: 'int' object is not iterable) and continues ")
 
 
 async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: FakeApiServer, server: ApiServer) -> None:

@@ -38,7 +38,7 @@ async def test_it_is_found_after_a_client_has_left_and_reported_to_its_container
     backend = await blocked(place)
     (finding,) = await backend.observe([running(tenant(), os.getpid())])
     assert (finding.allocation, finding.code) == ("a1", "broken")
-    assert "one got no context within 0.5 s" in finding.message
+    assert "a trial got no context within 0.5 s" in finding.message
 
 
 async def test_a_server_that_works_is_not_reported_and_not_tried_without_a_reason(place: Place) -> None:

@@ -8,11 +8,11 @@ from typing import Final
 from gpumgr.aio import wait_at_most
 from gpumgr.allocator.pods import PodView
 
-#: Before the end of the grace period, at which the kubelet kills what still runs.
+#: How long before the end of the grace period, when the kubelet kills what still runs.
 AHEAD_SECONDS: Final = 1.0
 
 
-class PodEnds:
+class GracePeriods:
     """`pod_changed` is a listener of the pod cache, `run` a daemon. `clock` is monotonic, `wall_clock` in unix seconds."""
 
     def __init__(
@@ -23,13 +23,14 @@ class PodEnds:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._about_to_end, self._clock, self._wall_clock = about_to_end, clock, wall_clock
-        #: By UID; the time is monotonic.
+        #: UID -> when the function is due, in monotonic seconds, and the pod.
         self._due: dict[str, tuple[float, PodView]] = {}
         self._changed = asyncio.Event()
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """The kubelet's grace period begins when it sees the deletion, as the agent does, and lasts `grace_seconds`. The timestamp has
-        whole seconds, and is of the API server's clock; it alone is known of a deletion from before the agent's start."""
+        """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. Its
+        timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only the timestamp
+        is known."""
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gpumgr.allocator.pods import PodView
-from gpumgr.app.pod_ends import PodEnds
+from gpumgr.app.grace_periods import GracePeriods
 from tests.component.stage.stage import Clock
 
 SEEN = 1_000_000.0
@@ -26,7 +26,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.started = self.clock.now
-        self.ends = PodEnds(self._end, clock=self.clock, wall_clock=lambda: SEEN + self.clock.now - self.started)
+        self.ends = GracePeriods(self._end, clock=self.clock, wall_clock=lambda: SEEN + self.clock.now - self.started)
 
     async def _end(self, pod: PodView) -> None:
         assert pod.uid == "u"
