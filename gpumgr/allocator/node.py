@@ -9,7 +9,7 @@ from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import Gpu, MigProfile, Topology
 from gpumgr.units import GpuName, Resource
 
-#: Why a GPU of which the driver reports no memory has no shares.
+#: Why a GPU for which the driver reports no memory has no shares.
 NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"
 
 

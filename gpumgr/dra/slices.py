@@ -80,7 +80,8 @@ def slice_devices(
     shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
     """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
-    of memory is left out, since the API server refuses it. One of which the driver reports no memory is published without, and not shared.
+    of memory is left out, since the API server refuses it. A GPU for which the driver reports no memory is published without it, and not
+    shared.
     """
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])

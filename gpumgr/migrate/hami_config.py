@@ -56,7 +56,7 @@ _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "preconfigureddevicememory": (
         0,
         "preConfiguredDeviceMemory",
-        "is no amount for nvml.unreported_memory_mebibytes: set it yourself",
+        "is not a valid value of nvml.unreported_memory_mebibytes: set it yourself",
     ),
     "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id has the NUMA node of its GPU, always"),
     "enablegetpreferredallocation": (

@@ -41,7 +41,7 @@ class Nvml(Session):
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
     driver, DriverMismatchError if only a new process can go on. A GPU that answers with an error, or not in time, does not affect the
     readings of the others. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait for their end.
-    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU of which the driver reports none.
+    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU for which the driver reports none.
     """
 
     def __init__(

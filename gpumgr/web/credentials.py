@@ -35,7 +35,7 @@ _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(Generic[T]):
-    """What is made of `paths`, made again when they have changed, on a thread: a file system that hangs must not stop the event loop.
+    """A value made from the files `paths`, and made again on a thread when they have changed, since a file system may hang.
 
     The constructor raises what `make` raises. `read_again` is called after each change. `unusable` gets the reason and the
     earlier value, and returns what holds from now on.

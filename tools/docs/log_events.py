@@ -145,8 +145,8 @@ MEANINGS: Final = {
     "enforcement_not_observed": "A mechanism could not check its containers. It is retried every second.",
     "enforcement_not_adjusted": "A mechanism could not correct the limits of its containers. It is retried every second.",
     "orphan_removed": "Files of an ended container were removed, after `enforcement.orphan_grace_seconds`.",
-    "offered_ids_kept": "The kubelet offers the ids of an allocation again, although its pod runs, or may run: it has lost its checkpoint. "
-    "No other pod gets them. Delete the pod that `holder` names when its work allows that.",
+    "offered_ids_kept": "The kubelet offers the ids of an allocation again, although its pod runs or may run: the kubelet has lost its "
+    "checkpoint. No other pod gets these ids. Delete the pod that `holder` names when its work allows that.",
     "orphan_not_removed": "Files of an ended container can't be removed. The agent retries.",
     "orphans_kept": "The mounts of processes can't be read, so files of containers that may have ended are kept. `remedy` says "
     "what to do.",
