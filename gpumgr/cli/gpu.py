@@ -152,7 +152,7 @@ def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None
 def forget(gpu: str, reason: str, file: Path | None, socket: Path | None, output: str) -> None:
     """Forget a GPU that was removed from the machine and holds nothing: it is no longer reported as missing.
 
-    A GPU is forgotten by itself when another one is at its PCI address. If it comes back, it is offered again.
+    The agent forgets a GPU by itself when another one is at its PCI address. A forgotten GPU that is installed again is offered again.
 
     \b
     Examples:

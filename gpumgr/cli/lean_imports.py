@@ -1,4 +1,4 @@
-"""Imports for a process that runs for months: without what libraries load although gpumgr never uses it."""
+"""Imports libraries without the modules that they load and gpumgr never uses, for processes that run for months."""
 
 import gc
 import mimetypes
@@ -25,7 +25,7 @@ _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": 
 
 
 class _StandIn(ModuleType):
-    """Every name in it is the class `object`, so that a library can derive classes from it."""
+    """A module in which every name is the class `object`, so that a library can derive classes from it."""
 
     def __getattr__(self, name: str) -> type:
         if name == "__path__":  # only packages have it
