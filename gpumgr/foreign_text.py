@@ -19,7 +19,11 @@ MAX_DEPTH: Final = 100
 #: Messages reach logs, events and refusals, and a decoder may quote a key of any length.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_JSON_TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+#: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice: the time is linear in every
+#: text.
+_JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+#: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
+_MAX_SEXAGESIMAL: Final = 100
 
 
 class UnreadableText(ValueError):
@@ -81,6 +85,12 @@ def _check_yaml(text: bytes | str) -> None:
             raise UnreadableText(
                 f"it has the alias *{event.anchor}, which is not allowed, since aliases can multiply; write the value itself"
             )
+        if (
+            isinstance(event, yaml.ScalarEvent)
+            and event.implicit[0]
+            and event.value[_MAX_SEXAGESIMAL:].count(":") > _MAX_SEXAGESIMAL
+        ):
+            raise UnreadableText(f"it has a value with hundreds of colons without quotes, {event.value[:20]}...; quote it")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise UnreadableText(f"it is nested more than {MAX_DEPTH} levels deep")

@@ -94,6 +94,8 @@ TEXTS: Final[dict[str, str]] = {
     "nested without an end": "[" * DEPTH,
     "10 MiB": '"' + "x" * (10 << 20) + '"',
     "10 MiB in a key": '{"' + "x" * (10 << 20) + '": 1}',
+    "quotes in a string without an end": '{"a":"' + '\\"' * DEPTH,
+    "a number to base 60": "a: 1" + ":1" * DEPTH,
     "NaN": '{"version": NaN, "gpus": [Infinity, -Infinity], "metadata": {"uid": NaN}}',
     "a number out of range": '{"version": 1e999}',
     "5,000 digits": "1" * 5000,
