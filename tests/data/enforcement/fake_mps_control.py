@@ -22,6 +22,7 @@ and FAKE_MPS_BEHAVIOUR names a JSON file, read at every step (it may change mean
     knows_memory_limits  false: knows no command of memory limits in protocol 2, as driver 470 (default true)
     forget_limits     true: limits are accepted and not kept
     clients_hang      true: new clients wait for ever, as on a server of r615 that a killed client has blocked
+    lasting_clients   pids of clients that can't be terminated
     sim_dir           folder of a simulated node (gpumgr/sim/library.py) whose driver lists the server, from its first client on, and
                       the clients
 """

@@ -248,6 +248,8 @@ class Daemon:
         if "pinned_mem" in words[0] and not behaviour("knows_memory_limits", True):
             raise Refused(f'Unknown command "{words[0]}"')
         if words[0] == "terminate_client" and self.protocol == 2:
+            if int(words[2]) in behaviour("lasting_clients", []):
+                raise Refused(f"Failed to terminate client {words[2]}")
             self._known(words[1]).detach(int(words[2]))
             return ""
         if self.protocol == 2:

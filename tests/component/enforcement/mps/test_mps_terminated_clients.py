@@ -36,3 +36,16 @@ async def test_a_daemon_that_refuses_is_logged(place: Place) -> None:
     with capture_logs() as logs:
         await backend.end_clients([mine])
     assert [line["event"] for line in logs] == ["mps_clients_not_ended"]
+
+
+@pytest.mark.parametrize("lasting", [0, 1])
+async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int) -> None:
+    backend = await place.started(setting="2")
+    clients = [(await place.attach(backend, tenant()))[0] for _ in range(2)]
+    place.behave(lasting_clients=[clients[lasting]])
+    with capture_logs() as logs:
+        await backend.end_clients(clients)
+    assert sorted(line["event"] for line in logs) == ["mps_client_terminated", "mps_clients_not_ended"]
+    await place.pass_time(backend)
+    (daemon,) = backend.daemons()
+    assert list(daemon.clients) == [clients[lasting]]
