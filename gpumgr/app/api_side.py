@@ -102,8 +102,6 @@ class ApiSide:
             if self.delete_failed:
                 failed.changed(before, after)
 
-        for known in [*self.pods.all()]:
-            changed(None, known)
         self.pods.subscribe(changed)
         grace_periods = GracePeriods(components.enforcement.end_clients)
         self.pods.subscribe(grace_periods.pod_changed)

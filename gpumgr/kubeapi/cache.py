@@ -117,8 +117,11 @@ class PodCache:
                     await self._changed.wait()
 
     def subscribe(self, listener: OnChange) -> None:
-        """`listener` is called for every change, in the event loop, after the cache has it. It must neither block nor raise."""
+        """`listener` is called at once for each pod that is known already (before: None), and then for every change, in the event loop,
+        after the cache has it. It must neither block nor raise."""
         self._listeners.append(listener)
+        for known in self.all():
+            listener(None, known)
 
     async def delete_pod(self, pod: PodView) -> bool:
         """Deletes this incarnation of the pod (its UID is a precondition). False: it is deleted already, or another pod has its name.

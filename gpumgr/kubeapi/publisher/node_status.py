@@ -63,6 +63,11 @@ class NodeStatus:
         self._removed.add(key)
         self._put(Job("annotations"), self._clock())
 
+    def keep_removals(self) -> bool:
+        """Of the annotations that are not written yet only those of `remove_once` will be. False: there are none."""
+        self._annotated = False
+        return bool(self._removed)
+
     def label(self, labels: Mapping[str, str]) -> None:
         """Sets the agent's labels; others that it wrote before are removed."""
         now = self._clock()

@@ -162,11 +162,11 @@ class Publisher:
 
     async def flush(self, seconds: float) -> None:
         """Writes what is due, until a request fails or the time has passed; to be called after `run` has ended. The node's own state is
-        not written: the next agent may have written a newer one already."""
+        not written: the next agent may have written a newer one already. Removals (`NodeStatus.remove_once`) are, as they would be lost."""
         try:
             async with asyncio.timeout(seconds):
                 while (job := self._queue.next(self._clock())) is not None:
-                    if job.what in _OF_NODE:
+                    if job.what in _OF_NODE and not (job.what == "annotations" and self.node.keep_removals()):
                         self._queue.remove(job)
                     elif await self._attempt(job) is not None:
                         return

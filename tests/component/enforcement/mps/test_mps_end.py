@@ -1,13 +1,15 @@
 """How daemons end, and what they leave."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import Share
-from gpumgr.errors import Refusal
+from gpumgr.errors import MpsError, Refusal
 from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant, until
 
@@ -149,3 +151,20 @@ async def test_a_changed_compute_mode_is_set_again(place: Place) -> None:
     place.modes.now[UUID] = 0
     await place.pass_time(backend)
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
+
+
+@pytest.mark.parametrize("error", [MpsError("it hangs"), OSError("it is busy"), AssertionError("a bug")])
+async def test_an_end_that_failed_is_tried_again_after_a_pause(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    backend = await place.started()
+    stop = AsyncMock(side_effect=error)
+    monkeypatch.setattr(Daemon, "stop", stop)
+    await backend.tend(set)
+    place.seconds += IDLE_SECONDS
+    await backend.tend(set)
+    assert await backend.tend(set) == CHECK_SECONDS
+    assert stop.await_count == 1
+    place.seconds += CHECK_SECONDS
+    await backend.tend(set)
+    assert stop.await_count == 2
