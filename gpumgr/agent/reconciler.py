@@ -149,9 +149,22 @@ class Reconciler:
         return {a.id for a in absent if ended[a.id] is False or (ended[a.id] is None and a.pod in listing.pods)}
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint)."""
+        """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint).
+
+        `entries` are of the kubelet's checkpoint. Where the ledger has all of them, with their pods, `List` would add nothing: the offer
+        does not wait for it, and the next sweep calls it.
+        """
+        entries = tuple(entries)
         async with self._agent_state.lock:
-            rebuilt = await self.adopt_locked(entries)
+            ledger = self._agent_state.ledger
+            rebuilt = adopt(ledger, entries, None, self._find_uid, new_id=self.new_id, now=self._wall_clock())
+            if (
+                not entries
+                or rebuilt.ledger != ledger
+                or rebuilt.problems
+                or any(a.pod is None for a in ledger.allocations.values())
+            ):
+                rebuilt = await self.adopt_locked(entries)
             self._agent_state.publish()
             return rebuilt
 

@@ -138,7 +138,14 @@ class KubeletLink:
             daemon.cancel()
         if self._daemons:
             await asyncio.wait(self._daemons)
-        await asyncio.gather(*(resource.drain(grace_seconds) for resource in self._resources.values()))
+        # The kubelet refuses pods from the end of the first stream on, and admits one pod by calls of all resources.
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_seconds
+        servers = [each.server for each in self._resources.values() if each.server is not None]
+        while not all(each.idle for each in servers) and (left := deadline - loop.time()) > 0:
+            await asyncio.gather(*(each.wait_idle(left) for each in servers))
+        left = max(0.0, deadline - loop.time())
+        await asyncio.gather(*(resource.drain(left) for resource in self._resources.values()))
 
     async def _wait_until_free(self) -> None:
         logged = None
@@ -174,7 +181,7 @@ class _ResourceLink:
         self._timing = timing
         self._on_state = on_state
         self._random, self._free = random, free
-        self._server: PluginServer | None = None
+        self.server: PluginServer | None = None
         self._log = _log.bind(resource=name)
         self.state = LinkState()
 
@@ -208,9 +215,9 @@ class _ResourceLink:
         self._become(replace(self.state, error=reason))
 
     async def drain(self, grace_seconds: float) -> None:
-        if self._server is not None:
-            await self._server.drain(grace_seconds)
-            self._server = None
+        if self.server is not None:
+            await self.server.drain(grace_seconds)
+            self.server = None
         self._become(replace(self.state, registered=False))
 
     async def _answer_calls(self) -> None:
@@ -238,21 +245,21 @@ class _ResourceLink:
 
     async def _serve(self) -> PluginServer:
         """The server of the socket: the running one if its socket is still in place, else a new one that replaces it."""
-        old = self._server
+        old = self.server
         if old is not None:
             await old.end_watches(self._timing.handover_seconds)
             if old.in_place:
                 return old
-        self._server = PluginServer(self._own_socket, self._make_plugin())
+        self.server = PluginServer(self._own_socket, self._make_plugin())
         try:
-            await self._server.start()
+            await self.server.start()
         except KubeletError:
-            self._server = None
+            self.server = None
             raise
         finally:
             if old is not None:
                 await old.drain(self._timing.handover_seconds)
-        return self._server
+        return self.server
 
     async def _until_lost(self, kubelet: FileIdentity | None, first_watch_seconds: float) -> tuple[str, bool]:
         """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
@@ -261,11 +268,11 @@ class _ResourceLink:
         last_watched = loop.time()
         while True:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
-            if self._server is None or not self._server.in_place:
+            if self.server is None or not self.server.in_place:
                 return "own_socket_removed", was_watched
             if FileIdentity.at(self._kubelet_socket) != kubelet:
                 return "kubelet_restarted", was_watched
-            if self._server.watchers:
+            if self.server.watchers:
                 was_watched = True
                 last_watched = loop.time()
             elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):

@@ -75,6 +75,11 @@ class DrainingServer(Server):
         """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no unary call runs or has just ended."""
+        return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
+
     async def listen_on(self, sock: socket) -> None:
         """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
         earlier, self._server = self._server, None
@@ -94,13 +99,11 @@ class DrainingServer(Server):
         await asyncio.sleep(0)  # calls with headers that have just arrived start now
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
-        while (now := loop.time()) < deadline:
+        while not self.idle and (now := loop.time()) < deadline:
             if self._unary_calls:
                 await asyncio.wait(self._unary_calls, timeout=deadline - now)
-            elif (left := self._last_unary + _PAIR_SECONDS - now) > 0:
-                await asyncio.sleep(min(left, deadline - now))
             else:
-                return
+                await asyncio.sleep(min(max(0.0, self._last_unary + _PAIR_SECONDS - now), deadline - now))
 
     async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
         """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.

@@ -52,6 +52,15 @@ class UnixServer:
         """Removes the socket file, unless a newer one has replaced it; `start` makes it again."""
         self._socket.remove()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no unary call runs or has just ended."""
+        return self._server.idle
+
+    async def wait_idle(self, timeout_seconds: float) -> None:
+        """Waits until it is idle, at most `timeout_seconds`."""
+        await self._server.wait_idle(timeout_seconds)
+
     async def drain(self, grace_seconds: float) -> None:
         """Removes the socket file, unless a newer one has replaced it, and ends the service in order (see DrainingServer.drain)."""
         self._socket.remove()

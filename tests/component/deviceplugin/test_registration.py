@@ -18,7 +18,8 @@ from gpumgr.files import FileIdentity
 from gpumgr.rpc.link_state import LinkState
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
-from tests.component.deviceplugin.harness import ScriptedAllocator
+from tests.component.deviceplugin.harness import ScriptedAllocator, kubelet_stub
+from tests.kubelet_api import deviceplugin as pb
 
 QUICK = LinkTiming(
     poll_seconds=0.01,
@@ -126,6 +127,23 @@ async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKub
         assert not link.registered
         assert sorted(path.name for path in kubelet.plugin_folder.iterdir()) == ["kubelet.sock", "kubelet_internal_checkpoint"]
         assert [link.devices[kind].readers for kind in RESOURCES] == [0, 0]
+
+
+async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKubelet) -> None:
+    """A pod that is admitted needs both: with the end of the first stream the kubelet refuses pods."""
+    async with linked(kubelet.plugin_folder) as link, kubelet_stub(kubelet.plugin_folder / "gpumgr-memory.sock") as stub:
+        await offered(kubelet)
+        link.allocator.hold = asyncio.Event()
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
+        call = stub.Allocate(request)
+        await link.allocator.began.wait()
+        stopping = asyncio.create_task(link.link.stop(30))
+        await asyncio.sleep(0.2)  # longer than the pause after a call
+        assert kubelet.node_status()[CORE_RESOURCE].allocatable == 100
+        link.allocator.hold.set()
+        await call
+        await stopping
+        await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
 
 
 async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:

@@ -287,6 +287,18 @@ async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
     assert world.mine(pod, "main", "memory")
 
 
+async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kubelets_list() -> None:
+    world = await settled()
+    await world.run(world.pod("a", app()))
+    before = standing(world.ledger)
+    world.away = True
+    with capture_logs() as logs:
+        rebuilt = await world.restart()
+    assert not [line for line in logs if line["event"] == "pod_resources_unavailable"]
+    assert not rebuilt.added
+    assert standing(world.ledger) == before
+
+
 async def test_what_contradicts_the_ledger_is_logged_and_skipped() -> None:
     world = await settled()
     await world.run(world.pod("a", app()))
