@@ -69,10 +69,10 @@ def read_ledger(document: Mapping[str, Any]) -> list[Holding]:
 
 
 class Agent:
-    """`gpumgr run` on a simulated node, as a process of the cluster."""
+    """`gpumgr run` on a simulated node, as a process of the cluster with this name."""
 
-    def __init__(self, cluster: Cluster, config: Path = AGENT_STATE / "gpumgr.yaml") -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, config: Path = AGENT_STATE / "gpumgr.yaml", name: str = "gpumgr") -> None:
+        self._cluster, self._name = cluster, name
         self._config = config
         (self.port,) = free_ports(1)
         self.configure({})
@@ -123,7 +123,7 @@ class Agent:
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log so far."""
-        return [json.loads(line) for line in whole_lines(self._cluster.processes.log("gpumgr")) if line.startswith("{")]
+        return [json.loads(line) for line in whole_lines(self._cluster.processes.log(self._name)) if line.startswith("{")]
 
     def close(self) -> None:
         """Ends the agent and the connection to the kubelet."""
@@ -144,26 +144,26 @@ class Agent:
             str(self._config),
             *simulated,
         ]
-        self._cluster.processes.start("gpumgr", command, cwd=PROJECT)
+        self._cluster.processes.start(self._name, command, cwd=PROJECT)
         self.running = True
         if wait:
             self.wait_offered()
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._cluster.processes.kill("gpumgr")
+        self._cluster.processes.kill(self._name)
         self.running = False
 
     def wait_died(self) -> None:
         """Waits until it has ended by itself."""
-        pid = self._cluster.processes.pid("gpumgr")
+        pid = self._cluster.processes.pid(self._name)
         wait_until("the agent's end", lambda: start_time(pid) is None)
         self.kill()
 
     def stop(self) -> int | None:
         """SIGTERM; the exit status."""
         self.running = False
-        return self._cluster.processes.stop("gpumgr")
+        return self._cluster.processes.stop(self._name)
 
     def ensure(self) -> None:
         """Starts the agent where a failed test left none."""
@@ -174,11 +174,16 @@ class Agent:
 
     def check(self) -> None:
         """Raises StartError where it has ended."""
-        self._cluster.processes.check("gpumgr")
+        self._cluster.processes.check(self._name)
 
     def offered(self) -> dict[str, int]:
         """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 1 s later)."""
         return self._resources.allocatable()
+
+    def offers(self) -> bool:
+        """Whether the kubelet has healthy ids of both resources: a plugin that answers stands behind them."""
+        offered = self.offered()
+        return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
 
     def is_ready(self) -> bool:
         """What its readiness probe says: what the kubelet still offers of an agent that has ended is not ours."""

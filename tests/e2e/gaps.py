@@ -42,13 +42,14 @@ class Gap:
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._stopping.wait(self._every):
+            asked = time.monotonic()
             if not self._alive():
                 continue
             now = time.monotonic()
             self.signs += 1
             if now - last > self.seconds:
                 self.longest = (last, now)
-            last = now
+            last = asked  # it may have ended before the answer came
 
 
 def keep_figures(figures: dict[str, Any]) -> None:
