@@ -16,7 +16,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.errors import CheckpointError, Refusal
-from gpumgr.foreign_text import decode_json
+from gpumgr.foreign_text import UnreadableText, decode_json
 
 log = structlog.get_logger(__name__)
 
@@ -27,23 +27,31 @@ _PATIENCE_SECONDS: Final = 10.0
 
 
 class GoneGpus:
-    """Call `restore` before the first GPU is offered. `clock` is monotonic, in seconds."""
+    """Nothing is noted or forgotten before `restore`. `clock` is monotonic, in seconds."""
 
     def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
         self._agent_state, self._clock = agent_state, clock
-        self._addresses: Mapping[str, str] = {}
+        #: None before `restore`.
+        self._addresses: Mapping[str, str] | None = None
         #: UUID -> when another GPU was seen first at its address.
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a restart. GPUs that were replaced before are forgotten without a wait, since the kubelet gets a
-        new list anyway."""
-        self._addresses = decode_json(notes.get(ADDRESSES_NOTE, "{}"), dict[str, str])
+        """Takes over the addresses after a start, once the quarantine is restored. GPUs that were replaced before are forgotten without a
+        wait, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an operator can still forget the GPUs.
+        """
+        try:
+            self._addresses = decode_json(notes.get(ADDRESSES_NOTE, "{}"), dict[str, str])
+        except UnreadableText as error:
+            log.warning("gpu_addresses_lost", reason=str(error))
+            self._addresses = {}
         taken = list(self._addresses.values())
         self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
 
     async def look(self) -> None:
         """Notes the addresses, and forgets GPUs that were replaced. Call it after each sample."""
+        if self._addresses is None:
+            return
         agent_state = self._agent_state
         registered, listed = agent_state.ledger.gpu_registry.by_uuid, agent_state.inventory.snapshot.gpus
         addresses = {uuid: place for uuid, place in self._addresses.items() if uuid in registered}
@@ -52,18 +60,18 @@ class GoneGpus:
             if addresses != self._addresses:
                 await agent_state.save_note(ADDRESSES_NOTE, msgspec.json.encode(addresses, order="deterministic").decode())
                 self._addresses = addresses
-            await self._forget_replaced({gpu.bus_id: gpu.uuid for gpu in listed})
+            await self._forget_replaced(addresses, {gpu.bus_id: gpu.uuid for gpu in listed})
         except CheckpointError as error:
             log.error("gpu_not_forgotten", reason=str(error))
 
-    async def _forget_replaced(self, present: Mapping[str | None, str]) -> None:
+    async def _forget_replaced(self, addresses: Mapping[str, str], present: Mapping[str | None, str]) -> None:
         now, state = self._clock(), self._agent_state
-        replaced = {uuid: present[place] for uuid, place in self._addresses.items() if present.get(place, uuid) != uuid}
+        replaced = {uuid: present[place] for uuid, place in addresses.items() if present.get(place, uuid) != uuid}
         self._replaced_since = {uuid: self._replaced_since.get(uuid, now) for uuid in replaced}
         for uuid, since in self._replaced_since.items():
             gpu = state.ledger.gpu_registry.by_uuid.get(uuid)
             if gpu is not None and now - since >= _PATIENCE_SECONDS and self._obstacle(gpu) is None:
-                await self._forget(gpu, f"{replaced[uuid]} is at its PCI address {self._addresses[uuid]}")
+                await self._forget(gpu, f"{replaced[uuid]} is at its PCI address {addresses[uuid]}")
 
     async def forget(self, gpu: RegisteredGpu, why: str) -> None:
         """Forgets the GPU on an operator's request. Raises Refusal with the obstacle."""

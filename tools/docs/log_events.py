@@ -104,6 +104,8 @@ MEANINGS: Final = {
     "gpu_forgotten": "A GPU that is gone is no longer registered; `reason` has the cause.",
     "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. The agent tries again.",
     "gpu_{code}": "An operator's request was carried out: `gpu_cordoned`, `gpu_draining`, `gpu_uncordoned`.",
+    "gpu_addresses_lost": "The checkpoint's note of the GPUs' PCI addresses can't be read. A GPU that was replaced before stays "
+    "registered until `gpumgr gpu forget`.",
     "gpu_drain_evicts": "The agent evicts a pod on a GPU that is drained with `--evict`.",
     "gpu_reset": "`gpumgr gpu reset` succeeded.",
     "gpu_not_reset": "`gpumgr gpu reset` failed; `reason` is the output of nvidia-smi.",

@@ -10,7 +10,7 @@ import pytest
 
 from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.drain_evictions import Eviction
-from gpumgr.agent.gone_gpus import GoneGpus
+from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
 from gpumgr.allocator.ledger import ClaimRequest
@@ -85,6 +85,7 @@ class Bench:
         self._api_server = api_server
         self.now = 0.0
         self.gone_gpus = GoneGpus(world.agent_state, clock=lambda: self.now)
+        self.gone_gpus.restore({})
         self.maintenance = self.again()
 
     @classmethod
@@ -550,6 +551,32 @@ async def test_a_gpu_is_forgotten_by_itself_some_seconds_after_another_one_is_at
     await bench.gone_gpus.look()
     assert registered(bench) == [FIRST, other]
     assert bench.told == [("forgotten", f"{other} is at its PCI address {node.gpus[1].bus_id}")]
+
+
+async def test_a_gpu_that_is_not_listed_at_a_restart_is_forgotten_when_another_one_comes_to_its_address() -> None:
+    """The first samples come before the note is restored."""
+    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
+    bench = await Bench.made(node=node)
+    await bench.gone_gpus.look()
+    await show(bench, node, 0)
+    noted = dict(bench.world.checkpoint.notes)
+    bench.gone_gpus = GoneGpus(bench.world.agent_state, clock=lambda: bench.now)
+    await bench.gone_gpus.look()
+    assert bench.world.checkpoint.notes == noted
+    bench.gone_gpus.restore(noted)
+    await bench.gone_gpus.look()
+    await show(bench, node, 0, 1, new_uuid=other)
+    for bench.now in (100.0, 110.0):
+        await bench.gone_gpus.look()
+    assert registered(bench) == [FIRST, other]
+
+
+@pytest.mark.parametrize("note", ["{", "[]", '{"GPU-1": 2}'])
+async def test_a_note_of_addresses_that_can_not_be_read_is_begun_anew(note: str) -> None:
+    bench = await Bench.made(node=snapshot(2, 16))
+    bench.gone_gpus.restore({ADDRESSES_NOTE: note})
+    await bench.gone_gpus.look()
+    assert FIRST in bench.world.checkpoint.notes[ADDRESSES_NOTE]
 
 
 async def test_a_gpu_that_was_replaced_while_no_agent_ran_or_before_is_forgotten_unless_it_holds_something() -> None:
