@@ -338,9 +338,16 @@ class Daemon:
         await self._list()
         for server in self.servers if not self.clients.keys().isdisjoint(pids) else ():
             answer = await self._client.run_for_server(server, commands.list_clients(2, server))
-            for pid in sorted(commands.parse_clients(2, answer or "").keys() & set(pids)):
-                await self._client.run_for_server(server, commands.terminate_client(server, pid))
-                log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
+            ending = sorted(commands.parse_clients(2, answer or "").keys() & set(pids))
+            # The kubelet kills all of them soon, so a client that can't be terminated must not delay the others.
+            ended = await asyncio.gather(*(self._terminate(server, pid) for pid in ending), return_exceptions=True)
+            if error := next(filter(None, ended), None):
+                raise error
+
+    async def _terminate(self, server: int, pid: int) -> None:
+        """Raises MpsError."""
+        await self._client.run_for_server(server, commands.terminate_client(server, pid))
+        log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
 
     async def stop(self) -> None:
         """Ends it and removes all its files. Raises MpsError, OSError if something is left; a later call continues."""

@@ -116,9 +116,11 @@ class Supervisor:
             return
         try:
             await daemon.stop()
-        except (MpsError, OSError) as error:
-            log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+        except Exception as error:
             daemon.end_not_before = self.config.clock() + self._check_seconds
+            if not isinstance(error, MpsError | OSError):  # a bug
+                raise
+            log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
 
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""
