@@ -5,17 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.pods import PodView
 from gpumgr.app import api_side
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import make_components, make_maintenance
 from gpumgr.app.components import Components, Hardware, make_enforcement
+from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.app.read_model import ReadModel
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.settings import Settings
@@ -35,10 +37,12 @@ POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer
 
 
 @asynccontextmanager
-async def started(sim: SimApiServer, folder: Path) -> AsyncIterator[tuple[ApiSide, Components]]:
-    """Only its daemons run."""
+async def started(
+    sim: SimApiServer, folder: Path, *, pods_known: bool = False, profile: Literal["tencent", "both"] = "tencent"
+) -> AsyncIterator[tuple[ApiSide, Components]]:
+    """Only its daemons run. `pods_known`: the pods are listed before, as they are before a takeover from another agent."""
     settings = Settings(
-        node=NodeSettings(name="node-1"),
+        node=NodeSettings(name="node-1", profile=profile),
         kubernetes=KubernetesSettings(kubeconfig=sim.kubeconfig(folder / "kubeconfig")),
         checkpoint=CheckpointSettings(dir=folder),
         container=ContainerSettings(allocation_dir=folder / "vm"),
@@ -47,6 +51,9 @@ async def started(sim: SimApiServer, folder: Path) -> AsyncIterator[tuple[ApiSid
     )
     checkpoint = MemoryCheckpoint()
     async with ApiSide.open(settings) as side:
+        if pods_known:
+            side.watch()
+            await side.wait_synced(60)
         hardware = Hardware(simulated=True)
         enforcement = make_enforcement(settings, hardware, side.pods, side.publisher)
         components = make_components(settings, hardware, Loaded(), checkpoint, side, None, enforcement)
@@ -87,6 +94,36 @@ async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
         sim.put(POD, PodStatus(phase="Running"))
         sim.put(replace(POD, name="later", uid="uid-2"))
         assert await seen.get() == "later"
+
+
+def terminating(name: str, **annotations: str) -> dict[str, Any]:
+    """A pod that failed in its grace period, which is nearly over."""
+    times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}
+    return {
+        "metadata": {"namespace": "team", "name": name, "uid": name, "annotations": annotations, **times},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": {"limits": limits}}]},
+        "status": {"phase": "Failed"},
+    }
+
+
+@pytest.mark.parametrize("pods_known", [False, True])
+async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pods_known: bool
+) -> None:
+    ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def end_clients(_: NodeEnforcement, pod: PodView) -> None:
+        ended.put_nowait(pod.name)
+
+    monkeypatch.setattr(NodeEnforcement, "end_clients", end_clients)
+    sim.written.annotations["hami.io/mutex.lock"] = "2026-01-01T00:00:00Z,team,h"
+    allocated = {"hami.io/vgpu-devices-allocated": "GPU-0,NVIDIA,1000,0:;", "hami.io/bind-phase": "allocating"}
+    sim.put_document(terminating("h", **{"hami.io/vgpu-node": "node-1"}, **allocated))
+    async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(20):
+        assert await ended.get() == "h"
+        while "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed":
+            await asyncio.sleep(0.01)
 
 
 async def test_a_bug_in_a_reporter_does_not_end_the_agent(

@@ -257,6 +257,15 @@ async def test_a_stop_writes_what_is_due_within_its_deadline(sim: SimApiServer, 
     assert (stage.waiting, len(sim.written.events)) == (1, 1)
 
 
+async def test_a_stop_still_removes_what_is_removed_once(sim: SimApiServer, stage: Stage) -> None:
+    """The next agent does not know that HAMi's lock is to be removed."""
+    sim.written.annotations |= {"hami.io/mutex.lock": "2026-01-01T00:00:00Z,team,web", "a": "of the next agent"}
+    stage.node.annotate("a", "1")
+    stage.node.remove_once("hami.io/mutex.lock")
+    await stage.publisher.flush(10.0)
+    assert (sim.written.annotations, sim.requests, stage.waiting) == ({"a": "of the next agent"}, ["annotate"], 0)
+
+
 async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     stage.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
