@@ -128,7 +128,7 @@ class Reconciler:
                 absent=self._absent,
                 patience=PATIENCE_WHILE_INCOMPLETE if incomplete else PATIENCE,
                 gone=lambda uid: synced and self._find_uid(uid) is None,
-                kept=await self._kept(listing),
+                kept=await self._kept(listing, incomplete=incomplete),
             )
             self._absent = swept.absent
             self._settled = None if swept.absent or swept.ledger != agent_state.ledger else basis
@@ -140,13 +140,13 @@ class Reconciler:
             agent_state.publish()
             return True
 
-    async def _kept(self, listing: Listing) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them: their pods run, or are listed and not known to have ended.
-        A kubelet that lost its checkpoint lists a pod without its ids."""
+    async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
+        """The allocations that stay although the last `List` did not show them: their pods run, or are not known to have ended and are
+        listed or may be missing in an incomplete list. A kubelet that lost its checkpoint lists a pod without its ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
-        return {a.id for a in absent if ended[a.id] is False or (ended[a.id] is None and a.pod in listing.pods)}
+        return {a.id for a in absent if ended[a.id] is False or (ended[a.id] is None and (incomplete or a.pod in listing.pods))}
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint).

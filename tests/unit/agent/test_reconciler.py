@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler
-from gpumgr.agent.reconciler import GAP_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
+from gpumgr.agent.reconciler import GAP_SECONDS, INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.allocator.sweep import sweep
@@ -177,6 +177,23 @@ async def test_a_restarted_kubelet_without_pods_frees_nothing() -> None:
     await world.sweep()
     world.check_names()
     assert len(pods) == len(world.ledger.allocations)
+
+
+async def test_what_only_an_incomplete_list_lacks_is_kept() -> None:
+    """Neither the API server nor the container runtime answers, and the kubelet's sources take long to be ready."""
+    world = await settled()
+    pods = [await world.run(world.pod(f"p{n}", app())) for n in range(3)]
+    world.pods.down, world.runtime.error, world.sources_ready = True, "no socket", False
+    world.reconciler.kubelet_restarted()
+    for _ in range(2 * PATIENCE_WHILE_INCOMPLETE):
+        await world.sweep()
+    assert len(world.ledger.allocations) == len(pods)
+    world.end(pods[0])
+    world.sources_ready = True
+    world.clock.now += INCOMPLETE_SECONDS
+    for _ in range(PATIENCE):
+        await world.sweep()
+    assert {a.uid for a in world.ledger.allocations.values()} == {pod.uid for pod in pods[1:]}
 
 
 async def test_unavailable_podresources_free_nothing() -> None:
