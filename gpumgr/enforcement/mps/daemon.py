@@ -30,8 +30,9 @@ from gpumgr.proc import Process, is_running, start_time_ticks
 _START_SECONDS: Final = 10.0
 #: How long the trial of a new client may take. On an H200 a context takes less than a second.
 _CLIENT_SECONDS: Final = 15.0
-#: Between a trial that hung and the next one.
-_CLIENT_PAUSE_SECONDS: Final = 60.0
+#: Between two trials, and after one that hung.
+_CLIENT_PAUSE_SECONDS: Final = 15.0
+_HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
 #: After a crash the daemon is restarted at once, after further ones with pauses that double.
@@ -301,32 +302,48 @@ class Daemon:
         """Whether a trial of a new client is due. One is due after a client has left, since a client that is killed in the middle of its
         work can block the server."""
         waited = self.config.clock() - self._tried_at
-        return bool(self.servers) and (self._client_left or (self.hang is not None and waited >= _CLIENT_PAUSE_SECONDS))
+        pause = _CLIENT_PAUSE_SECONDS if self._client_left else _HANG_PAUSE_SECONDS
+        return bool(self.servers) and (self._client_left or self.hang is not None) and waited >= pause
+
+    def _serves_others(self) -> bool:
+        """Whether a client of the agent's user waits until the clients of another user have ended (see `findings.judge`)."""
+        if self.config.protocol == 3 or self.config.multiuser_option:
+            return False
+        return any(processes.user_of(pid) != os.geteuid() for pid in self.servers)
 
     async def try_client(self) -> None:
         """Tries whether a new client gets a context in time, and sets `hang`. Call it without `lock`, since a client that hangs must not
         delay the checks."""
         self._client_left, self._tried_at = False, self.config.clock()
         process, folder, config = self.process, self.folder, self.config
+        if self._serves_others():
+            self._set_hang(None)  # a server that hung has ended
+            return
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
         argv = launcher.client_command(config.launcher, folder.shm, environment, config.client)
         if argv is None:
             return
-        hang = None
+        hang, status = None, 0
         try:
-            await ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds).communicate(argv, environment, "")
+            program = ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds)
+            status, _ = await program.communicate(argv, environment, "")
         except MpsTimeoutError:
             hang = f"new CUDA programs hang at the MPS daemon of GPU {self.uuid}: a trial got no context within {config.client_seconds:g} s"
         except MpsTransientError:  # the program can't be run, which says nothing about the daemon
             return
-        if process != self.process or hang == self.hang:
+        # Another status means that the program was not started, or that CUDA refused. By now the server may be another one.
+        if process == self.process and status == 0 and not self._serves_others():
+            self._set_hang(hang)
+
+    def _set_hang(self, hang: str | None) -> None:
+        if hang == self.hang:
             return
-        self.hang = hang
+        self.hang, pid = hang, self.process and self.process[0]
         if hang is not None:
-            log.warning("mps_daemon_hangs", gpu=self.uuid, pid=process and process[0], reason=hang)
+            log.warning("mps_daemon_hangs", gpu=self.uuid, pid=pid, reason=hang)
         else:
-            log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=process and process[0])
+            log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=pid)
 
     async def end_clients(self, pids: Collection[int]) -> None:
         """Terminates the work of those clients that are among `pids`. Does nothing in protocol 3, for which no such command is known.

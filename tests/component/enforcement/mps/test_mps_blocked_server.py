@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement.mps import client
+from gpumgr.enforcement.mps import client, processes
 from gpumgr.enforcement.mps.processes import CLIENT
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurried, own, running, tenant
@@ -77,6 +77,63 @@ async def test_a_server_that_recovers_is_found_to_work(place: Place) -> None:
     assert daemon.hang is not None, "not so soon"
     await place.pass_time(backend, 60.0)
     assert daemon.hang is None
+
+
+@pytest.mark.parametrize("status", [1, 2, 3])
+async def test_a_trial_that_does_not_get_as_far_changes_nothing(place: Place, status: int) -> None:
+    """systemd-run failed (1), CUDA refused (2), or there is no libcuda (3)."""
+    backend = await blocked(place)
+    assert backend._supervisor is not None
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=("/bin/sh", "-c", f"exit {status}")))
+    await place.pass_time(backend, 60.0)
+    (daemon,) = backend.daemons()
+    assert daemon._tried_at == place.seconds
+    assert daemon.hang is not None
+
+
+async def test_trials_have_a_pause_between_them(place: Place) -> None:
+    backend = await blocked(place, hangs=False)
+    (daemon,) = backend.daemons()
+    first = daemon._tried_at
+    daemon._client_left = True
+    await place.pass_time(backend, 1.0)
+    assert (daemon._client_left, daemon._tried_at) == (True, first)
+    await place.pass_time(backend, 10.0)
+    assert (daemon._client_left, daemon._tried_at) == (False, place.seconds)
+
+
+async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the multi-user mode a client of the agent would wait until that user's clients have ended."""
+    place.behave(protocols=[2], multiuser=False)
+    backend = await place.started(setting="2")
+    assert backend._supervisor is not None
+    marker = place.root / "tried"
+    client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=client, client_seconds=0.5))
+    (daemon,) = backend.daemons()
+    await place.attach(backend, tenant(), FAKE_MPS_AS_USER=str(os.geteuid() + 1))
+    monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + 1)
+    daemon._client_left, daemon.hang = True, "the server before it hung"
+    await place.pass_time(backend)
+    assert daemon.servers
+    await place.pass_time(backend)
+    assert (backend.daemons()[0].hang, daemon._client_left, marker.exists()) == (None, False, False)
+
+
+async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.behave(protocols=[2], multiuser=False)
+    backend = await place.started(setting="2")
+    assert backend._supervisor is not None
+    marker = place.root / "tried"
+    client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=client, client_seconds=0.5))
+    (daemon,) = backend.daemons()
+    await place.attach(backend, tenant())
+    await place.pass_time(backend)
+    monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + marker.exists())
+    daemon._client_left = True
+    await place.pass_time(backend)
+    assert (daemon.hang, marker.exists()) == (None, True)
 
 
 async def test_the_client_that_tries_a_daemon_is_no_stranger(place: Place) -> None:
