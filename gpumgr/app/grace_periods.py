@@ -1,9 +1,9 @@
-"""Calls a function one second before the grace period of each deleted pod ends, and never earlier."""
+"""Calls a function with deleted pods one second before their grace periods end, and never earlier."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 
 from gpumgr.aio import wait_at_most
 from gpumgr.allocator.pods import PodView
@@ -17,7 +17,7 @@ class GracePeriods:
 
     def __init__(
         self,
-        about_to_end: Callable[[PodView], Awaitable[None]],
+        about_to_end: Callable[[Sequence[PodView]], Coroutine[Any, Any, None]],
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -42,9 +42,12 @@ class GracePeriods:
             self._changed.set()
 
     async def run(self) -> None:
-        while True:
-            due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
-            await asyncio.gather(*(self._about_to_end(pod) for _, pod in [self._due.pop(uid) for uid in due]))
-            first = min((at for at, _ in self._due.values()), default=None)
-            await wait_at_most(self._changed, None if first is None else max(0.0, first - self._clock()))
-            self._changed.clear()
+        """A call that takes long delays no other."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
+                if due:
+                    group.create_task(self._about_to_end([self._due.pop(uid)[1] for uid in due]))
+                first = min((at for at, _ in self._due.values()), default=None)
+                await wait_at_most(self._changed, None if first is None else max(0.0, first - self._clock()))
+                self._changed.clear()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -186,18 +186,20 @@ class NodeEnforcement:
         """An allocation was freed: its files become due for removal."""
         self._freed.set()
 
-    async def end_clients(self, pod: PodView) -> None:
-        """Ends the work of the pod's MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can
+    async def end_clients(self, pods: Sequence[PodView]) -> None:
+        """Ends the work of the pods' MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can
         block the server for all clients."""
-        if not self.mps.daemons():
-            return
+        if self.mps.daemons() and (pids := set[int]().union(*await asyncio.gather(*map(self._pids_of, pods)))):
+            await self.mps.end_clients(pids)
+
+    async def _pids_of(self, pod: PodView) -> set[int]:
+        """The processes of its containers, an empty set if they can't be read."""
         containers = [each for each in self.containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
         try:
-            pids = await asyncio.to_thread(lambda: {pid for each in containers for pid in self.containers.pids(each)})
+            return await asyncio.to_thread(lambda: {pid for each in containers for pid in self.containers.pids(each)})
         except CriError as error:
             log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
-            return
-        await self.mps.end_clients(pids)
+            return set()
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""

@@ -1,7 +1,8 @@
 """One second before the grace period of a deleted pod ends, and never earlier."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -28,8 +29,8 @@ class Node:
         self.started = self.clock.now
         self.ends = GracePeriods(self._end, clock=self.clock, wall_clock=lambda: SEEN + self.clock.now - self.started)
 
-    async def _end(self, pod: PodView) -> None:
-        assert pod.uid == "u"
+    async def _end(self, pods: Sequence[PodView]) -> None:
+        assert [pod.uid for pod in pods] == ["u"]
         self.ended.append(self.clock.now - self.started)
 
     async def look(self, seconds: float) -> None:
@@ -84,3 +85,26 @@ async def test_pods_that_are_gone_or_not_deleted_are_left_alone() -> None:
     node.ends.pod_changed(deleted(SEEN + 30), None)
     await node.look(1000)
     assert node.ended == []
+
+
+async def test_pods_that_are_due_together_share_a_call_and_one_that_takes_long_delays_no_other() -> None:
+    calls: list[list[str]] = []
+    called, never = asyncio.Event(), asyncio.Event()
+
+    async def end(pods: Sequence[PodView]) -> None:
+        calls.append([pod.uid for pod in pods])
+        called.set()
+        await never.wait()
+
+    clock = Clock()
+    ends = GracePeriods(end, clock=clock, wall_clock=lambda: SEEN)
+    daemon = asyncio.create_task(ends.run())
+    for uids in (["a", "b"], ["c"]):
+        for uid in uids:
+            ends.pod_changed(None, replace(deleted(SEEN), uid=uid))
+        await called.wait()
+        called.clear()
+    assert calls == [["a", "b"], ["c"]]
+    daemon.cancel()
+    await asyncio.wait({daemon})
+    assert daemon.cancelled()

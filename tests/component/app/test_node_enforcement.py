@@ -166,12 +166,16 @@ async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cg
     monkeypatch.setattr(enforcement, "containers", runtime)
     monkeypatch.setattr(enforcement.mps, "end_clients", end_clients)
     pod = PodView(namespace="team", name="web", uid="u")
-    await enforcement.end_clients(pod)
+    await enforcement.end_clients([pod])
     assert ended == [], "no daemon runs"
     monkeypatch.setattr(enforcement.mps, "daemons", lambda: ["a daemon"])
-    await enforcement.end_clients(pod)
+    await enforcement.end_clients([pod])
     assert ended == [{11, 12, 21}]
+    await enforcement.end_clients([pod, PodView(namespace="team", name="api", uid="other")])
+    assert ended.pop() == {11, 12, 21, 31}
+    await enforcement.end_clients([PodView(namespace="team", name="none", uid="none")])
+    assert ended == [{11, 12, 21}], "without processes nothing is to be done"
     runtime.cgroups_broken = True
     with capture_logs() as logs:
-        await enforcement.end_clients(pod)
+        await enforcement.end_clients([pod])
     assert [line["event"] for line in logs] == ["mps_clients_not_ended"]
