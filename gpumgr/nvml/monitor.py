@@ -227,7 +227,12 @@ class Monitor:
         self._relist_at = now + (self._relist_seconds if lacks else longest)
         self._relist_seconds = min(2 * self._relist_seconds, longest) if lacks else first
         if lacks:
-            await self._nvml.open()
+            try:
+                await self._nvml.open()
+            except NvmlError as error:
+                if not self._nvml.opened:
+                    raise
+                log.warning("nvml_not_reopened", reason=str(error))  # a call was inside it: the session before goes on
         return lacks
 
     async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:

@@ -83,7 +83,8 @@ MEANINGS: Final = {
     "gpu_released": "The processes for which `gpu_quarantined` was logged have ended, and the GPU is offered again.",
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on, and the agent retries.",
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
-    "nvml_not_reopened": "The driver did not answer after `gpumgr gpu reset`. The agent retries.",
+    "nvml_not_reopened": "The session with the driver could not be opened again, after `gpumgr gpu reset` or for GPUs that the "
+    "driver does not list. The agent tries again.",
     "mig_device_gone": "A MIG device was destroyed that a container holds. It can't start again: delete the pod.",
     "mig_device_created": "A MIG device was created for a container (`hami.operating_mode: mig`).",
     "mig_device_destroyed": "A MIG device without a container was destroyed (`hami.operating_mode: mig`).",

@@ -1,6 +1,7 @@
 """The monitor over a simulated node: faults are detected, reported, and end."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -315,6 +316,34 @@ async def test_gpus_that_the_driver_lists_late_are_found_and_reported_until_then
             await listener.until(lambda: listener.health[sim.description.uuid_of(3)].reason == "xid")
     assert listener.outages == []
     assert [line["reason"] for line in logs if line["event"] == "gpus_not_listed"] == [sentence]
+
+
+async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = node("pcie-a10-4")
+    facts, release = sim.sysfs_root.parent / "node.txt", threading.Event()
+    complete = facts.read_text()
+    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim) as (monitor, listener):
+            await listener.rounds(1)
+            call = asyncio.create_task(monitor._nvml._worker.call(release.wait, timeout_seconds=60, gpu=3))
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr("gpumgr.nvml.session._SHUTDOWN_SECONDS", 0.05)
+                    await listener.until(lambda: any(line["event"] in ("nvml_not_reopened", "nvml_down") for line in logs))
+                monitor._relist_at = float("inf")
+                await listener.rounds(2)
+                sim.control.xid(0, 119)
+                await listener.until(lambda: listener.states[0][1] == "xid")
+            finally:
+                release.set()
+            await call
+            replace_file(facts, complete.encode(), durable=False)
+            monitor._relist_at = 0.0
+            await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+    assert listener.outages == []
 
 
 async def test_a_gpu_that_comes_to_the_pci_bus_later_is_found(node: Prepare) -> None:
