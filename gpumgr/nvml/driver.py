@@ -15,7 +15,7 @@ from gpumgr.nvml.sampling import failed, read_health, read_processes, read_sampl
 from gpumgr.nvml.session import Session
 from gpumgr.nvml.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
 from gpumgr.nvml.utilization import ProcessUtilization
-from gpumgr.nvml.worker import GpuHangs
+from gpumgr.nvml.worker import GpuBusy, GpuHangs
 from gpumgr.topology.devices import (
     GpuFailure,
     GpuProcess,
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 #: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
+#: How long a sample, or a reading of the health, waits for an earlier call about one of the GPUs.
+_BUSY_SECONDS: Final = 1.0
 
 
 class Nvml(Session):
@@ -125,28 +127,35 @@ class Nvml(Session):
         return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
 
     async def sample(self, *, utilization: bool = False) -> NodeSample:
-        """The GPUs' current use; with `utilization` also that of each process since the sample before."""
+        """The GPUs' current use; with `utilization` also that of each process since the sample before.
+
+        A GPU about which another call takes long is left out.
+        """
         if not utilization:
             self._utilization.forget()
         of_processes = self._utilization if utilization else None
-        answers = await self._each(lambda index: read_sample(self._binding, index, of_processes))
+        answers = await self._each(lambda index: read_sample(self._binding, index, of_processes), wait_seconds=_BUSY_SECONDS)
         return NodeSample(
             gpus={answer.uuid: answer for answer in answers.values() if isinstance(answer, GpuSample)},
             failures={
                 self._seen[index]: str(answer)
                 for index, answer in answers.items()
-                if isinstance(answer, NvmlError) and index in self._seen
+                if isinstance(answer, NvmlError) and not isinstance(answer, GpuBusy) and index in self._seen
             },
         )
 
-    async def read_health(self) -> Mapping[str, Observation]:
-        """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed."""
-        readings: dict[str, Observation] = {}
-        for index, answer in (await self._each(lambda index: read_health(self._binding, index))).items():
+    async def read_health(self) -> Mapping[str, Observation | None]:
+        """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed.
+
+        The reading is None while another call about the GPU takes long.
+        """
+        readings: dict[str, Observation | None] = {}
+        answers = await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS)
+        for index, answer in answers.items():
             if not isinstance(answer, NvmlError):
                 readings[answer[0]] = answer[1]
             elif index in self._seen:
-                readings[self._seen[index]] = failed(answer)
+                readings[self._seen[index]] = None if isinstance(answer, GpuBusy) else failed(answer)
         return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:

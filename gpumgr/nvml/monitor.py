@@ -260,11 +260,14 @@ class Monitor:
             await self._listener.snapshot_taken(snapshot)
         return snapshot
 
-    def _judge(self, readings: Mapping[str, Observation]) -> None:
+    def _judge(self, readings: Mapping[str, Observation | None]) -> None:
+        """Applies the readings. A GPU with the reading None keeps its health."""
         self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
-            self._observe(uuid, readings.get(uuid, missing))
+            observation = readings.get(uuid, missing)
+            if observation is not None:
+                self._observe(uuid, observation)
         for instance, health in list(self._mig_health.items()):
             answers = [each for each in readings.values() if isinstance(each, HealthReading)]
             reading = next((each for each in answers if instance in each.mig_instances), None)
@@ -329,7 +332,7 @@ class Monitor:
                 )
 
 
-def _hanging(readings: Mapping[str, Observation]) -> frozenset[str]:
+def _hanging(readings: Mapping[str, Observation | None]) -> frozenset[str]:
     return frozenset(uuid for uuid, each in readings.items() if isinstance(each, Failed) and each.reason == "hang")
 
 

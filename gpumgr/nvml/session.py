@@ -1,6 +1,7 @@
 """A session with the driver's library, and the calls in it: as coroutines, which never block the event loop and have a timeout."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -169,16 +170,18 @@ class Session:
         await self.wait_for_session()
         return await self._worker.call(fn, timeout_seconds=self._timeout_seconds, gpu=gpu)
 
-    async def _each(self, fn: Callable[[int], T], indices: Iterable[int] | None = None) -> dict[int, T | NvmlError]:
+    async def _each(
+        self, fn: Callable[[int], T], indices: Iterable[int] | None = None, *, wait_seconds: float = math.inf
+    ) -> dict[int, T | NvmlError]:
         """Calls `fn` for each GPU; returns index -> the result, or the error of this GPU. Raises errors of the driver as a whole. `indices`
-        None: all GPUs, and the driver as a whole must answer, too."""
+        None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each."""
         await self.wait_for_session()
         calls: dict[Subject, Callable[[], Any]] = {
             i: partial(fn, i) for i in (range(self._count) if indices is None else indices)
         }
         if indices is None:
             calls[None] = self._read_count
-        answers: dict[Any, Any] = await self._worker.each(calls, timeout_seconds=self._timeout_seconds)
+        answers: dict[Any, Any] = await self._worker.each(calls, timeout_seconds=self._timeout_seconds, wait_seconds=wait_seconds)
         for subject, answer in answers.items():
             if isinstance(answer, (NvmlAbsent, DriverMismatchError)) or (subject is None and isinstance(answer, NvmlError)):
                 raise answer

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,13 @@ class GpuHangs(NvmlError):
         self.gpu = gpu
 
 
+class GpuBusy(NvmlError):
+    """An earlier call about the GPU takes long, but is within its time limit."""
+
+    def __init__(self) -> None:
+        super().__init__("an earlier call about this GPU has not ended")
+
+
 @dataclass(slots=True, eq=False)
 class _Round:
     """Jobs for which one caller waits. `left`: how many of them have not ended."""
@@ -51,11 +59,13 @@ class _Job:
     subject: Subject
     fn: Callable[[], Any]
     timeout_seconds: float
+    wait_seconds: float
     round: _Round
     queued: float = field(default_factory=time.monotonic)
     started: float | None = None
     ended: bool = False
     timed_out: bool = False
+    gave_up: bool = False
     answer: Any = None
     error: BaseException | None = None
 
@@ -93,11 +103,19 @@ class NvmlWorker:
             raise answer
         return answer
 
-    async def each(self, fns: Mapping[Subject, Callable[[], T]], *, timeout_seconds: float) -> dict[Subject, T | NvmlError]:
-        """By GPU what its function returns, or its NvmlError; GpuHangs as in `call`. Raises any other error."""
+    async def each(
+        self, fns: Mapping[Subject, Callable[[], T]], *, timeout_seconds: float, wait_seconds: float = math.inf
+    ) -> dict[Subject, T | NvmlError]:
+        """By GPU what its function returns, or its NvmlError; GpuHangs as in `call`. Raises any other error.
+
+        The answer is GpuBusy if an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
+        """
         loop = asyncio.get_running_loop()
         together = _Round(loop, loop.create_future(), len(fns))
-        jobs = [_Job(subject=subject, fn=fn, timeout_seconds=timeout_seconds, round=together) for subject, fn in fns.items()]
+        jobs = [
+            _Job(subject=subject, fn=fn, timeout_seconds=timeout_seconds, wait_seconds=wait_seconds, round=together)
+            for subject, fn in fns.items()
+        ]
         self._put(jobs)
         try:
             while (seconds := self._attend(jobs)) is not None:
@@ -152,7 +170,7 @@ class NvmlWorker:
         without_thread = False
         with self._changed:
             for job in jobs:
-                if job.ended or job.timed_out:
+                if job.ended or job.timed_out or job.gave_up:
                     continue
                 if job.started is not None:
                     seconds_left = job.started + job.timeout_seconds - now
@@ -160,7 +178,12 @@ class NvmlWorker:
                     due += [] if job.timed_out else [seconds_left]
                     continue
                 before = self._running.get(job.subject)
-                if before is None or not before.stuck_seconds:
+                if before is not None and job.subject is not None and now >= job.queued + job.wait_seconds:
+                    job.gave_up = not before.stuck_seconds
+                if job.gave_up:
+                    self._waiting.remove(job)
+                    job.round.left -= 1
+                elif before is None or not before.stuck_seconds:
                     due.append(_PATIENCE_SECONDS)
                     without_thread |= before is None and now >= job.queued + _PATIENCE_SECONDS
             if without_thread and not self._idle:
@@ -175,6 +198,8 @@ class NvmlWorker:
                 job.round.left -= 1
 
     def _answer(self, job: _Job) -> Any:
+        if job.gave_up:
+            return GpuBusy()
         if not job.ended:
             return self._hangs(job)
         if job.error is not None and not isinstance(job.error, NvmlError):

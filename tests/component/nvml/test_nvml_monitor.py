@@ -175,6 +175,30 @@ async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_retur
     assert listener.outages == []
 
 
+async def test_a_gpu_about_which_a_call_takes_long_keeps_its_health_and_the_others_are_watched(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes of MIG may take half a minute."""
+    monkeypatch.setattr("gpumgr.nvml.driver._BUSY_SECONDS", 0.05)
+    sim, release = node("pcie-a10-4"), threading.Event()
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        call = asyncio.create_task(monitor._nvml._worker.call(release.wait, timeout_seconds=60, gpu=0))
+        try:
+            await listener.until(lambda: len(listener.samples[-1].gpus) == 3)
+            sim.control.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1)
+            await listener.until(lambda: listener.states[1][1] == "reset")
+            await listener.rounds(3)
+            assert sim.description.uuid_of(0) not in {**listener.samples[-1].gpus, **listener.samples[-1].failures}
+            assert listener.states == [WELL, ("unhealthy", "reset"), WELL, WELL]
+        finally:
+            release.set()
+        await call
+        await listener.until(lambda: len(listener.samples[-1].gpus) == 4)
+    assert {health[sim.description.uuid_of(0)].state for health in listener.history} == {"healthy"}
+    assert listener.outages == []
+
+
 @pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceRegisterEvents", "*"])
 async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(node: Prepare, function: str) -> None:
     sim = node("pcie-a10-4")

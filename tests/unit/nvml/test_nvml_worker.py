@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from gpumgr.errors import NvmlError
-from gpumgr.nvml.worker import GpuHangs, NvmlWorker
+from gpumgr.nvml.worker import GpuBusy, GpuHangs, NvmlWorker
 
 Threads = Callable[[], set[threading.Thread]]
 
@@ -95,6 +95,23 @@ async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gp
     await slow
     await next_one
     assert order == ["True", "next"]
+    worker.close()
+
+
+async def test_a_call_that_may_not_wait_long_for_an_earlier_one_about_its_gpu_does_not_begin() -> None:
+    worker = NvmlWorker()
+    begun: list[int | None] = []
+    with blocked() as release:
+        slow = asyncio.create_task(worker.call(release.wait, timeout_seconds=60, gpu=0))
+        await until(lambda: 0 in worker._running)
+        calls: dict[int | None, Callable[[], None]] = {gpu: partial(begun.append, gpu) for gpu in (0, 1, None)}
+        answers = await worker.each(calls, timeout_seconds=20, wait_seconds=0.1)
+        assert isinstance(answers.pop(0), GpuBusy)
+        assert answers == {1: None, None: None}
+        assert not worker.stuck
+    await slow
+    assert await worker.call(lambda: 7, timeout_seconds=20, gpu=0) == 7
+    assert begun == [1, None]
     worker.close()
 
 
