@@ -7,6 +7,7 @@ Drivers 470 and 535 write no pid file. The daemon is then the process that liste
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -26,6 +27,7 @@ _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
 #: The program that makes a context as a client of a daemon.
 CLIENT: Final = Path(__file__).with_name("client.py")
 _SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
+_CONTAINER_ID: Final = re.compile(rb"[0-9a-f]{64}")
 POLL_SECONDS: Final = 0.05
 
 
@@ -82,15 +84,15 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
 
 
 def daemon_of_others(uuid: str) -> tuple[int, str] | None:
-    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes of pods do not count: a
-    tenant can give its process any name. Nor do those in gpumgr's folders, which it has on record. Reads /proc."""
+    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not count:
+    a tenant can give its process any name. Nor do those in gpumgr's folders, which it has on record. Reads /proc."""
     own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():
             continue
         with contextlib.suppress(OSError):
             # Before any read of the process's memory, with which a tenant can make the agent hang.
-            if b"kubepods" in (proc / "cgroup").read_bytes():
+            if _in_container(proc):
                 continue
             program, *words = (proc / "cmdline").read_bytes().split(b"\0")
             if os.path.basename(program) != b"nvidia-cuda-mps-control" or _STARTS_DAEMON.isdisjoint(words):
@@ -105,13 +107,22 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
     return None
 
 
+def _in_container(proc: Path) -> bool:
+    """Whether the process is in a container other than the agent's. A runtime may put containers below any cgroup, such as /system.slice
+    or /k8s.io, if the kubelet names none (cgroupsPerQOS false). Raises OSError."""
+    text, own = (proc / "cgroup").read_bytes(), b""
+    with contextlib.suppress(OSError):
+        own = (PROC / "self/cgroup").read_bytes()
+    return b"kubepods" in text or any(each not in own for each in _CONTAINER_ID.findall(text))
+
+
 def is_server(pid: int, pipes: Collection[Path]) -> bool:
     """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tries one. False
-    for processes of pods, since a tenant can give its process any name and environment. A server that has begun to exit can't be
+    for processes in containers, since a tenant can give its process any name and environment. A server that has begun to exit can't be
     recognized."""
     try:
         # Before any read of the process's memory, with which a tenant can make the agent hang.
-        if b"kubepods" in (PROC / str(pid) / "cgroup").read_bytes():
+        if _in_container(PROC / str(pid)):
             return False
         program, *words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:

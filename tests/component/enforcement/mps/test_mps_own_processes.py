@@ -71,6 +71,45 @@ async def test_a_tenant_can_not_pass_for_a_server(place: Place, monkeypatch: pyt
     assert backend.own_pids(dict.fromkeys(range(1, 6), 10)) == {1}
 
 
+CONTAINERS = [
+    "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-2.scope",
+    f"0::/system.slice/cri-containerd-{'a1' * 32}.scope",
+    f"0::/k8s.io/{'a1' * 32}",
+    f"12:memory:/docker/{'a1' * 32}/init.scope\n0::/",
+]
+
+
+@pytest.mark.parametrize("cgroup", CONTAINERS)
+async def test_a_process_in_a_container_is_never_own_wherever_the_runtime_puts_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cgroup: str
+) -> None:
+    backend = await place.started(setting="2")
+    proc(tmp_path, 1, pipe=str(place.folder.pipe), cgroup=cgroup)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert backend.own_pids({1: 10}) == set()
+
+
+@pytest.mark.parametrize("cgroup", CONTAINERS)
+def test_a_process_in_a_container_is_no_daemon_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cgroup: str) -> None:
+    for pid, where in ((1, cgroup), (2, "0::/system.slice/mps.service")):
+        folder = proc(tmp_path / str(pid), pid, pipe="/tmp/x", cgroup=where)
+        (folder / "cmdline").write_bytes(b"nvidia-cuda-mps-control\0-d\0")
+        (folder / "environ").write_bytes(f"CUDA_MPS_PIPE_DIRECTORY=/tmp/x\0CUDA_VISIBLE_DEVICES={UUID}\0".encode())
+    monkeypatch.setattr(processes, "PROC", tmp_path / "1")
+    assert processes.daemon_of_others(UUID) is None
+    monkeypatch.setattr(processes, "PROC", tmp_path / "2")
+    assert processes.daemon_of_others(UUID) == (2, "/tmp/x")
+
+
+async def test_a_server_in_the_agents_own_container_is_own(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend = await place.started(setting="2")
+    own_container = f"0::/docker/{'b2' * 32}"
+    folder = proc(tmp_path, 1, pipe=str(place.folder.pipe), cgroup=own_container)
+    (tmp_path / "self").symlink_to(folder)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert backend.own_pids({1: 10}) == {1}
+
+
 async def test_a_server_that_exits_is_still_own_and_a_new_process_with_its_pid_is_not(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
