@@ -17,7 +17,8 @@ from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, G
 LIBRARY_PATH = "/usr/local/nvidia"
 #: Where glibc looks for libraries in every image, also without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
 #: subfolders of its own folders (Debian's, then those of others), which images normally do not have. glibc 2.33 and later look into the
-#: former ones, glibc before 2.37 into the latter ones. Source: ld.so(8), "Hardware capabilities".
+#: former ones, glibc before 2.37 into the latter ones. They are those of x86-64.
+#: Source: ld.so(8), "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
@@ -53,7 +54,7 @@ class DriverAccess:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPaths:
     """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
-    driver's list of the capabilities of MIG devices, empty if it has none."""
+    driver's list of the capabilities of MIG devices, empty if it has none. `machine`: as in platform.machine()."""
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str
@@ -62,6 +63,7 @@ class HostPaths:
     share_driver_dir: str = ""
     whole_driver_dir: str = ""
     allocation_dir: str = "/etc/gpu-manager/vm"
+    machine: str = "x86_64"
     extra_devices: tuple[str, ...] = ()
 
 
@@ -114,9 +116,10 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
-    """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda only, so that its library is found first; other images
-    need their own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding files that are mounted."""
-    path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if mounted and VCUDA in allocation.mechanisms else {}
+    """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
+    not search LOADER_PATHS; other images need their own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding mounted files."""
+    named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
+    path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
     return {**path, "NVIDIA_VISIBLE_DEVICES": NO_DEVICES if hidden else ",".join(devices)}
 

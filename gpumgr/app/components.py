@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import re
 import secrets
 import time
@@ -434,6 +435,7 @@ def _host_paths(settings: Settings, proc_root: Path, driver_access: Callable[[],
         share_driver_dir=str(container.driver_share_dir),
         whole_driver_dir=str(container.driver_whole_dir),
         allocation_dir=str(container.allocation_dir),
+        machine=platform.machine(),
         extra_devices=tuple(map(str, container.extra_devices)),
         driver_access=driver_access,
         mig_minors=partial(_text_of, proc_root / "driver/nvidia-caps/mig-minors"),

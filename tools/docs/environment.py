@@ -45,8 +45,8 @@ GIVEN: Final = {
         "nothing, with `vcuda`, and where the driver's files are mounted on a node with the toolkit.",
     ),
     "LD_LIBRARY_PATH": (
-        "`vcuda`",
-        "It is `/usr/local/nvidia/lib64`, which contains the backend's library as `libcuda.so.1`.",
+        "`vcuda`; where the driver's files are mounted, on machines that are not x86-64",
+        "It is `/usr/local/nvidia/lib64`. With `vcuda` this folder contains the backend's library as `libcuda.so.1`.",
     ),
     "CUDA_MPS_PIPE_DIRECTORY": (
         "`mps`",

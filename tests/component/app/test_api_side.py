@@ -122,7 +122,9 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
     sim.put_document(terminating("h", **{"hami.io/vgpu-node": "node-1"}, **allocated))
     async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(20):
         assert await ended.get() == "h"
-        while "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed":
+        while (  # noqa: ASYNC110 (the simulated API server has no event)
+            "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
+        ):
             await asyncio.sleep(0.01)
 
 

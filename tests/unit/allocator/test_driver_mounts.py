@@ -43,12 +43,13 @@ KINDS: dict[str, tuple[Ask, str]] = {
 kinds = pytest.mark.parametrize(("ask", "visible"), KINDS.values(), ids=KINDS)
 
 
-def host(*, mounted: bool = True, toolkit: bool = False, lacks: str = "/none") -> HostPaths:
+def host(*, mounted: bool = True, toolkit: bool = False, lacks: str = "/none", machine: str = "x86_64") -> HostPaths:
     return HostPaths(
         exists=lambda path: not path.startswith(lacks),
         share_driver_dir="/vdriver/nvidia",
         whole_driver_dir="/vdriver/origin",
         driver_access=lambda: DriverAccess(mounted=mounted, toolkit=toolkit),
+        machine=machine,
     )
 
 
@@ -68,6 +69,16 @@ def test_without_a_toolkit_the_files_are_mounted_where_every_image_finds_them(as
     }
     assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": visible}
     assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"} <= {node.container_path for node in answer.devices}
+
+
+@kinds
+@pytest.mark.parametrize(("mounted", "lacks"), [(True, "/none"), (False, "/none"), (True, "/vdriver")])
+def test_on_another_machine_a_variable_names_the_mounted_files(ask: Ask, visible: str, mounted: bool, lacks: str) -> None:
+    """glibc of arm64 does not search the subfolders. Where nothing is mounted, the toolkit's files need no variable."""
+    answer = ask(host(machine="aarch64", mounted=mounted, lacks=lacks))
+    named = {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} if LIBRARY_PATH in driver_mounts(answer) else {}
+    assert bool(named) is (mounted and lacks == "/none")
+    assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": visible, **named}
 
 
 @kinds
