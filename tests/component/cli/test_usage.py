@@ -77,14 +77,14 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
         f"this node at {written}\n"
         "the agent does not respond: this is from its checkpoint\n"
         "\n"
-        "GPU  MODEL  STATE      CORES  BUSY     MEMORY  USED  TEMP  POWER\n"
-        "0    -      -         30/100     -  0.5/80.0G     -     -      -\n"
-        "1    -      cordoned   0/100     -  0.0/22.5G     -     -      -\n"
+        "GPU  MODEL  STATE      CORES     BUSY     MEMORY     USED  TEMP  POWER\n"
+        "0    -      -         30/100  unknown  0.5/80.0G  unknown     -      -\n"
+        "1    -      cordoned   0/100  unknown  0.0/22.5G  unknown     -      -\n"
         "\n"
         "GPU1 is cordoned since 2023-11-14 22:13:20Z\n"
         "\n"
-        "POD            CONTAINER  GPU  CORES  BUSY  MEMORY  USED  PROCS  KEPT BY  LIMITS\n"
-        "team/resnet-0  main         0     30     -    0.5G     -      -  mps      within\n"
+        "POD            CONTAINER  GPU  CORES     BUSY  MEMORY     USED  PROCS  KEPT BY  LIMITS\n"
+        "team/resnet-0  main         0     30  unknown    0.5G  unknown      -  mps      within\n"
     )
     document = json.loads((await gpumgr_command("usage", "--gpu", "1", "--output", "json")).out)
     assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("22222222", None)]
