@@ -1,7 +1,7 @@
 """The API server's side as the agent starts it: the publisher with the history, and a bug in a reporter."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +113,9 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
 ) -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
 
-    async def end_clients(_: NodeEnforcement, pod: PodView) -> None:
-        ended.put_nowait(pod.name)
+    async def end_clients(_: NodeEnforcement, pods: Collection[PodView]) -> None:
+        for pod in pods:
+            ended.put_nowait(pod.name)
 
     monkeypatch.setattr(NodeEnforcement, "end_clients", end_clients)
     sim.written.annotations["hami.io/mutex.lock"] = "2026-01-01T00:00:00Z,team,h"
