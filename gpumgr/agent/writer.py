@@ -260,7 +260,7 @@ class Agent:
                 async with agent_state.lock:
                     created = replace(self._still_reserved(reserved.id), mig_devices=created.mig_devices, why=created.why)
                     return created, await self._grant(record, created, evaluator)
-            except Refusal:
+            except BaseException:
                 async with agent_state.lock:
                     agent_state.withdraw(reserved)
                 await self.mig_devices.discard(created)

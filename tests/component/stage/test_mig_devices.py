@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest.mock import AsyncMock
 
 import pytest
 from structlog.testing import capture_logs
@@ -450,6 +451,15 @@ async def test_a_gpu_that_fails_while_a_device_is_created_refuses_the_container(
         assert mig.places(uuid_of(node)) == []
         assert not node.ledger.allocations
         assert not [entry for entry in node.agent.agent_state.history.entries() if entry.what in ("granted", "freed")]
+
+
+async def test_a_bug_while_a_device_is_created_leaves_no_reservation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with creating(folder) as (node, mig, admission, _):
+        monkeypatch.setattr(AgentState, "commit", AsyncMock(side_effect=KeyError("a bug")))
+        mig.created.set()
+        assert (await admission).phase == "Failed"
+        assert not node.ledger.allocations
+        assert mig.places(uuid_of(node)) == []
 
 
 async def test_a_reservation_that_was_freed_while_its_device_was_created_refuses_the_container(folder: Path) -> None:
