@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.reconciler import PATIENCE_WHILE_INCOMPLETE
+from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.units import RESOURCE_NAMES, RESOURCES
 from tests.allocations import block_count
@@ -291,6 +291,10 @@ async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     world.check_names()
     assert len(world.ledger.allocations) == 4
     for _ in range(PATIENCE_WHILE_INCOMPLETE):
+        await world.sweep(2)
+    assert len(world.ledger.allocations) == 4, "the kubelet's list may be incomplete"
+    world.clock.now += INCOMPLETE_SECONDS
+    for _ in range(PATIENCE):
         await world.sweep(2)
     assert len(world.ledger.allocations) == 3
 
