@@ -1,8 +1,9 @@
 """Decides whether the pods of allocations have ended.
 
 An offer of ids, or their absence in `List`, does not prove it: a kubelet that lost its checkpoint offers the ids of running pods. The API
-server decides. The container runtime decides if the API server can't be reached, or can't know the pod: an allocation without a UID may
-belong to an earlier pod of that name, and the mirror pod of a static pod can get another UID while the pod runs.
+server decides. The container runtime decides if the API server can't be reached, if the pod is being deleted (the kubelet may report its
+end later than it offers the ids), or if the API server can't know the pod: an allocation without a UID may belong to an earlier pod of that
+name, and the mirror pod of a static pod can get another UID while the pod runs.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class PodEnds:
         if wait:
             await self._wait([a for a in allocations if ended[a.id] is False])
             ended = {a.id: self._by_api_server(a) for a in allocations}
-        unknown = [a for a in allocations if ended[a.id] is None and (a.uid or a.pod)]
+        unknown = [a for a in allocations if (ended[a.id] is None and (a.uid or a.pod)) or self._ends(a, ended[a.id])]
         if unknown and (sandboxes := await self._sandboxes()) is not None:
             ended |= {a.id: not any(_is_of(each, a) for each in sandboxes) for a in unknown}
         return ended
@@ -57,6 +58,11 @@ class PodEnds:
         later = self._pods.get(a.pod) if a.pod else None
         static = is_static_uid(a.uid) or (later is not None and later.runtime_uid is not None)
         return None if static else True
+
+    def _ends(self, a: Allocation, ended: bool | None) -> bool:
+        """Whether the API server shows a pod that is being deleted and has not ended."""
+        view = find_pod(self._pods, a.pod, a.uid) if ended is False else None
+        return view is not None and view.deleted
 
     async def _wait(self, running: Collection[Allocation]) -> None:
         now = self._clock()

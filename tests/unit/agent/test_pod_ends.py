@@ -28,6 +28,15 @@ def web(uid: str = "1", phase: str = "Running", runtime_uid: str | None = None) 
     ("holder", "shown", "api_server", "sandbox", "ended"),
     [
         pytest.param("1", web(), "reachable", None, False, id="it runs, whatever the runtime has"),
+        pytest.param(
+            "1", replace(web(), deleted=True), "reachable", "1", False, id="it is being deleted, and its sandbox is ready"
+        ),
+        pytest.param(
+            "1", replace(web(), deleted=True), "reachable", None, True, id="it is being deleted, and has no ready sandbox"
+        ),
+        pytest.param(
+            "1", replace(web(), deleted=True), "reachable", "error", False, id="it is being deleted, and no runtime answers"
+        ),
         pytest.param("1", web(phase="Failed"), "reachable", "1", True, id="it has ended"),
         pytest.param("1", web(phase="Failed"), "down", "1", True, id="an end is final, also during an outage"),
         pytest.param("1", None, "reachable", "1", True, id="it is deleted"),
