@@ -178,6 +178,8 @@ def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machi
 
     kubelet.delete("first")
     kubelet.delete("second")
+    # This node has neither an API server nor a container runtime: only the kubelet's lists show, after a while, that the pods have ended.
+    wait_until("their ids free", lambda: events(host, "agent-2").count("allocation_freed") == 2, timeout=120, every=1)
     kubelet.run("whole", cores=800, memory_blocks=0)  # for which the daemon has to make room
     assert exclusive() == 0
     wait_until("no daemon", lambda: not daemons(host))
