@@ -20,8 +20,8 @@ class NodeView:
     containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now, that work and
     that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable
-    because of their MIG mode alone: MIG devices are given there. `mig_profiles`: the GPUs on which MIG devices are created on demand,
-    and of which profiles. `shown`: the GPUs that the driver describes now.
+    because of their MIG mode alone: MIG devices are given there. `mig_profiles`: GPU -> the profiles of the MIG devices that are created
+    on it on demand. `shown`: the GPUs that the driver describes now.
     """
 
     topology: Topology

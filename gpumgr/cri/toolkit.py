@@ -1,7 +1,7 @@
 """Decides, from what the container runtime reports, whether NVIDIA's container toolkit adds the driver's files to containers.
 
-The toolkit acts in containers of its own runtime (nvidia-container-runtime), and in those that name a device of its CDI specs; gpumgr's
-containers name none. Source: NVIDIA Container Toolkit, architecture overview.
+The toolkit acts in containers of its own runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs;
+containers of gpumgr name none. Source: NVIDIA Container Toolkit, architecture overview.
 """
 
 import re

@@ -65,7 +65,7 @@ class ReplicaRequest:
         return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
 
     def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the container may use of it. All memory of a GPU of which the driver reports none (0) is the whole GPU."""
+        """What the container may use of it. A request for all memory of a GPU that reports none (0) gets it whole."""
         all_memory = self.memory_mebibytes is None and self.memory_percent >= _ALL_PERCENT
         if self.whole or (all_memory and not gpu_mebibytes):
             return Amounts(CORES_PER_GPU, gpu_mebibytes)

@@ -69,8 +69,8 @@ def describe_gpu(
     unreported_memory_bytes: int | None = None,
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs, and
-    `mig_profiles` the profiles that were read before; this reading adds to both. `unreported_memory_bytes`: the memory of a GPU of which
-    the driver reports none."""
+    `mig_profiles` the profiles that were read before; this reading adds to both. `unreported_memory_bytes`: the memory of a GPU if the
+    driver reports none for it."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
@@ -83,8 +83,8 @@ def describe_gpu(
 
 
 def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
-    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and those that another driver has (vfio-pci,
-    for virtual machines): NVML lists neither.
+    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and devices of another driver (vfio-pci, for
+    virtual machines): NVML lists neither.
 
     Source: the kernel's sysfs-bus-pci ABI; class codes of the PCI Code and ID Assignment Specification.
     """

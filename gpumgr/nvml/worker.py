@@ -163,7 +163,7 @@ class NvmlWorker:
                 self._start()
 
     def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks the calls that take too long, and starts a thread for those that wait too long. Returns the seconds until this is due
+        """Marks calls that take too long, and starts a thread for calls that wait too long. Returns the seconds until this is due
         again; None if there is nothing to wait for."""
         now = time.monotonic()
         due: list[float] = []

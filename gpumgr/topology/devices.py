@@ -123,7 +123,7 @@ class GpuFailure:
 class NodeSnapshot:
     """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
 
-    `failures` are listed by NVML, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, also of those that NVML does not list.
+    `failures` are listed by NVML, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that NVML does not list.
     """
 
     gpus: tuple[Gpu, ...]

@@ -344,7 +344,7 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The servers of its daemons, also of a trial, and those that outlived their daemon. NVML lists a server like any program, also
+        """The MPS servers of its daemons and of a trial, also after their daemon has ended. NVML lists a server like any program, also
         while it exits. Then it can no longer be recognized, so the answers about processes of the last sample are kept."""
         pipes = [each.folder.pipe for each in self.daemons()] + [probe.folder_of(self._root).pipe]
         known = self._servers

@@ -64,7 +64,7 @@ class NodeStatus:
         self._put(Job("annotations"), self._clock())
 
     def keep_removals(self) -> bool:
-        """Of the annotations that are not written yet only those of `remove_once` will be. False: there are none."""
+        """Drops the annotations that are not written yet, except the removals of `remove_once`. False: there are none."""
         self._annotated = False
         return bool(self._removed)
 
