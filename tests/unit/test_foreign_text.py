@@ -214,7 +214,7 @@ def test_files_and_answers_of_other_programs(text: str, tmp_path: Path) -> None:
 
 
 def test_deep_values_are_null_and_the_rest_stays() -> None:
-    deep = "[" * 5000 + '"]}"' + "]" * 5000
+    deep = "[" * DEPTH + '"]}"' + "]" * DEPTH
     text = f'{{"a": {deep}, "b": "[{{", "c": [1, {{"d": {deep}}}], "e": "\\"["}}'
     found = decode_stored(text.encode())
     assert (found["b"], found["c"][0], found["e"]) == ("[{", 1, '"[')
