@@ -5,14 +5,15 @@ A group stays as it is for as long as it has nodes: a node moves to another grou
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
 from gpumgr.cluster.request import PodRequest
 from gpumgr.topology.devices import Topology
 
-#: Stands for any UUID that no request names.
-_SOME_UUID = "GPU"
+#: Stands for any UUID that no request names. No annotation contains it, since names in annotations are stripped.
+_SOME_UUID: Final = " "
 
 
 class Profile:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 _MAX_CHARACTERS: Final = 64
+#: HAMi's modes of a GPU: it is shared, or containers get MIG devices of it.
+MODES: Final = ("hami-core", "mig")
 
 
 def device_type(model: str | None) -> str:
@@ -18,7 +20,7 @@ def device_type(model: str | None) -> str:
 class Constraints:
     """Models are substrings without regard to case, of the model as HAMi registers it: with "NVIDIA-" if it begins otherwise. UUIDs are
     exact. Empty "use": any. `same_numa_node` is about each container that has several GPUs. `unused`: GPUs on which no container is yet.
-    `mig` True: only GPUs for MIG devices, False: only GPUs that are shared.
+    `modes`: of MODES; None: any.
 
     A GPU without a known model satisfies no constraint on models, one without a known UUID none on UUIDs.
     """
@@ -29,12 +31,12 @@ class Constraints:
     avoid_uuids: tuple[str, ...] = ()
     same_numa_node: bool = False
     unused: bool = False
-    mig: bool | None = None
+    modes: tuple[str, ...] | None = None
 
     @property
     def of_single_gpus(self) -> bool:
         """Some GPUs may satisfy them and others not, independent of their use."""
-        return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.mig is not None)
+        return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.modes is not None)
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -54,13 +56,13 @@ class Constraints:
             if each
         ]
         parts += ["without containers"] if self.unused else []
-        parts += [f"in mode {'mig' if self.mig else 'hami-core'}"] if self.mig is not None else []
-        text = " and ".join(parts)
+        parts += [f"in mode {' or '.join(self.modes) or 'unknown'}"] if self.modes is not None else []
+        text = "".join(each if each.isprintable() else "?" for each in " and ".join(parts))
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
         """Of one GPU; UUID and model are empty if they are not known. `mig`: containers get MIG devices of it."""
-        if self.mig not in (None, mig):
+        if self.modes is not None and MODES[mig] not in self.modes:
             return False
         if self.use_models or self.avoid_models:
             model = model.casefold()

@@ -1,9 +1,10 @@
 """Which GPUs a pod demands by its annotations, in gpumgr's and in HAMi's spelling. Pure.
 
-Of two annotations with one meaning gpumgr's counts, and the other is not read. An empty text is as good as none.
+If a pod has two annotations with one meaning, gpumgr's counts, and the other is not read. Empty texts are no constraints.
 
-HAMi's scheduler refuses no text (HAMi 2.4 to 2.10: CheckType, CheckUUID, assertNuma), so pods that it has bound may have any in HAMi's
-annotations: they are read as it does. Those of gpumgr are checked.
+HAMi's scheduler refuses no text, so pods that it has bound may have any in HAMi's annotations. They are read as HAMi 2.10 reads them
+(CheckType and CheckUUID in pkg/device/devices.go; assertNuma and checkType in pkg/device/nvidia/device.go), with two exceptions: their
+length is limited, and a list without a text is no constraint, as up to HAMi 2.9. Texts of gpumgr's annotations are checked.
 """
 
 import re
@@ -11,14 +12,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from gpumgr.errors import Refusal
-from gpumgr.evaluators.constraints import Constraints
+from gpumgr.evaluators.constraints import MODES, Constraints
 
 USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
 USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
 #: HAMi's only: a text that contains the modes of the GPUs that the pod may have.
-MODES: Final = "nvidia.com/vgpu-mode"
+USE_MODES: Final = "nvidia.com/vgpu-mode"
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 #: HAMi's policy for the GPUs of a node, which may be a list. `mutex` is a constraint: GPUs without containers.
 GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
@@ -32,7 +33,7 @@ _FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 
 
 def constraints_of(annotations: Mapping[str, object]) -> Constraints:
-    """Raises Refusal for a text of gpumgr's annotations that can't be read, for a mode that no GPU has, and for too many names."""
+    """Raises Refusal for a text of gpumgr's annotations that can't be read, and for too many or too long names."""
     return Constraints(
         use_models=_names(annotations, USE_MODELS),
         avoid_models=_names(annotations, AVOID_MODELS),
@@ -40,16 +41,14 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
         avoid_uuids=_uuids(annotations, AVOID_UUIDS),
         same_numa_node=_truth(annotations, SAME_NUMA_NODE),
         unused="mutex" in words(annotations, GPU_POLICY),
-        mig=_mig(annotations),
+        modes=_modes(annotations),
     )
 
 
-def _mig(annotations: Mapping[str, object]) -> bool | None:
-    text = str(annotations.get(MODES, "")).strip()
-    mig, shared = "mig" in text, "hami-core" in text
-    if text and not (mig or shared):
-        raise refusal(MODES, f"{text[:MAX_CHARACTERS]!r} contains neither hami-core nor mig")
-    return mig if mig != shared else None
+def _modes(annotations: Mapping[str, object]) -> tuple[str, ...] | None:
+    """An empty text names no mode either, so that no GPU satisfies it."""
+    modes = tuple(mode for mode in MODES if USE_MODES not in annotations or mode in str(annotations[USE_MODES]))
+    return modes if modes != MODES else None
 
 
 def words(annotations: Mapping[str, object], key: str) -> list[str]:
@@ -59,18 +58,19 @@ def words(annotations: Mapping[str, object], key: str) -> list[str]:
 def _given(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, str]:
     """The key that counts, and its text."""
     key = next((key for key in keys if key in annotations), keys[0])
-    return key, str(annotations.get(key, "")).strip()
+    return key, str(annotations.get(key, ""))
 
 
 def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
     """Sorted, so that the order in the text makes no difference."""
     key, text = _given(annotations, keys)
+    own = key == keys[0]
     names = tuple(sorted({name for each in text.split(",") if (name := each.strip())}))
-    if len(names) > _MAX_NAMES or not all(len(name) <= MAX_CHARACTERS and name.isprintable() for name in names):
-        limits = f"at most {_MAX_NAMES} texts of at most {MAX_CHARACTERS} printable characters each"
+    if len(names) > _MAX_NAMES or not all(len(name) <= MAX_CHARACTERS and (name.isprintable() or not own) for name in names):
+        limits = f"at most {_MAX_NAMES} texts of at most {MAX_CHARACTERS} {'printable ' if own else ''}characters each"
         raise refusal(key, f"{limits}, separated by commas, are supported")
-    if text and not names and key == keys[0]:
-        raise refusal(key, f"{text[:MAX_CHARACTERS]!r} contains no text")
+    if own and text.strip() and not names:
+        raise refusal(key, f"{text.strip()[:MAX_CHARACTERS]!r} contains no text")
     return names
 
 
@@ -83,7 +83,7 @@ def _uuids(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[st
 
 def _truth(annotations: Mapping[str, object], keys: tuple[str, str]) -> bool:
     key, text = _given(annotations, keys)
-    if text not in _TRUE + _FALSE and key == keys[0]:
+    if key == keys[0] and (text := text.strip()) not in _TRUE + _FALSE:
         raise refusal(key, f'{text[:MAX_CHARACTERS]!r} is neither "true" nor "false"')
     return text in _TRUE
 

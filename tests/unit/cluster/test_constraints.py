@@ -1,5 +1,6 @@
 """Which GPUs a pod may have, by model, UUID and NUMA node, and how a rejection names the constraint."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.constraints import Constraints
+from gpumgr.kubeapi.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, node_state, request, share
 
@@ -161,6 +163,30 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
     assert best(share(10, 1), use_uuids=("GPU-d-1",)) == "d"
     assert best(share(10, 1), avoid_uuids=tuple(f"GPU-{name}-{gpu}" for name in "abc" for gpu in (0, 1))) == "d"
     assert best(request(("app", 200, 0)), same_numa_node=True, avoid_models=("T4",)) == "b"
+
+
+def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
+    """Nodes that no constraint distinguishes are computed once, with a UUID that stands for all others."""
+    index = ClusterIndex()
+    index.set_node(node_state("a", 2))
+    index.settle()
+    stand_ins = {gpu.uuid for profile in index._profiles.by_name.values() for gpu in profile.state.gpus}
+    assert stand_ins.isdisjoint({"GPU-a-0", "GPU-a-1"})
+    for text in ("GPU", " ", "\x00", ",", *stand_ins):
+        use, avoid = ({key: f"GPU-x,{text}"} for key in (USE_UUIDS[1], AVOID_UUIDS[1]))
+        assert isinstance(index.rank(replace(share(10, 1), constraints=constraints_of(use)), "binpack", ("a",)), Rejection)
+        assert index.order(replace(share(10, 1), constraints=constraints_of(avoid)), "binpack", ("a",)) == ["a"]
+
+
+def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
+    assert Constraints(use_models=("A\t10\x1b[0m",)).text == " of model A?10?[0m"
+
+
+@pytest.mark.parametrize(("modes", "text"), [(("mig",), "in mode mig"), ((), "in mode unknown")])
+def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
+    found = chosen(node_state("a", 2), constrained(share(10, 1), modes=modes))
+    assert isinstance(found, Misfit)
+    assert explain([("a", found)]) == f"has no GPU {text}"
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:

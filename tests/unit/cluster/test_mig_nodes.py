@@ -111,10 +111,11 @@ def test_a_gpu_with_containers_from_before_its_mig_mode_has_no_place() -> None:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (constrained(SMALL, mig=True), [[(1, 14, 9984, 1 << 6)]]),
-        (constrained(SMALL, mig=False), [[(0, 1, 5000, 0)]]),
-        (constrained(share(10, 4), mig=True), "has no GPU in mode mig with 10 free cores and 1 GiB (closest: GPU 1, 0 cores and 0 MiB)"),
-        (constrained(hami(gpus=2, memory=5000), mig=True), "has no place for 2 MIG devices with 5000 MiB in mode mig (1 free)"),
+        (constrained(SMALL, modes=("mig",)), [[(1, 14, 9984, 1 << 6)]]),
+        (constrained(SMALL, modes=("hami-core",)), [[(0, 1, 5000, 0)]]),
+        (constrained(share(10, 4), modes=("mig",)),
+         "has no GPU in mode mig with 10 free cores and 1 GiB (closest: GPU 1, 0 cores and 0 MiB)"),
+        (constrained(hami(gpus=2, memory=5000), modes=("mig",)), "has no place for 2 MIG devices with 5000 MiB in mode mig (1 free)"),
         (hami(gpus=2, memory=5000), "has no room for 2 GPUs with 5000 MiB (1 free)"),  # of one mode
         (hami(gpus=2, memory=20000), "has no room for 2 GPUs with 20000 MiB (1 free)"),
     ],
@@ -131,7 +132,7 @@ def test_a_pod_can_name_the_mode_of_its_gpus(wanted: PodRequest, expected: objec
 
 
 def test_a_node_without_gpus_of_the_mode_says_so() -> None:
-    found = choose(node_state("a", 2), (NOTHING, NOTHING), constrained(SMALL, mig=True), "binpack")
+    found = choose(node_state("a", 2), (NOTHING, NOTHING), constrained(SMALL, modes=("mig",)), "binpack")
     assert isinstance(found, Misfit)
     assert explain([("a", found)]) == "has no GPU in mode mig"
 

@@ -31,10 +31,10 @@ from gpumgr.scheduler.selection import node_policy_of, policy_of
         ),
         ({"nvidia.com/numa-bind": "T"}, {"same_numa_node": True}),
         ({"nvidia.com/numa-bind": "0"}, {}),
-        ({"nvidia.com/vgpu-mode": "mig"}, {"mig": True}),
-        ({"nvidia.com/vgpu-mode": " hami-core"}, {"mig": False}),
+        ({"nvidia.com/vgpu-mode": "mig"}, {"modes": ("mig",)}),
+        ({"nvidia.com/vgpu-mode": " hami-core"}, {"modes": ("hami-core",)}),
         ({"nvidia.com/vgpu-mode": "mig,hami-core"}, {}),
-        ({"nvidia.com/vgpu-mode": ""}, {}),
+        ({"nvidia.com/vgpu-mode": "migrate"}, {"modes": ("mig",)}),
         # gpumgr's counts
         ({"gpumgr.io/use-gpu-model": "A100", "nvidia.com/use-gputype": "T4"}, {"use_models": ("A100",)}),
         ({"gpumgr.io/use-gpu-model": "", "nvidia.com/use-gputype": "T4"}, {}),
@@ -42,9 +42,15 @@ from gpumgr.scheduler.selection import node_policy_of, policy_of
         # HAMi's scheduler refuses none of these
         ({"nvidia.com/numa-bind": "yes"}, {}),
         ({"nvidia.com/numa-bind": "tRuE"}, {}),
+        ({"nvidia.com/numa-bind": " true"}, {}),
+        ({"nvidia.com/vgpu-mode": "mps"}, {"modes": ()}),
+        ({"nvidia.com/vgpu-mode": ""}, {"modes": ()}),
+        ({"nvidia.com/use-gputype": "A100\t, A\t10 ,\u200b"}, {"use_models": ("A\t10", "A100", "\u200b")}),
+        ({"nvidia.com/nouse-gpuuuid": "GPU-1\n,\x00"}, {"avoid_uuids": ("\x00", "GPU-1")}),
         ({"nvidia.com/use-gpuuuid": "gpu-abc, GPU-1"}, {"use_uuids": ("GPU-1", "gpu-abc")}),
         ({"nvidia.com/nouse-gpuuuid": "GPU-1,MIG-2"}, {"avoid_uuids": ("GPU-1", "MIG-2")}),
         ({"nvidia.com/use-gputype": ",", "nvidia.com/nouse-gputype": " , ", "nvidia.com/nouse-gpuuuid": ","}, {}),
+        ({"nvidia.com/use-gputype": " ", "nvidia.com/use-gpuuuid": "\t"}, {}),
     ],
 )
 def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> None:
@@ -63,7 +69,7 @@ def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> N
         ("nvidia.com/use-gputype", ",".join(map(str, range(65))), "at most 64 texts"),
         ("gpumgr.io/use-gpu-model", "A100\nforged", "printable"),
         ("gpumgr.io/use-gpu-model", "\ud800", "printable"),
-        ("nvidia.com/vgpu-mode", "mps", "'mps' contains neither hami-core nor mig"),
+        ("nvidia.com/nouse-gpuuuid", "x\t" * 49, "at most 64 texts of at most 96 characters"),
     ],
 )
 def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, reason: str) -> None:
@@ -84,9 +90,18 @@ def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, rea
         ({"hami.io/node-scheduler-policy": "spread"}, None),
         ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, None),
         ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, "binpack"),
+        ({"hami.io/gpu-scheduler-policy": "what, spread ,binpack"}, "spread"),
         ({"hami.io/gpu-scheduler-policy": "mutex, topology-aware"}, "topology"),
+        ({"hami.io/gpu-scheduler-policy": "binpack,topology-aware"}, "topology"),
+        ({"hami.io/gpu-scheduler-policy": " topology-aware"}, "topology"),
+        ({"hami.io/gpu-scheduler-policy": " mutex"}, None),
         ({"hami.io/gpu-scheduler-policy": "numa"}, None),
-        ({"hami.io/gpu-scheduler-policy": "topology"}, None),  # gpumgr's word under HAMi's key
+        ({"hami.io/gpu-scheduler-policy": "numa,what"}, None),
+        # HAMi takes these for spread
+        ({"hami.io/gpu-scheduler-policy": "topology"}, "spread"),  # gpumgr's word under HAMi's key
+        ({"hami.io/gpu-scheduler-policy": " binpack"}, "spread"),
+        ({"hami.io/gpu-scheduler-policy": "what,,"}, "spread"),
+        ({"hami.io/gpu-scheduler-policy": ""}, "spread"),
     ],
 )
 def test_policy(annotations: dict[str, str], expected: str | None) -> None:
@@ -99,8 +114,12 @@ def test_policy(annotations: dict[str, str], expected: str | None) -> None:
         ({}, None),
         ({"hami.io/gpu-scheduler-policy": "spread"}, None),
         ({"hami.io/gpu-scheduler-policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
-        ({"hami.io/node-scheduler-policy": "numa,spread"}, "spread"),
-        ({"hami.io/node-scheduler-policy": "what"}, None),
+        ({"hami.io/node-scheduler-policy": "spread"}, "spread"),
+        # HAMi takes these for binpack
+        ({"hami.io/node-scheduler-policy": "numa,spread"}, "binpack"),
+        ({"hami.io/node-scheduler-policy": " spread"}, "binpack"),
+        ({"hami.io/node-scheduler-policy": "topology-aware"}, "binpack"),
+        ({"hami.io/node-scheduler-policy": ""}, "binpack"),
         # gpumgr's counts for both
         ({"gpumgr.io/policy": "spread", "hami.io/node-scheduler-policy": "binpack"}, None),
         ({"gpumgr.io/policy": " ", "hami.io/node-scheduler-policy": "binpack"}, "binpack"),
@@ -110,7 +129,10 @@ def test_policy_among_nodes(annotations: dict[str, str], expected: str | None) -
     assert node_policy_of(annotations) == expected
 
 
-@pytest.mark.parametrize("text", ["slot=1,core=1,memory=3", " memory = 0 ,core=0, slot=+2"])
+@pytest.mark.parametrize(
+    "text",
+    ["slot=1,core=1,memory=3", " memory = 0 ,core=-0, slot=+2", f"slot={'0' * 300}2,core=0,memory={2**63 - 1}"],
+)
 def test_weights_of_hamis_score_have_no_effect(text: str) -> None:
     assert policy_of({"hami.io/device-scoring-weights": text, "hami.io/gpu-scheduler-policy": "spread"}) == "spread"
 
@@ -118,7 +140,8 @@ def test_weights_of_hamis_score_have_no_effect(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "slot=1,core=1", "slot=1,core=1,memory", "slot=1,core=1,memory=-3", "slot=1,core=1,core=1", "slot=0,core=0,memory=0",
-     "slot=1,core=1,memory=1.5", "slot=1,core=1,memory=3,disk=1", "slot=1=2,core=1,memory=3", "x" * 9999],
+     "slot=1,core=1,memory=1.5", "slot=1,core=1,memory=3,disk=1", "slot=1=2,core=1,memory=3", "x" * 9999,
+     f"slot=1,core=1,memory={2**63}", f"slot=1,core=1,memory={'1' * 9999}"],
 )  # fmt: skip
 def test_weights_that_hamis_scheduler_refuses_are_refused(text: str) -> None:
     with pytest.raises(Refusal, match=r"^annotation hami.io/device-scoring-weights: .* has not the form") as caught:
