@@ -15,7 +15,7 @@ from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.allocator.ledger import ClaimRef
 from gpumgr.allocator.pods import TERMINAL_PHASES, PodKey
 from gpumgr.dra import DRIVER
-from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.errors import Refusal
 from gpumgr.foreign_text import UnreadableText, convert
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
@@ -76,11 +76,6 @@ class ClaimReader:
                 why, wanted = str(error), error.retry_after_seconds
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
-                if error.status == 401:
-                    try:
-                        await self._server.renew()
-                    except GpumgrError as failure:  # they may be in the middle of being replaced
-                        why = str(failure)
             except API_FAILURES as error:
                 # The timeout of a last try that was cut short says nothing.
                 if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:

@@ -4,16 +4,21 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import aiohttp
 import msgspec
+import structlog
 
-from gpumgr.errors import GpumgrError
+from gpumgr.aio import run_shielded
+from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.foreign_text import UnreadableText, decode_answer, decode_json
 from gpumgr.kubeapi.credentials import CredentialFiles, Credentials
+
+_log = structlog.get_logger(__name__)
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 #: JSON merge patch (RFC 7386), Kubernetes' strategic merge patch, which merges some lists by key, or JSON patch (RFC 6902), a list of
@@ -39,6 +44,8 @@ UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionE
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
+#: Between two reads of refused credentials: a read may run a program, and need not help.
+_RENEW_SECONDS: Final = 5.0
 
 #: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
 _TCP_OPTIONS: Final = (
@@ -71,6 +78,9 @@ class ApiServer:
         #: Connections with earlier credentials that requests still use.
         self._earlier: set[_Connection] = set()
         self._renewing = asyncio.Lock()
+        self._renewal_due = 0.0
+        #: Why the last renewal failed.
+        self._unreadable: SettingsError | None = None
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> Self:
@@ -85,13 +95,21 @@ class ApiServer:
         for each in (self._current, *self._earlier):
             await each.session.close()
 
-    async def renew(self) -> None:
+    async def _renew(self) -> None:
         """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
-        place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Raises SettingsError."""
+        place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Credentials that can't be read
+        stay in use, and are read again later."""
         async with self._renewing:
-            if not self._current.refused:  # another caller has renewed them since
+            if not self._current.refused or time.monotonic() < self._renewal_due:
                 return
-            renewed = _Connection(await self._files.read())
+            self._renewal_due = time.monotonic() + _RENEW_SECONDS
+            try:
+                renewed, self._unreadable = _Connection(await self._files.read()), None
+            except SettingsError as error:
+                if str(error) != str(self._unreadable):
+                    _log.warning("credentials_not_renewed", error=str(error))
+                self._unreadable = error
+                return
             self._earlier.add(self._current)
             self._current = renewed
             await self._close_unused()
@@ -113,20 +131,24 @@ class ApiServer:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
-        sent besides the usual ones.
+        sent besides the usual ones. The first request after a 401 reads the credentials again.
 
-        Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, GpumgrError for any other error of
-        the HTTP client.
+        Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
+        credentials can't be read again, GpumgrError for any other error of the HTTP client.
         """
         sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
         if body is not None:
             sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
         data = json.dumps(body) if body is not None else None
+        if self._current.refused:
+            await run_shielded(self._renew(), name="renewal")  # it may take longer than this caller waits
         connection = self._current
         connection.requests += 1
         try:
             async with await self._send(connection, method, path, query, timeout, data, sent) as response:
                 connection.refused |= response.status == 401
+                if response.status == 401 and self._unreadable is not None:
+                    raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
                 _detect_dead_peer(response)
                 yield response
         finally:

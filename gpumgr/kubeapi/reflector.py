@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from gpumgr.errors import GpumgrError, SettingsError
+from gpumgr.errors import GpumgrError
 from gpumgr.foreign_text import UnreadableText, decode_answer, decode_stored
 from gpumgr.kubeapi.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
 from gpumgr.kubeapi.unreadable import UnreadableObjects
@@ -162,8 +162,6 @@ class Reflector(Generic[T]):
             except AnswerError as error:
                 wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
                 self._log_once(str(error))
-                if error.status == 401:
-                    await self._renew()
             except API_FAILURES as error:
                 self._log_once(f"{type(error).__name__}: {error}")
             since = self._watching_since
@@ -172,12 +170,6 @@ class Reflector(Generic[T]):
                 continue
             await self._sleep(max(wanted, pause * (0.8 + 0.4 * self._jitter())))
             pause = min(pause * 2, self._pace.pause_seconds[1])
-
-    async def _renew(self) -> None:
-        try:
-            await self._server.renew()
-        except SettingsError as error:
-            self._log_once(str(error))
 
     def _log_once(self, text: str) -> None:
         """A transient error, once for each text until a request succeeds."""

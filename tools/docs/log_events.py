@@ -226,7 +226,7 @@ MEANINGS: Final = {
     "wait for it.",
     "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. It is logged once, and gets "
     "the event `GpumgrCannotRead`.",
-    "credentials_not_renewed": "The token file can't be read. The previous token stays in use.",
+    "credentials_not_renewed": "The credentials for the API server can't be read again. The previous ones stay in use until a later read.",
     "announcements_wait": "The API server is unavailable. The latest state is written when it answers again.",
     "announcements_go_on": "The API server answers again.",
     "announcement_refused": "RBAC or an admission policy forbids a write. `remedy` names the rule that is needed.",

@@ -20,7 +20,6 @@ import structlog
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.node_report import OutboxState
 from gpumgr.allocator.pods import PodKey
-from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kubeapi.publisher.delivery_log import RIGHTS, DeliveryLog
 from gpumgr.kubeapi.publisher.events import Event, EventSeries
@@ -33,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 #: Events that may wait.
 CAPACITY: Final = 512
-#: Statuses below 500 that a retry may change. 401: the credentials are read again.
+#: Statuses below 500 that a retry may change. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another incarnation of the pod has the name.
 _MAX_CONFLICTS: Final = 5
@@ -199,7 +198,7 @@ class Publisher:
             if (error.status in _RETRIED or error.status >= 500) and not (
                 conflict and self._queue.attempts(job) >= _MAX_CONFLICTS - 1
             ):
-                return await self._retry(job, error)
+                return self._retry(job, error)
             self._refuse(job, error)
         except API_FAILURES as error:
             self._log.failed(f"{type(error).__name__}: {error}")
@@ -211,7 +210,7 @@ class Publisher:
         self._answered()
         return None
 
-    async def _retry(self, job: Job, error: AnswerError) -> float | None:
+    def _retry(self, job: Job, error: AnswerError) -> float | None:
         wanted = min(error.retry_after_seconds, _LONGEST_PAUSE_SECONDS)
         budget = job.what == "eviction" and error.status == 429
         self._queue.retry(job, self._clock() + max(wanted, self._backoff(job)), held=budget)
@@ -219,11 +218,6 @@ class Publisher:
             self._answered()  # a PodDisruptionBudget, or another writer: the API server works
             return None
         self._log.failed(str(error))
-        if error.status == 401:
-            try:
-                await self._server.renew()
-            except SettingsError as problem:
-                _log.warning("credentials_not_renewed", error=str(problem))
         return wanted
 
     def _refuse(self, job: Job, error: AnswerError) -> None:

@@ -98,15 +98,16 @@ async def test_transient_answers_are_retried(stage: Stage) -> None:
 
 
 async def test_credentials_that_can_not_be_read_for_a_moment_are_read_again(stage: Stage, tmp_path: Path) -> None:
-    stage.resources.claim_answers += [failure(401, "Unauthorized", "Unauthorized")] * 100
+    stage.resources.claim_answers += [failure(401, "Unauthorized", "Unauthorized") for _ in range(100)]
     file = tmp_path / "kubeconfig"
     content = file.read_text()
     file.write_text("")
-    with pytest.raises(Refusal, match=r"can't be read from the API server \(the kubeconfig"):
+    with pytest.raises(
+        Refusal, match=r"can't be read from the API server \(HTTP 401, and new credentials can't be read: the kubeconfig"
+    ):
         await stage.reader.read(REF, deadline=time.monotonic() + 2)
     file.write_text(content)
     stage.resources.claim_answers.clear()
-    stage.resources.claim_answers.append(failure(401, "Unauthorized", "Unauthorized"))
     assert (await stage.reader.read(REF, deadline=later())).ref == REF
 
 

@@ -90,16 +90,71 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 async def test_all_requests_that_were_refused_wait_for_one_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(tmp_path) as (api, server):
         reads = count_reads(monkeypatch)
+        refused, everyone = list[None](), asyncio.Event()
 
         async def request() -> None:
             with pytest.raises(AnswerError, match="expired"):
                 await server.read("GET", "/api/v1/pods")
-            await server.renew()
+            refused.append(None)
+            await everyone.wait()
             await server.read("GET", "/api/v1/pods")
 
         api.rotate()
-        await asyncio.gather(*(request() for _ in range(8)))
+        tasks = [asyncio.create_task(request()) for _ in range(8)]
+        async with asyncio.timeout(5):
+            while len(refused) < 8:  # noqa: ASYNC110 (the answers of all eight)
+                await asyncio.sleep(0.001)
+        everyone.set()
+        await asyncio.gather(*tasks)
         assert len(reads) == 1
+
+
+async def test_refused_credentials_are_read_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may start a program. Whatever request is refused, the next one renews: no watch is needed."""
+    async with guarded(tmp_path) as (api, server):
+        reads = count_reads(monkeypatch)
+        now = [1000.0]
+        monkeypatch.setattr("gpumgr.kubeapi.client.time.monotonic", lambda: now[0])
+        api.token = "1"  # and the file still has the old one
+        for _ in range(5):
+            with pytest.raises(AnswerError, match="expired"):
+                await server.read("GET", "/api/v1/pods")
+        assert len(reads) == 1
+        (tmp_path / "kubeconfig").write_text("half a fi")
+        now[0] += 5
+        for _ in range(3):
+            with pytest.raises(AnswerError, match=r"HTTP 401, and new credentials can't be read: the kubeconfig") as caught:
+                await server.read("GET", "/api/v1/pods")
+            assert caught.value.status == 401
+        assert len(reads) == 2
+        api.rotate()
+        now[0] += 5
+        assert await server.read("GET", "/api/v1/pods")
+        assert len(reads) == 3
+
+
+async def test_a_renewal_goes_on_after_the_request_that_began_it_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of a kubeconfig may take longer than a binding or a Lease waits."""
+    async with guarded(tmp_path) as (api, server):
+        read, slow, release = CredentialFiles.read, asyncio.Event(), asyncio.Event()
+
+        async def held(files: CredentialFiles) -> Any:
+            slow.set()
+            await release.wait()
+            return await read(files)
+
+        monkeypatch.setattr(CredentialFiles, "read", held)
+        api.rotate()
+        with pytest.raises(AnswerError):
+            await server.read("GET", "/api/v1/pods")
+        waiting = asyncio.create_task(server.read("GET", "/api/v1/pods"))
+        await slow.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        release.set()
+        assert await server.read("GET", "/api/v1/pods")
 
 
 async def test_a_renewal_ends_no_running_request_and_closes_its_connection_after_the_last(tmp_path: Path) -> None:
@@ -110,7 +165,6 @@ async def test_a_renewal_ends_no_running_request_and_closes_its_connection_after
         api.rotate()
         with pytest.raises(AnswerError):
             await server.read("GET", "/api/v1/pods")
-        await server.renew()
         assert await server.read("GET", "/api/v1/pods")
         assert not before.closed
         api.release.set()
@@ -119,8 +173,9 @@ async def test_a_renewal_ends_no_running_request_and_closes_its_connection_after
         assert not server._current.session.closed
 
 
-async def test_watches_survive_rotations_under_load(tmp_path: Path) -> None:
+async def test_watches_survive_rotations_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reflector connects, is refused, and renews at other moments than the others."""
+    monkeypatch.setattr("gpumgr.kubeapi.client._RENEW_SECONDS", 0.0)
     async with guarded(tmp_path) as (api, server):
         found = [
             Reflector(server, "/api/v1/pods", {}, parse=parse_pod, on_change=lambda *_: None, watch_times=FAST) for _ in range(8)
