@@ -110,7 +110,7 @@ async def test_all_requests_that_were_refused_wait_for_one_renewal(tmp_path: Pat
 
 
 async def test_refused_credentials_are_read_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read may start a program. Whatever request is refused, the next one renews: no watch is needed."""
+    """A read may start a program. The request after the refused one renews: no watch is needed."""
     async with guarded(tmp_path) as (api, server):
         reads = count_reads(monkeypatch)
         now = [1000.0]
