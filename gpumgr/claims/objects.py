@@ -1,7 +1,7 @@
 """Claims, their templates, pods without a node, and GPUs of ResourceSlices, as the controller needs them. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -11,9 +11,9 @@ from gpumgr.cluster.index import PlacedPod
 from gpumgr.cluster.node import GpuState
 from gpumgr.cluster.request import ContainerRequest, PodRequest
 from gpumgr.foreign_text import decode_stored
-from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.kubeapi.pods import parse_rounded_up
 from gpumgr.scheduler.objects import QuotaLabels
-from gpumgr.units import CORES_PER_GPU, Amounts
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 GATE: Final = "gpumgr.io/quota"
 _MEBIBYTE: Final = 1 << 20
@@ -148,7 +148,7 @@ def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
-            (_container((each.get("capacity") or {}).get("requests") or {}),) * min(int(each.get("count") or 1), MAX_DEVICES + 1)
+            (_consumed((each.get("capacity") or {}).get("requests") or {}),) * min(int(each.get("count") or 1), MAX_DEVICES + 1)
             for each in alternatives
             if each.get("deviceClassName") == DEVICE_CLASS and not each.get("adminAccess")
         ]
@@ -157,16 +157,23 @@ def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
         )
 
 
+def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
+    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (dra/slices.py)."""
+    asked = _container(requests)
+    blocks = max(1, -(-asked.memory_mebibytes // BLOCK_MEBIBYTES)) if "memory" in requests and not asked.whole else 0
+    return replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu), memory_mebibytes=blocks * BLOCK_MEBIBYTES)
+
+
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
     """Amounts on one GPU; those that are not named are the whole GPU's. More than a GPU's can't be allocated."""
-    cores = min(parse_quantity(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
+    cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))
     )
 
 
 def _mebibytes(quantity: object) -> int:
-    return -(-parse_quantity(str(quantity or "0")) // _MEBIBYTE)
+    return -(-parse_rounded_up(str(quantity or "0")) // _MEBIBYTE)
 
 
 def _gate(spec: Mapping[str, Any]) -> int | None:

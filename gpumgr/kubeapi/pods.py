@@ -143,6 +143,12 @@ def quantity_or_0(text: str) -> int:
         return 0
 
 
+def parse_rounded_up(text: str) -> int:
+    """A quantity as a whole number, rounded up as by Quantity.Value of Kubernetes: 10 for "9500m". Raises ValueError for negative and other
+    texts."""
+    return ceil(_decimal(text))
+
+
 def parse_milli(text: str) -> int:
     """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
     return ceil(_decimal(text) * 1000)

@@ -201,3 +201,18 @@ async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tm
         stage.sim.put_document(picky)
         stage.dra.put("resourceclaims", claim("picky-claim", 20, owner="picky"))
         await until(lambda: not stage.gated("picky"))
+
+
+async def test_amounts_count_rounded_up_as_kube_scheduler_gives_them(stage: Stage) -> None:
+    """Quantities need not be whole numbers, and a share has whole cores and blocks of 256 MiB."""
+    stage.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 100, memory: 1Gi}]"}})
+    await until(lambda: stage.watches.quotas.limits["team"].limits[0].memory_mebibytes == 1024)
+    for name, cores, memory in (("first", "9500m", "0.3Gi"), ("second", "90001m", "100Mi"), ("third", "0.5", "0.6Gi")):
+        item = claim(f"{name}-claim", 1, owner=name)
+        item["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"] = {"cores": cores, "memory": memory}
+        stage.dra.put("resourceclaims", item)
+        stage.sim.put_document(pod(name, "vcuda-c0-1-1", gates=[GATE], made=f"{name}-claim", created=name))
+        await until(lambda name=name: bool(stage.events(name)) or not stage.gated(name))
+    assert not stage.gated("first")
+    assert "uses 10 of 100 cores; the pod needs 91" in stage.events("second")[0]
+    assert "uses 512 MiB of 1 GiB of GPU memory; the pod needs 768 MiB" in stage.events("third")[0], stage.events("third")

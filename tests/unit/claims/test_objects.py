@@ -35,7 +35,11 @@ def capacity(cores: object, memory: str) -> Json:
 @pytest.mark.parametrize(("request_", "containers"), [
     ({"exactly": {**OURS, **capacity("30", "5Gi")}}, (share(30, 5120),)),
     ({"exactly": {**OURS, **capacity("30", "5368709120"), "count": 2}}, (share(30, 5120),) * 2),
-    ({"exactly": {**OURS, **capacity("30", "1")}}, (share(30, 1),)),
+    ({"exactly": {**OURS, **capacity("30", "1")}}, (share(30, 256),)),
+    ({"exactly": {**OURS, **capacity("9500m", "0.3Gi")}}, (share(10, 512),)),
+    ({"exactly": {**OURS, **capacity("0.1", "100m")}}, (share(1, 256),)),
+    ({"exactly": {**OURS, **capacity(0, "0")}}, (share(1, 256),)),
+    ({"exactly": {**OURS, **capacity("99001m", "1Gi")}}, (WHOLE,)),
     ({"exactly": {**OURS, "count": 3}}, (WHOLE,) * 3),
     ({"exactly": OURS}, (WHOLE,)),
     ({"exactly": {**OURS, "count": 10**9}}, (WHOLE,) * 33),
