@@ -212,7 +212,7 @@ async def test_amounts_count_rounded_up_as_kube_scheduler_gives_them(stage: Stag
         item["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"] = {"cores": cores, "memory": memory}
         stage.dra.put("resourceclaims", item)
         stage.sim.put_document(pod(name, "vcuda-c0-1-1", gates=[GATE], made=f"{name}-claim", created=name))
-        await until(lambda name=name: bool(stage.events(name)) or not stage.gated(name))
-    assert not stage.gated("first")
+    await until(lambda: bool(stage.events("second") and stage.events("third")))
+    await until(lambda: not stage.gated("first"))
     assert "uses 10 of 100 cores; the pod needs 91" in stage.events("second")[0]
     assert "uses 512 MiB of 1 GiB of GPU memory; the pod needs 768 MiB" in stage.events("third")[0], stage.events("third")
