@@ -9,9 +9,8 @@ from gpumgr.aio import persistently, run_until
 from gpumgr.claims.controller import ClaimsController
 from gpumgr.claims.pages import ClaimsPages
 from gpumgr.claims.watches import ClaimWatches
-from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.leader import Leadership
-from gpumgr.scheduler.lifecycle import REMEDY, run_together, this_replica
+from gpumgr.scheduler.lifecycle import connections, run_together, this_replica
 from gpumgr.scheduler.pages import page_server, serve_pages
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
@@ -22,9 +21,9 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     wanted = settings.claims
     # Nothing is sent to the leader, so its pod needs no label.
     replica = replace(this_replica(wanted, "claims"), pod=None) if wanted.leader_election else None
-    server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
+    server, lease_server = await connections(kubeconfig or settings.kubernetes.kubeconfig)
     watches = ClaimWatches(server, settings.scheduler, hami=replica_resources(settings))
-    leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
+    leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
     try:
@@ -38,4 +37,5 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
         await web_server.stop()
         if leadership is not None:
             await leadership.release()
-        await server.close()
+        for each in (server, lease_server):
+            await each.close()

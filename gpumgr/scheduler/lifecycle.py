@@ -116,11 +116,11 @@ async def run_scheduler(
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
     hami_webhook = webhook(settings)
     replica = this_replica(wanted) if wanted.leader_election else None
-    server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=REMEDY)
+    server, lease_server = await connections(kubeconfig or settings.kubernetes.kubeconfig)
     quotas = Quotas()
     index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
     watches = ClusterWatches(server, index, quotas, wanted, hami=replica_resources(settings))
-    leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
+    leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
     web_server = page_server(pages, settings, wanted.http_port)
@@ -154,7 +154,13 @@ async def run_scheduler(
         await asyncio.wait([daemons])
         if leadership is not None:
             await leadership.release()
-        await server.close()
+        for each in (server, lease_server):
+            await each.close()
+
+
+async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
+    """One for the Lease alone: bindings that wait for a slow API server may use up all connections of the other. Raises SettingsError."""
+    return await ApiServer.connect(kubeconfig, remedy=REMEDY), await ApiServer.connect(kubeconfig, remedy=REMEDY)
 
 
 async def run_together(*daemons: Coroutine[Any, Any, object]) -> None:
