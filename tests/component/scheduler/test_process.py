@@ -63,7 +63,7 @@ async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
                 return str((await answer.json())["Error"]) if answer.status == 200 else f"HTTP {answer.status}"
 
         async with asyncio.timeout(30):
-            while not leases.holder or (await client.post(f"{url}/filter", json={})).status != 200:
+            while not leases.holder or (await client.post(f"{url}/filter", json={})).status != 200:  # noqa: ASYNC110 (an answer over HTTP)
                 await asyncio.sleep(0.05)
         binds = [asyncio.create_task(bind(number)) for number in range(BINDINGS)]
         await until(lambda: len(held) >= 95)
