@@ -149,7 +149,10 @@ def test_a_pod_is_placed_by_what_the_chart_installs(cluster: Cluster, installed:
         made = pod("chart-placed", [container(cores=60, memory=16)], bound=False, schedulerName="gpumgr-scheduler")
         made["spec"]["nodeSelector"] = {"api-only": "true"}
         cluster.create([made])
-        wait_until("the pod bound", lambda: "nodeName" in cluster.pods.all().get("chart-placed", {}).get("spec", {}), 60)
+        try:
+            cluster.pods.wait("the pod bound", lambda pods: "nodeName" in pods.get("chart-placed", {}).get("spec", {}), 60)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {log_of(leader)[-3000:]}") from error
         found = cluster.pods.all()["chart-placed"]
         placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
         assert (placement.node, placement.containers["main"][0][0]) == ("api-a", uuid("api-a", 0))

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.errors import SettingsError
+from gpumgr.web.connection import Connection
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import HangingFiles, Serve
 from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, say
@@ -111,9 +112,19 @@ async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_pa
         await status(server, "/healthz", context())
 
 
+@pytest.mark.parametrize("reads_at_once", [False, True])
 async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hangs(
-    serve: Serve, hanging_files: HangingFiles
+    serve: Serve, hanging_files: HangingFiles, monkeypatch: pytest.MonkeyPatch, reads_at_once: bool
 ) -> None:
+    """`reads_at_once`: in Python 3.11.2, asyncio reads after connection_made even if that paused the transport."""
+    if reads_at_once:
+        made = Connection.connection_made
+
+        def connection_made(self: Connection, transport: asyncio.Transport) -> None:
+            made(self, transport)
+            transport.resume_reading()
+
+        monkeypatch.setattr(Connection, "connection_made", connection_made)
     server = await serve(**TLS)
     hanging_files.hang()
     with capture_logs() as logs:
