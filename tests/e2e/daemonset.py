@@ -23,9 +23,9 @@ from tools import chart
 from . import image_agent
 from .agent import SIM, Agent, agent_config
 from .cluster import Cluster
-from .manifests import CORE, MEMORY, Json
+from .manifests import Json
 from .places import AGENT_STATE, NODE, POD_LOGS
-from .processes import StartError, kill_and_wait, start_time, wait_until, written
+from .processes import StartError, free_ports, kill_and_wait, start_time, wait_until, written
 
 NAMESPACE: Final = chart.NAMESPACE
 #: Not the chart's default name: its roles would take the place of those that the agent as a process has.
@@ -130,6 +130,18 @@ class Installed(Agent):
             self.wait_rolled()
             self.wait_offered()
 
+    def surge(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Installs it with these changes of the settings as where pods have a network of their own: the next pod starts beside the former
+        one. Here both have the host's network, so the next one gets another port. Back at once."""
+        (self.port,) = free_ports(1)
+        self.configure(changes)
+        objects = self.objects()
+        for each in objects:
+            if each["kind"] == "DaemonSet":
+                _with_surge(each)
+        self.apply(objects)
+        self.running = True
+
     def stop(self) -> int | None:
         """Uninstalls."""
         self.running = False
@@ -199,11 +211,6 @@ class Installed(Agent):
         ago = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
         return time.monotonic() - ago
 
-    def offers(self) -> bool:
-        """Whether the kubelet has healthy ids of both resources: a plugin that answers stands behind them."""
-        offered = self.offered()
-        return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
-
     def renew(self) -> None:
         """Deletes its pod, as `kubectl delete pod` does; back when the DaemonSet's next one runs."""
         old = self.newest()["metadata"]
@@ -215,7 +222,7 @@ class Installed(Agent):
         daemonset = self._cluster.api.request("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/{NAME}")
         status, pods = daemonset.get("status", {}), self.agents()
         seen = status.get("observedGeneration") == daemonset["metadata"]["generation"]
-        # An update never runs two: where there is one of the newest kind, there is no other.
+        # A pod of the former kind is there until it has ended, in an update with a surge while it serves.
         if seen and status.get("updatedNumberScheduled") == 1 and len(pods) == 1 and _stays(pods[0]):
             return pods[0]
         return None
@@ -257,6 +264,17 @@ class Installed(Agent):
 
 def _stays(pod: Json) -> bool:
     return "deletionTimestamp" not in pod["metadata"]
+
+
+def _with_surge(daemonset: Json) -> None:
+    """What the chart makes without hostNetwork."""
+    daemonset["spec"] |= {
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "minReadySeconds": 0,
+    }
+    (main,) = daemonset["spec"]["template"]["spec"]["containers"]
+    name = {"name": "GPUMGR_PROCESS_INSTANCE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    main["env"] = [*(each for each in main.get("env", []) if each["name"] != name["name"]), name]
 
 
 def _on_this_machine(daemonset: Json) -> None:

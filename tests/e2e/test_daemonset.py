@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .manifests import SHOW, Json, container, gpu_pod
 from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
 from .processes import wait_until, whole_lines
+from .test_updates import denials, with_disconnected, within
 
 GPU = 6
 CAP_SYS_PTRACE = 19
@@ -146,12 +148,13 @@ def test_pods_get_gpus(node: Node) -> None:
 
 
 def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
-    """Running pods keep containers and GPUs; one that comes in the gap may be refused by the kubelet, its replacement runs."""
+    """Running pods keep containers and GPUs; the kubelet may refuse one that comes between the two agents, and none before or after."""
     names = residents(node)
     before, ledger, old = lives(node, names), agent.ledger(), agent.newest()["metadata"]["uid"]
     deploy(node, deployment("arriving", 0, 10, 8))
+    begun = time.monotonic()
     with Gap(agent.offers) as gap:
-        agent.start(wait=False, podAnnotations={"e2e/round": "second"})
+        agent.surge({})
         for replicas in range(1, 9):
             scale(node, "arriving", replicas)
             node.cluster.create([gpu_pod(f"bare-{replicas}", 5, 4)])
@@ -163,9 +166,20 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     assert {each for each in agent.ledger() if each.place[1] in names} == set(ledger)
     node.check()
     bare = [each for name, each in node.cluster.pods.all().items() if name.startswith("bare-")]
-    refused = [each["status"] for each in [*bare, *of(node, "arriving", "Failed")] if each["status"]["phase"] == "Failed"]
-    assert {each["reason"] for each in refused} <= {"UnexpectedAdmissionError"}
+    refused = [each for each in [*bare, *of(node, "arriving", "Failed")] if each["status"]["phase"] == "Failed"]
+    assert {each["status"]["reason"] for each in refused} <= {"UnexpectedAdmissionError"}
+    denied = denials(node.cluster)
+    gaps = [with_disconnected(gap.longest, begun, denied.values())]
+    outside = [each for each in refused if not within(gaps, created(each), denied[each["metadata"]["name"]][0])]
+    assert not outside, (gap.longest, denied)
+    assert "waiting_for_other_agent" in {line["event"] for line in agent.log()}
     keep_figures({"rolling_update_gap_seconds": round(gap.seconds, 3), "rolling_update_refused_pods": len(refused)})
+
+
+def created(pod: Json) -> float:
+    """When a pod was created (monotonic clock); the API server writes whole seconds."""
+    stamp = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
+    return stamp - (time.time() - time.monotonic())
 
 
 def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) -> None:

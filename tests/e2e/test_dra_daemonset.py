@@ -11,7 +11,7 @@ from .daemonset import Installed
 from .dra import DRIVER, DraNode, claiming, request, template
 from .node import cleared
 from .places import CDI_SPECS, KUBELET_ROOT
-from .processes import free_ports, wait_until
+from .processes import wait_until
 from .test_pods import gpu_nodes, shown
 
 RESOURCES = "/apis/resource.k8s.io/v1"
@@ -57,7 +57,6 @@ def test_an_update_of_the_daemonset_keeps_the_claims(node: DraNode) -> None:
 
 
 def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stays(node: DraNode) -> None:
-    """Without a network for pods, the two agents need two ports of the host: the chart would replace one after another."""
     agent, before = node.agent, node.agent.ledger()
     assert isinstance(agent, Installed)
 
@@ -66,14 +65,7 @@ def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stay
 
     first, (published,) = sockets(), node.slices()
     assert len(first) == 1
-    (agent.port,) = free_ports(1)
-    agent.configure({**SETTINGS, "http": {**agent.settings()["http"], "port": agent.port}})
-    objects = agent.objects()
-    for each in objects:
-        if each["kind"] == "DaemonSet":
-            each["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-            each["spec"]["minReadySeconds"] = 0
-    agent.apply(objects)
+    agent.surge(SETTINGS)
     wait_until("two registrations", lambda: len(sockets()) == 2, 120, every=0.01)
     node.cluster.create([claiming("in-between", "share")])
     slices = set[str]()

@@ -1,6 +1,6 @@
 """Updates of the agent while pods arrive: the kubelet refuses pods between the former agent and the next one, and at no other time.
 
-Two processes in turn, each as in a DaemonSet with a surge.
+Two processes in turn, each as in a DaemonSet with a surge; test_daemonset has the same once with the real controller.
 """
 
 import os
@@ -25,6 +25,7 @@ from .places import AGENT_STATE
 from .processes import wait_until, whole_lines
 
 UPDATES: Final = 20
+UPDATES_OF_OLDER_NODE: Final = 4
 ARRIVES_EVERY_SECONDS: Final = 0.25
 #: How the kubelet's log reports a pod that it does not admit.
 DENIED: Final = '"Pod admission denied"'
@@ -164,3 +165,17 @@ def test_no_pod_is_refused_outside_the_gaps_of_20_updates(node: Node) -> None:
     before = resident(node)
     keep_figures({"surge_updates": run_updates(node, UPDATES)})
     assert resident(node) == before
+
+
+@pytest.mark.timeout(900, func_only=True)
+def test_updates_on_an_older_node(node: Node) -> None:
+    """This kubelet has plugins by the resource's name: the end of an older stream would disconnect a newer one."""
+    with node.cluster.older_node():
+        node.wait_offered(node.agent.offer)
+        node.run([gpu_pod("resident", 30, 16)])
+        before = resident(node)
+        keep_figures({"surge_updates_of_older_node": run_updates(node, UPDATES_OF_OLDER_NODE)})
+        assert resident(node) == before
+        node.delete(["resident", "later"])
+        node.agent.wait_empty()
+    node.wait_offered(node.agent.offer)
