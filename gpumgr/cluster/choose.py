@@ -13,13 +13,12 @@ part of all their GPUs that is in use.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Final
 
 from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
-from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy, SameGpus
 from gpumgr.evaluators.capacity import GpuCapacity
-from gpumgr.evaluators.chain import chain_needs
 from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.mig import amounts_of, find_place, serves
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -100,17 +99,23 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     """Room that the pod's containers have one after another. Nothing is changed."""
     constraints = request.constraints
     allowed = node.allowed(constraints)
-    use, chosen, score = PodUse(), [], 0
+    use, chosen, score = PodUse(), list[Shares](), 0
     for position, container in enumerate(request.containers):
+        if position and container.kind == "init" and container == request.containers[position - 1]:
+            chosen.append(chosen[-1])  # the kubelet gives it exactly what the one before it leaves
+            continue
         required, devices = _reused(use, container), dict[int, Amounts]()
         if container.replica is not None:
-            same = _on_the_same_gpus(request.containers[position:])
-            capacities, devices = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
+            same, unused = request.same_gpus[position], constraints.unused
+            positions = required if len(required) == container.gpus else range(len(node.gpus))
+            capacities, devices = _replica_capacities(node, used, use, allowed, same, positions, unused=unused)
             placement = _find(node, capacities, _any_share(container), required, policy, constraints)
-            wanted = max(same, key=_size)
+            if placement is None:
+                wanted = max(same.containers, key=_size)
+                capacities, _ = _replica_capacities(node, used, use, allowed, same, range(len(node.gpus)), unused=unused)
         else:
             capacities = _capacities(node, used, use, allowed, unused=constraints.unused)
-            wanted, cores = _together(request.containers[position:])
+            wanted, cores = request.chains[position]
             placement = None
             if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
                 placement = _find(node, capacities, wanted, required, policy, constraints)
@@ -154,18 +159,6 @@ def _find(
         if placement is not None:
             found.append((_free(each), placement))
     return min(found, key=lambda pair: _preference(policy, *pair))[1] if found else None
-
-
-def _together(chain: tuple[ContainerRequest, ...]) -> tuple[ContainerRequest, int]:
-    """What must be on the GPUs of the first container: its request, and that of the containers which reuse them; and their cores in all."""
-    if len(chain) == 1:
-        return chain[0], chain[0].cores
-    needs = chain_needs(chain)
-    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
-    gpus = max(1, cores // CORES_PER_GPU)
-    memory = needs.memory_blocks * BLOCK_MEBIBYTES
-    together = ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)
-    return together, needs.cores
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
@@ -218,16 +211,6 @@ def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_h
     )
 
 
-def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
-    """The first container, and after an init container those to which the kubelet gives its replicas."""
-    same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
-    for each in chain[1:]:
-        if replicas > 0:
-            same.append(each)
-            replicas -= 0 if each.kind == "init" else each.gpus
-    return same
-
-
 def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
     return container.on(gpu.memory_mebibytes, gpu.scaling)
 
@@ -239,16 +222,25 @@ def _size(container: ContainerRequest) -> tuple[int, int]:
 
 
 def _replica_capacities(
-    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], same: Sequence[ContainerRequest], *, unused: bool
+    node: NodeState,
+    used: Used,
+    use: PodUse,
+    allowed: Sequence[bool],
+    same: SameGpus,
+    positions: Iterable[int],
+    *,
+    unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """`entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs; here memory is in MiB,
-    not blocks. Also the MIG device that the containers would have on each GPU."""
+    """Of the GPUs at these positions. `entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the
+    GPUs; here memory is in MiB, not blocks. Also the MIG device that the containers would have on each GPU."""
     result, devices = [], dict[int, Amounts]()
-    for position, gpu in enumerate(node.gpus):
-        held = used[position] + use.held(position)
+    for position in positions:
+        gpu, held = node.gpus[position], used[position] + use.held(position)
         if not gpu.mig:
-            most = reduce(Amounts.most, (_on(each, gpu) for each in same))
-        elif device := _device(gpu, used[position] + use.taken.get(position, NOTHING), use.reusable.get(position, NOTHING), same):
+            most = same.most(gpu.memory_mebibytes, gpu.scaling)
+        elif device := _device(
+            gpu, used[position] + use.taken.get(position, NOTHING), use.reusable.get(position, NOTHING), same.containers
+        ):
             most = devices[position] = device
         else:
             held, most = Amounts(CORES_PER_GPU, gpu.memory_mebibytes), NOTHING

@@ -1,8 +1,9 @@
 """The request of a pod: amounts per GPU for each container that wants GPUs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from functools import cached_property, reduce
+from typing import Final, Literal, TypeVar
 
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
@@ -11,6 +12,9 @@ from gpumgr.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.evaluators.select import check_request
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+
+#: Containers of a pod that request GPUs: the time of a placement grows with their number. A larger pod is refused.
+MAX_GPU_CONTAINERS: Final = 64
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.choose`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
@@ -52,7 +56,22 @@ class ContainerRequest:
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 
-@dataclass(frozen=True, slots=True)
+class SameGpus:
+    """Containers that the kubelet puts on the GPUs of the first of them: an init container leaves it its replicas."""
+
+    def __init__(self, containers: Iterable[ContainerRequest]) -> None:
+        self.containers = tuple(dict.fromkeys(containers))
+        self._most: dict[tuple[int, Scaling | None], Amounts] = {}
+
+    def most(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
+        """What one of these GPUs must have; see `ContainerRequest.on`."""
+        key = gpu_mebibytes, scaling
+        if key not in self._most:
+            self._most[key] = reduce(Amounts.most, (each.on(*key) for each in self.containers))
+        return self._most[key]
+
+
+@dataclass(frozen=True)
 class PodRequest:
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
@@ -70,14 +89,26 @@ class PodRequest:
         """CPU decides which of the nodes that fit is the best, not whether a node fits: kube-scheduler checks that."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
 
+    @cached_property
+    def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
+        """For each container: what must be on its GPUs, that is its request and those of the containers which reuse them; and their cores
+        in all."""
+        return [_together(self.containers[place:]) for place in range(len(self.containers))]
+
+    @cached_property
+    def same_gpus(self) -> Sequence[SameGpus]:
+        """The same of containers with replicas."""
+        return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
+
 
 NO_REQUEST: Final = PodRequest()
+_Container = TypeVar("_Container")
 
 
 def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:
     """From (name, kind, cores, memory blocks) of containers that want GPUs. Raises Refusal for what the agents of all nodes refuse."""
     made = []
-    for name, kind, cores, blocks in containers:
+    for name, kind, cores, blocks in _counted(containers):
         try:
             check_request(cores, blocks)
         except Refusal as error:
@@ -100,12 +131,47 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
 def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaRequest]]) -> PodRequest:
     """From (name, kind, request) of containers that request GPUs by HAMi's resources. Raises Refusal, as `vcuda_request`."""
     made = []
-    for name, kind, each in containers:
+    for name, kind, each in _counted(containers):
         if each.problem:
             raise Refusal("invalid_request", f"container {name}: {each.problem}")
         _check_gpus(name, each.count)
         made.append(ContainerRequest(kind=kind, gpus=each.count, cores_per_gpu=each.cores, replica=each))
     return PodRequest(tuple(made))
+
+
+def too_many(containers: int) -> str | None:
+    """Why a pod may not have so many containers that request GPUs."""
+    if containers <= MAX_GPU_CONTAINERS:
+        return None
+    return f"{containers} containers request GPUs, and gpumgr supports {MAX_GPU_CONTAINERS} in a pod; use several pods"
+
+
+def _counted(containers: Iterable[_Container]) -> list[_Container]:
+    counted = list(containers)
+    if (text := too_many(len(counted))) is not None:
+        raise Refusal("invalid_request", text)
+    return counted
+
+
+def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]:
+    if len(chain) == 1:
+        return chain[0], chain[0].cores
+    needs = chain_needs(chain)
+    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
+    gpus = max(1, cores // CORES_PER_GPU)
+    memory = needs.memory_blocks * BLOCK_MEBIBYTES
+    together = ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)
+    return together, needs.cores
+
+
+def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
+    """The first container, and after an init container those to which the kubelet gives its replicas."""
+    same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
+    for each in chain[1:]:
+        if replicas > 0:
+            same.append(each)
+            replicas -= 0 if each.kind == "init" else each.gpus
+    return same
 
 
 def _check_gpus(name: str, gpus: int) -> None:

@@ -36,8 +36,7 @@ def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
     The kubelet gives an init container's ids to the containers after it before it takes new ones, and ids of a sidecar or an app
     container leave that pool (devicemanager: devicesToReuse). A container that takes over ids of either resource must use their GPU.
     """
-    needs = ChainNeeds()
-    pool_cores = pool_blocks = 0
+    all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
     for position, container in enumerate(containers):
         cores, blocks = min(pool_cores, container.cores), min(pool_blocks, container.memory_blocks)
         if position and not (pool_cores or pool_blocks):
@@ -45,13 +44,9 @@ def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
         if position and not (cores or blocks):
             continue
         fresh_cores, fresh_blocks = container.cores - cores, container.memory_blocks - blocks
-        needs = ChainNeeds(
-            cores=needs.cores + fresh_cores,
-            memory_blocks=needs.memory_blocks + fresh_blocks,
-            most_cores=max(needs.most_cores, container.cores),
-        )
+        all_cores, all_blocks, most_cores = all_cores + fresh_cores, all_blocks + fresh_blocks, max(most_cores, container.cores)
         if container.kind == "init":
             pool_cores, pool_blocks = pool_cores + fresh_cores, pool_blocks + fresh_blocks
         else:
             pool_cores, pool_blocks = pool_cores - cores, pool_blocks - blocks
-    return needs
+    return ChainNeeds(cores=all_cores, memory_blocks=all_blocks, most_cores=most_cores)

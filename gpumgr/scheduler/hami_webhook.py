@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from gpumgr.cluster.request import too_many
 from gpumgr.foreign_text import decode_answer
 from gpumgr.kubeapi.pods import quantity_or_0
 from gpumgr.kubeapi.replica_requests import ReplicaResources
@@ -25,14 +26,15 @@ _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
 
 
 def refusal(pod: Mapping[str, Any], hami: ReplicaResources) -> str | None:
-    """Why no node can grant it: amounts outside 0 to 100 %. Raises what `patches` raises."""
-    spec = pod["spec"]
+    """Why no node can grant it: amounts outside 0 to 100 %, too many containers. Raises what `patches` raises."""
+    spec, asking = pod["spec"], 0
     for container in [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]:
         limits = (container.get("resources") or {}).get("limits") or {}
+        asking += any(str(limits.get(name, "")) not in _NONE for name in (hami.count_resource, *hami.amounts))
         for name in (hami.core_resource, hami.memory_percentage_resource):
             if quantity_or_0(str(limits.get(name, "0"))) > 100:
                 return f"container {container['name']}: {name} {limits[name]} must be 0 to 100"
-    return None
+    return too_many(asking)
 
 
 def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings) -> list[dict[str, Any]]:

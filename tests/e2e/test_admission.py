@@ -155,6 +155,19 @@ def test_a_tenant_cannot_forge_a_placement(callers: Callers, made: Callable[...,
             assert "may write it" in refused(annotated, callers.tenant, name, change, subresource)
 
 
+def test_a_pod_with_too_many_containers_is_refused(callers: Callers) -> None:
+    for count, outcome in ((64, ""), (65, "65 containers request GPUs, and gpumgr supports 64 in a pod")):
+        many = outside("many")
+        wanted = {"limits": {"tencent.com/vcuda-core": "1", "tencent.com/vcuda-memory": "1"}}
+        many["spec"]["containers"] = [{**container(), "name": f"c{each}", "resources": wanted} for each in range(count)]
+        many["spec"]["initContainers"] = [{**container(), "name": "plain"}]
+        if outcome:
+            with pytest.raises(ApiError, match=outcome):
+                callers.tenant.request("POST", f"{PODS}?dryRun=All", many)
+        else:
+            callers.tenant.request("POST", f"{PODS}?dryRun=All", many)
+
+
 def test_users_own_annotations_and_unrelated_changes_pass(callers: Callers, made: Callable[..., str]) -> None:
     own = {"tencent.com/vcuda-core-limit": "50", "gpumgr.io/policy": "spread", "note": "ours"}
     name = made("own", own, by=callers.tenant)

@@ -51,8 +51,10 @@ REQUESTS: tuple[PodRequest, ...] = (
     hami(cores=100),
     together(hami("init", cores=60, memory=2000), hami(cores=20, memory=4000)),
     together(hami("sidecar", memory=500), hami("app", gpus=2, memory=1000)),
-    constrained(hami(memory=9000), mig=True),
-    constrained(together(hami("init", memory=30000), hami("init", gpus=1, memory=9), hami(cores=20), hami(cores=15)), mig=True),
+    constrained(hami(memory=9000), modes=("mig",)),
+    constrained(
+        together(hami("init", memory=30000), hami("init", gpus=1, memory=9), hami(cores=20), hami(cores=15)), modes=("mig",)
+    ),
 )
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 NAMES = [node.name for node in NODES]

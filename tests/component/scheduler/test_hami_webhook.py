@@ -128,6 +128,15 @@ async def test_a_pod_with_amounts_above_a_whole_gpu_is_refused(
     assert (await answer.json())["response"] == {"uid": "u1", "allowed": False, "status": status}
 
 
+async def test_a_pod_with_too_many_containers_is_refused(client: TestClient[Any, Any]) -> None:
+    """As filter refuses it."""
+    for count, allowed in ((64, True), (65, False)):
+        item = pod(*[{"example.com/a~b": 1, "mem": 4}] * (count - 1), {"mem": 4}, {"cpu": 1})
+        answer = await (await client.post(PATH, json={"request": {"uid": "u1", "object": item}})).json()
+        assert answer["response"]["allowed"] is allowed
+    assert answer["response"]["status"]["message"].startswith("65 containers request GPUs, and gpumgr supports 64 in a pod")
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"request":{}}', b'{"request":{"uid":"u","object":{"spec":{"containers":[3]}}}}', b"\xff"]
 )

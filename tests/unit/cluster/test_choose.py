@@ -1,20 +1,26 @@
 """The choice of GPUs on one node, and which node comes first."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Final
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gpumgr.cluster import request as request_module
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.node import NodeState, PodUse, Used, homogeneous
-from gpumgr.cluster.request import PodRequest, Policy, replica_request, vcuda_request
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import Amounts
-from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, hami, node_state, request, share, with_mig, with_replicas
 
 WHOLE = Amounts(100, GPU_MEBIBYTES)
 PAIRS = ((0, 2), (1, 3))
+KINDS: Final[tuple[ContainerKind, ...]] = ("init", "app")
 
 
 def used(node: NodeState, **by_gpu: tuple[int, int]) -> Used:
@@ -126,6 +132,50 @@ def test_requests_that_every_agent_refuses_are_refused(
 def test_amounts_above_a_whole_gpu_are_refused(wanted: ReplicaRequest) -> None:
     with pytest.raises(Refusal, match=r"container main: .* must be 0 to 100"):
         replica_request([("main", "app", wanted)])
+
+
+@pytest.mark.parametrize("count", [64, 65, 20_000])
+def test_a_pod_with_too_many_containers_is_refused_before_it_is_examined(count: int) -> None:
+    """The work for each container grows with their number."""
+    vcuda = [(f"c{number}", KINDS[number % 2], 1, 1) for number in range(count)]
+    replicas = [(name, kind, ReplicaRequest(count=1, cores=1)) for name, kind, _, _ in vcuda]
+    if count <= 64:
+        assert len(vcuda_request(vcuda).containers) == len(replica_request(replicas).containers) == count
+        return
+    with patch.object(request_module, "chain_needs", side_effect=AssertionError("examined")):
+        with pytest.raises(Refusal, match=f"{count} containers request GPUs, and gpumgr supports 64 in a pod"):
+            vcuda_request(vcuda)
+        with pytest.raises(Refusal, match=f"{count} containers request GPUs, and gpumgr supports 64 in a pod"):
+            replica_request(replicas)
+
+
+class Unlike(ContainerRequest):
+    """Is equal to no other request, so that nothing is taken over from an equal one."""
+
+
+@given(st.data())
+def test_equal_init_containers_get_what_each_alone_would_get(data: st.DataObject) -> None:
+    """The kubelet gives an init container what the ones before it leave, so equal ones in a row are chosen once."""
+    amounts = st.sampled_from([(30, 4), (60, 8), (100, 0), (200, 0)])
+    sizes = st.sampled_from([hami(cores=30, memory=2000), hami(gpus=2, memory=3000), hami(cores=100)])
+    vcuda = data.draw(st.booleans())
+    containers: list[ContainerRequest] = []
+    for kind in data.draw(st.lists(st.sampled_from([*KINDS, "sidecar"]), min_size=1, max_size=4)):
+        pod = request((kind, *data.draw(amounts))) if vcuda else data.draw(sizes)
+        each = replace(pod.containers[0], kind=kind)
+        containers += [each] * (data.draw(st.integers(1, 3)) if kind == "init" else 1)
+    node = with_replicas(node_state("a", 4, near=((0, 1), (2, 3))), 4)
+    node = with_mig(node, *data.draw(st.sampled_from([(9,), (1,), (0, 2)])))
+    taken = tuple(
+        Amounts(cores, cores * 80, min(cores, 1)) for cores in data.draw(st.tuples(*[st.sampled_from([0, 20, 60])] * 4))
+    )
+    taken = tuple(Amounts() if gpu.mig else each for gpu, each in zip(node.gpus, taken, strict=True))
+    apart = [Unlike(**{each.name: getattr(one, each.name) for each in fields(one)}) for one in containers]
+    found = [choose(node, taken, PodRequest(tuple(each)), "binpack") for each in (containers, apart)]
+    if isinstance(found[0], Misfit) or isinstance(found[1], Misfit):
+        assert type(found[0]) is type(found[1])
+    else:
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["app", "sidecar"])
