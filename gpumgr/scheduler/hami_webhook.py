@@ -15,11 +15,13 @@ from gpumgr.cluster.request import too_many
 from gpumgr.foreign_text import decode_answer
 from gpumgr.kubeapi.pods import quantity_or_0
 from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.scheduler.bodies import Bodies
 from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"
-#: The API server sends no larger objects.
-_MOST_BYTES: Final = 8 << 20
+#: Of one body, and of all together: any client that reaches the port may send some. A larger pod is refused at its creation.
+MOST_BYTES: Final = 1 << 20
+TOTAL_BYTES: Final = 16 << 20
 _NONE: Final = ("", "0")
 #: A container with such a limit has GPUs from a device plugin, also if none of HAMi's.
 _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
@@ -101,22 +103,31 @@ def _add(path: str, value: object) -> dict[str, Any]:
 
 def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> web.Application:
     """Answers AdmissionReviews (admission.k8s.io/v1) for pods."""
+    bodies = Bodies(MOST_BYTES, TOTAL_BYTES)
 
     async def review(request: web.Request) -> web.Response:
         try:
-            asked = (await decode_answer(await request.read(), dict[str, Any]))["request"]
-            refused = refusal(asked["object"], hami)
-            patch = patches(asked["object"], hami, settings) if refused is None else []
-            response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
-        if refused is not None:
-            response["status"] = {"code": 422, "reason": "Invalid", "message": refused}
-        if patch:
-            response |= {"patchType": "JSONPatch", "patch": b64encode(msgspec.json.encode(patch)).decode()}
-        body = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+            async with bodies.of(request) as body:
+                return await _reviewed(body, hami, settings)
+        except web.HTTPRequestEntityTooLarge:
+            return web.Response(status=413, text=f"the AdmissionReview has more than {MOST_BYTES} bytes; shorten the pod\n")
 
-    application = web.Application(client_max_size=_MOST_BYTES)
+    application = web.Application()
     application.add_routes([web.post(PATH, review)])
     return application
+
+
+async def _reviewed(body: bytes, hami: ReplicaResources, settings: WebhookSettings) -> web.Response:
+    try:
+        asked = (await decode_answer(body, dict[str, Any]))["request"]
+        refused = refusal(asked["object"], hami)
+        patch = patches(asked["object"], hami, settings) if refused is None else []
+        response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
+    if refused is not None:
+        response["status"] = {"code": 422, "reason": "Invalid", "message": refused}
+    if patch:
+        response |= {"patchType": "JSONPatch", "patch": b64encode(msgspec.json.encode(patch)).decode()}
+    answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -16,14 +16,16 @@ from aiohttp.typedefs import Handler, Middleware
 
 from gpumgr import __version__
 from gpumgr.foreign_text import UnreadableText, decode_answer
+from gpumgr.scheduler.bodies import Bodies
 from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
 from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
-from gpumgr.web.connection import Connection
 
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
+#: What bodies may have together beside the largest one: bindings are small, and many arrive at a time.
+_OTHER_BYTES: Final = 16 << 20
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
 
@@ -44,15 +46,14 @@ def make_application(
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
 
-    application = web.Application(
-        middlewares=[*middlewares, _guard(extender, frozenset(client_names))], client_max_size=max_request_mebibytes << 20
-    )
+    application = web.Application(middlewares=[*middlewares, _guard(extender, frozenset(client_names))])
+    bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
     verbs: Mapping[str, Handler] = {
-        "filter": partial(_answer, FilterArgs, extender.filter, _failed_filter),
-        "prioritize": partial(_answer, FilterArgs, extender.prioritize, lambda _: []),
-        "preempt": partial(_answer, PreemptArgs, extender.preempt, _no_victims),
-        "bind": partial(_answer, BindArgs, extender.bind, BindResult),
-        "predicates": partial(_answer, FilterArgs, extender.predicates, _failed_filter),
+        "filter": partial(_answer, bodies, FilterArgs, extender.filter, _failed_filter),
+        "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
+        "preempt": partial(_answer, bodies, PreemptArgs, extender.preempt, _no_victims),
+        "bind": partial(_answer, bodies, BindArgs, extender.bind, BindResult),
+        "predicates": partial(_answer, bodies, FilterArgs, extender.predicates, _failed_filter),
     }
     application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
     application.add_routes(
@@ -97,27 +98,28 @@ async def _text(text: str, _: web.Request) -> web.Response:
 
 
 async def _answer(
+    bodies: Bodies,
     kind: type[_Args],
     verb: Callable[[_Args], _Result | Awaitable[_Result]],
     failed: Callable[[str], _Result],
     request: web.Request,
 ) -> web.Response:
     try:
-        result = verb(await _read(request, kind))
+        result = verb(await _read(bodies, request, kind))
         return _json(await result if isinstance(result, Awaitable) else result)
     except _RequestError as error:
         return _json(failed(str(error)))
+    except ConnectionError:
+        raise
     except Exception as error:
         return _json(failed(_bug(request, error)))
 
 
-async def _read(request: web.Request, kind: type[_Args]) -> _Args:
-    """Raises _RequestError."""
+async def _read(bodies: Bodies, request: web.Request, kind: type[_Args]) -> _Args:
+    """Raises _RequestError, and ConnectionError if the client has gone."""
     try:
-        body = await request.read()
-        if isinstance(request.protocol, Connection):
-            request.protocol.request_received()
-        return await decode_answer(body, kind)
+        async with bodies.of(request) as body:
+            return await decode_answer(body, kind)
     except web.HTTPRequestEntityTooLarge as error:
         raise _RequestError(
             "the request is too long; set scheduler.max_request_mebibytes higher, or nodeCacheCapable: true in kube-scheduler's "

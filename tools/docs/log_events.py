@@ -256,6 +256,8 @@ MEANINGS: Final = {
     "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
+    "requests_cut": "Connections to a port of the scheduler were closed, since unfinished bodies of requests took too much memory: `count` "
+    "since the last such event, which is logged at most once a minute. If it goes on, find the client (`last_peer`).",
     # DRA: the node's ResourceSlice
     "slice_published": "The ResourceSlice of this node was written with this number of devices.",
     "slice_deleted": "The ResourceSlice was deleted: a starting kubelet does that, and any operator may. It is written again.",
