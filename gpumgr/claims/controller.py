@@ -66,7 +66,7 @@ class ClaimsController:
 
     @property
     def leads(self) -> bool:
-        return self._watches.synced and (self._leader is None or self._leader.outlives(_WRITE_SECONDS))
+        return self._watches.problem is None and (self._leader is None or self._leader.outlives(_WRITE_SECONDS))
 
     async def run(self) -> NoReturn:
         while True:

@@ -18,6 +18,11 @@ _SYNCED: Final = gauge("claims_synced", "1 once all objects have been read.")
 _UNREADABLE: Final = gauge(
     "claims_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
 )
+_SILENCE: Final = gauge(
+    "claims_api_silence_seconds",
+    "Since the API server has last sent an event, a bookmark or a list, by resource of a watch.",
+    "resource",
+)
 _TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
 _GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
 _REFUSED: Final = gauge("claims_refused_pods", "Those of them that the quota of their namespace does not allow.")
@@ -27,7 +32,7 @@ _WRITES: Final = counter(
     "object",
     "outcome",
 )
-FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _UNREADABLE, _TEMPLATES, _GATED, _REFUSED, _WRITES)
+FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _UNREADABLE, _SILENCE, _TEMPLATES, _GATED, _REFUSED, _WRITES)
 
 
 class ClaimsPages:
@@ -39,7 +44,7 @@ class ClaimsPages:
 
     @property
     def synced(self) -> bool:
-        return self._watches.synced
+        return self._watches.problem is None
 
     async def _scrape(self, _: web.Request) -> web.Response:
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
@@ -47,6 +52,7 @@ class ClaimsPages:
             _LEADER: {(): self._controller.leads},
             _SYNCED: {(): self._watches.synced},
             _UNREADABLE: {(): self._watches.unreadable},
+            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._watches.silences.items()},
             _TEMPLATES: {(): sum(each.managed for each in self._watches.templates.values())},
             _GATED: {(): sum(each.gate is not None for each in self._watches.pods.values())},
             _REFUSED: {(): self._controller.refused},

@@ -6,7 +6,7 @@ In the index an allocated claim is a pod of its own, with the UID of the claim, 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.quota import GpuKind, Quotas
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes, prompt_watches
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels
 from gpumgr.scheduler.watches import ClusterWatches
@@ -33,8 +33,8 @@ _BOUND_SECONDS = 10.0
 
 
 class ClaimWatches:
-    """`run` and `refresh` as in ClusterWatches. `changed` is set at each change; who follows clears it. `used_at`: when a template was last
-    in use, by the monotonic `clock`."""
+    """`run`, `refresh`, `problem` and `silences` as in ClusterWatches. `changed` is set at each change; the controller clears it.
+    `used_at`: when a template was last in use, by the monotonic `clock`."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class ClaimWatches:
         self._slices: dict[str, WatchedSlice] = {}
         self._clock, self._index = clock, ClusterIndex([self.quotas])
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
-        watched = partial(Reflector[Any], server, watch_times=watch_times)
+        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
+        watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
         more = [
             watched(
                 "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=objects.decode_unbound,
@@ -79,12 +80,21 @@ class ClaimWatches:
             watch_times=watch_times,
             more=more,
             complete=self._with_gpus,
+            clock=clock,
         )
         self.run, self.refresh = self._cluster.run, self._cluster.refresh
 
     @property
     def synced(self) -> bool:
         return self._cluster.synced
+
+    @property
+    def problem(self) -> str | None:
+        return self._cluster.problem
+
+    @property
+    def silences(self) -> Mapping[str, float]:
+        return self._cluster.silences
 
     @property
     def unreadable(self) -> int:

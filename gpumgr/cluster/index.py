@@ -4,7 +4,6 @@ The state is derived: nodes, bound pods, and assumed placements that have not be
 and bound pods in any order gives the same answers.
 """
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -72,7 +71,7 @@ class _Node:
 
 
 class ClusterIndex:
-    """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends).
+    """Assumed placements were answered, and are not known to be bound yet. They last until they are bound or removed.
     `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
 
     def __init__(
@@ -87,9 +86,7 @@ class ClusterIndex:
         #: The node of each GPU, by UUID.
         #: UUID -> names. More than one if a GPU was moved, or an inventory was copied.
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
-        self._assumed: dict[str, float] = {}
-        #: No assumed placement ends before this time.
-        self._next_end = math.inf
+        self._assumed: set[str] = set()
         self._profiles = Profiles()
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
@@ -125,17 +122,16 @@ class ClusterIndex:
         """The API server shows the pod on its node; this replaces what was assumed."""
         if self.placement(pod.uid) != pod:
             self._put(pod)
-        self._assumed.pop(pod.uid, None)
+        self._assumed.discard(pod.uid)
 
-    def assume(self, pod: PlacedPod, *, until: float) -> None:
-        """The pod is expected on its node. `until` is a time of the caller's clock, for `expire`."""
+    def assume(self, pod: PlacedPod) -> None:
+        """The pod is expected on its node."""
         self._put(pod)
-        self._assumed[pod.uid] = until
-        self._next_end = min(self._next_end, until)
+        self._assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
         """The pod has ended, or what was assumed has failed."""
-        self._assumed.pop(uid, None)
+        self._assumed.discard(uid)
         name = self._node_of.pop(uid, None)
         if name is None:
             return
@@ -161,16 +157,6 @@ class ClusterIndex:
             self._count_cpu(node, -cpu_milli)
             if self._nodes[node].empty:
                 self._drop(node)
-
-    def expire(self, now: float) -> tuple[str, ...]:
-        """Drops assumed placements that have ended, and returns the UIDs of their pods."""
-        if now < self._next_end:
-            return ()
-        ended = tuple(uid for uid, until in self._assumed.items() if until <= now)
-        for uid in ended:
-            self.remove(uid)
-        self._next_end = min(self._assumed.values(), default=math.inf)
-        return ended
 
     def settle(self) -> None:
         """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""

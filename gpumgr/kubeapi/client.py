@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -129,9 +129,13 @@ class ApiServer:
         body: Body | None = None,
         patch: PatchKind = "merge",
         headers: Mapping[str, str] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
         sent besides the usual ones. The first request after a 401 reads the credentials again.
+
+        `check` is called when the connection is there, immediately before the body is sent. If it raises, the body is not sent, and its
+        error is the cause of an aiohttp.ClientConnectionError.
 
         Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
         credentials can't be read again, GpumgrError for any other error of the HTTP client.
@@ -139,13 +143,14 @@ class ApiServer:
         sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
         if body is not None:
             sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
-        data = json.dumps(body) if body is not None else None
+        data = json.dumps(body).encode() if body is not None else None
+        checked = _checked(data, check) if data is not None and check is not None else data
         if self._current.refused:
             await run_shielded(self._renew(), name="renewal")  # it may take longer than this caller waits
         connection = self._current
         connection.requests += 1
         try:
-            async with await self._send(connection, method, path, query, timeout, data, sent) as response:
+            async with await self._send(connection, method, path, query, timeout, checked, sent) as response:
                 connection.refused |= response.status == 401
                 if response.status == 401 and self._unreadable is not None:
                     raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
@@ -162,7 +167,7 @@ class ApiServer:
         path: str,
         query: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
-        data: str | None,
+        data: bytes | AsyncIterator[bytes] | None,
         headers: Mapping[str, str],
     ) -> aiohttp.ClientResponse:
         """Raises what `request` raises."""
@@ -184,12 +189,21 @@ class ApiServer:
         except Exception as error:  # an error of the HTTP client must not end what waits for the API server
             raise GpumgrError(f"the request to the API server failed: {type(error).__name__}: {error}") from error
 
-    async def send(self, method: Method, path: str, body: Body, *, but: Collection[int] = (), patch: PatchKind = "merge") -> bool:
-        """Sends one request and checks only the status of the answer. False if that is one of `but`.
+    async def send(
+        self,
+        method: Method,
+        path: str,
+        body: Body,
+        *,
+        but: Collection[int] = (),
+        patch: PatchKind = "merge",
+        check: Callable[[], None] | None = None,
+    ) -> bool:
+        """Sends one request and checks only the status of the answer. False if that is one of `but`. `check`: see `request`.
 
         Raises AnswerError for any other refusal, and what `request` raises.
         """
-        async with self.request(method, path, {}, _WRITE_TIMEOUT, body, patch) as response:
+        async with self.request(method, path, {}, _WRITE_TIMEOUT, body, patch, check=check) as response:
             if response.status in but:
                 return False
             if response.status >= 300:
@@ -216,6 +230,11 @@ class ApiServer:
             if error.status != 404:
                 raise
             return None
+
+
+async def _checked(data: bytes, check: Callable[[], None]) -> AsyncIterator[bytes]:
+    check()
+    yield data
 
 
 class AnswerError(GpumgrError):

@@ -4,7 +4,8 @@ Invariants:
 1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is
    missing there counts as deleted.
 2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered
-   pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once.
+   pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch that brings nothing proves nothing: with
+   `list_seconds` a list follows.
 3. Only the result of `parse` is kept. Each object is decoded on its own: one that can't be read is named in the log and in an event, its
    last result is kept, and the others are not affected. It never counts as deleted.
 
@@ -12,7 +13,9 @@ The API has no option to leave out `metadata.managedFields`; the decoders skip t
 """
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -29,6 +32,9 @@ from gpumgr.kubeapi.unreadable import UnreadableObjects
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
+#: The limit of a page's request is at least this, in seconds; and the duration of a watch after a list that failed.
+_SHORTEST_LIST = 5.0
+_SHORTEST_WATCH = 5
 
 
 class _PageMetadata(msgspec.Struct):
@@ -84,6 +90,9 @@ class WatchTimes:
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
     `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
+
+    `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long. `outdated_seconds`: the
+    copy is outdated if it has not for so long, and a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
@@ -91,6 +100,22 @@ class WatchTimes:
     lasted_seconds: float = 10.0
     pause_seconds: tuple[float, float] = (0.5, 30.0)
     max_retry_after_seconds: float = 120.0
+    list_seconds: float = math.inf
+    outdated_seconds: float = math.inf
+
+
+def prompt_watches(outdated_seconds: float) -> WatchTimes:
+    """Times by which a server that is silent is noticed within `outdated_seconds`, 15 or more. The API server sends a bookmark about 2 s
+    before the requested end of a watch, and otherwise once a minute (bookmarkFrequency in storage/cacher), so watches are short: of 30 s
+    they take 18 to 20, their end may be 2 s late, and 8 s are left for a list."""
+    return WatchTimes(
+        watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
+        silence_seconds=outdated_seconds / 15,
+        lasted_seconds=outdated_seconds / 3,
+        pause_seconds=(0.5, 5.0),
+        list_seconds=0.6 * outdated_seconds,
+        outdated_seconds=outdated_seconds,
+    )
 
 
 class ExpiredError(GpumgrError):
@@ -119,6 +144,7 @@ class Reflector(Generic[T]):
         write_events: bool = True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._path, self._query = server, path, dict(query)
         self._parse, self._on_change, self._on_list, self._decode = parse, on_change, on_list, decode
@@ -129,6 +155,11 @@ class Reflector(Generic[T]):
         self._version: str | None = None
         self._watching_since: float | None = None
         self._logged: str | None = None
+        self._clock, self._heard_at = clock, clock()
+        #: Of the last list, if nothing has been received since.
+        self._list_error: str | None = None
+        self._list_refused = False
+        self._reported = False
         self.synced = asyncio.Event()
 
     @property
@@ -141,6 +172,25 @@ class Reflector(Generic[T]):
         """How many objects can't be read."""
         return len(self._unreadable.reasons)
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last event or bookmark, or the begin of the last list that succeeded."""
+        return self._clock() - self._heard_at
+
+    @property
+    def outdated(self) -> str | None:
+        """Why the copy may lack changes that are long past, in words; None: it does not."""
+        if self._list_error is None or self.silent_seconds < self._pace.outdated_seconds:
+            return None
+        return (
+            f"the API server has sent nothing about {self.resource} for {self.silent_seconds:.0f} s, and a list has failed "
+            f"({self._list_error})"
+        )
+
+    @property
+    def resource(self) -> str:
+        return self._path.rpartition("/")[2]
+
     def expire(self) -> None:
         """The next `run` begins with a list. Must not be called while `run` runs."""
         self._version = None
@@ -148,13 +198,14 @@ class Reflector(Generic[T]):
 
     async def run(self) -> NoReturn:
         """Lists and watches until cancelled."""
-        loop = asyncio.get_running_loop()
         pause = self._pace.pause_seconds[0]
         while True:
             self._watching_since, wanted = None, 0.0
             try:
-                if self._version is None:
-                    await self._list()
+                # Where lists are refused, a watch may work: it is tried next.
+                refused, self._list_refused = self._list_refused, False
+                if self._version is None or (self.silent_seconds >= self._pace.list_seconds and not refused):
+                    await self._list_or_note()
                 await self._watch(self._version or "")
             except ExpiredError as error:
                 self._version = None
@@ -163,12 +214,17 @@ class Reflector(Generic[T]):
                 wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
                 self._log_once(str(error))
             except API_FAILURES as error:
-                self._log_once(f"{type(error).__name__}: {error}")
+                self._log_once(_text(error))
+            if not self._reported and (why := self.outdated) is not None:
+                self._reported = True
+                _log.error("objects_outdated", path=self._path, reason=why)
             since = self._watching_since
-            if since is not None and loop.time() - since >= self._pace.lasted_seconds:
+            if since is not None and self._clock() - since >= self._pace.lasted_seconds:
                 pause = self._pace.pause_seconds[0]
                 continue
-            await self._sleep(max(wanted, pause * (0.8 + 0.4 * self._jitter())))
+            slept = max(wanted, pause * (0.8 + 0.4 * self._jitter()))
+            until_list = self._pace.list_seconds - self.silent_seconds
+            await self._sleep(min(slept, until_list) if until_list > 0 else slept)
             pause = min(pause * 2, self._pace.pause_seconds[1])
 
     def _log_once(self, text: str) -> None:
@@ -177,10 +233,24 @@ class Reflector(Generic[T]):
             self._logged = text
             _log.warning("api_server_retries", path=self._path, error=text)
 
+    def _heard(self, at: float) -> None:
+        self._heard_at, self._list_error = at, None
+        if self._reported:
+            self._reported = False
+            _log.info("objects_current_again", path=self._path)
+
     # -- list --------------------------------------------------------------------------------------------------------------
+
+    async def _list_or_note(self) -> None:
+        try:
+            await self._list()
+        except API_FAILURES as error:
+            self._list_error, self._list_refused = _text(error), isinstance(error, AnswerError)
+            raise
 
     async def _list(self) -> None:
         found: dict[str, T] = {}
+        begun = self._clock()
         unreadable: set[str] = set()
         query = {**self._query, "limit": _PAGE}
         while True:
@@ -201,6 +271,7 @@ class Reflector(Generic[T]):
         self._unreadable.listed(unreadable)
         before, self._objects = self._objects, found
         self._version, self._logged = page.metadata.resource_version, None
+        self._heard(begun)
         for uid in before.keys() - found.keys():
             self._on_change(before[uid], None)
         for uid, after in found.items():
@@ -210,7 +281,10 @@ class Reflector(Generic[T]):
         self.synced.set()
 
     async def _page(self, query: Mapping[str, str]) -> bytes:
-        async with self._server.request("GET", self._path, query, REQUEST_TIMEOUT) as response:
+        # A list that hangs fails before the copy is outdated; later ones have their time.
+        left = self._pace.outdated_seconds - self.silent_seconds
+        timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
+        async with self._server.request("GET", self._path, query, timeout) as response:
             await _check_status(response)
             return await response.read()
 
@@ -238,7 +312,7 @@ class Reflector(Generic[T]):
     async def _watch(self, version: str) -> None:
         """Until the server ends the stream. Raises what `run` catches."""
         low, high = self._pace.watch_seconds
-        seconds = low + round((high - low) * self._jitter())
+        seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
         query = {
             **self._query,
             "watch": "true",
@@ -249,7 +323,7 @@ class Reflector(Generic[T]):
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
         async with self._server.request("GET", self._path, query, timeout) as response:
             await _check_status(response)
-            self._logged, self._watching_since = None, asyncio.get_running_loop().time()
+            self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):
                 await self._event(await _decoded(line, _Event))
 
@@ -258,6 +332,7 @@ class Reflector(Generic[T]):
             failure = await _decoded(bytes(event.object), _Failure)
             raise ExpiredError(f"the watch ended with {failure.code} {failure.reason}: {failure.message}")
         metadata = self._metadata(event.object)
+        self._heard(self._clock())
         if event.type == "BOOKMARK":
             self._version = metadata.resource_version or self._version
             return
@@ -272,6 +347,10 @@ class Reflector(Generic[T]):
             self._objects[after.uid] = after
         if before != after:
             self._on_change(before, after)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, AnswerError | ExpiredError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 async def _check_status(response: aiohttp.ClientResponse) -> None:

@@ -1,7 +1,7 @@
 """The Binding of a pod: one write that sets its node and its annotations (the API server merges them in the same update)."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -89,36 +89,45 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
     )
 
 
-async def send_binding(server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str]) -> None:
-    """Raises BindingError."""
+async def send_binding(
+    server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str], check: Callable[[], None]
+) -> None:
+    """`check` raises BindingError if the binding must not be sent. It is called when a connection is there. Raises BindingError."""
     body = {
         "apiVersion": "v1",
         "kind": "Binding",
         "metadata": {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": node},
     }
-    await _send(server, "POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, "the binding")
+    await _send(server, "POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, "the binding", check)
 
 
-async def send_annotations(server: ApiServer, pod: WatchedPod, annotations: Mapping[str, str]) -> None:
-    """For a pod that kube-scheduler binds itself. An index that an earlier choice left is removed. Raises BindingError."""
+async def send_annotations(server: ApiServer, pod: WatchedPod, annotations: Mapping[str, str], check: Callable[[], None]) -> None:
+    """For a pod that kube-scheduler binds itself. An index that an earlier choice left is removed. `check`: see `send_binding`.
+
+    Raises BindingError.
+    """
     indices = {f"{PREDICATE_INDEX}{place}": None for place in pod.places if place is not None}
     body = {"metadata": {"uid": pod.uid, "annotations": {**indices, **annotations}}}
-    await _send(server, "PATCH", pod_path(pod.namespace, pod.name), body, "the annotations")
+    await _send(server, "PATCH", pod_path(pod.namespace, pod.name), body, "the annotations", check)
 
 
 def pod_path(namespace: str, name: str) -> str:
     return f"/api/v1/namespaces/{namespace}/pods/{name}"
 
 
-async def _send(server: ApiServer, method: Method, path: str, body: Mapping[str, object], what: str) -> None:
+async def _send(
+    server: ApiServer, method: Method, path: str, body: Mapping[str, object], what: str, check: Callable[[], None]
+) -> None:
     try:
         async with asyncio.timeout(WRITE_SECONDS):
-            await server.send(method, path, body)
+            await server.send(method, path, body, check=check)
     except AnswerError as error:
         wait = f", and asks to wait for {error.retry_after_seconds:g} s" if error.retry_after_seconds else ""
         message = f"the API server refused {what}: {error}{wait}"
         raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
     except API_FAILURES as error:
+        if isinstance(error.__cause__, BindingError):  # of `check`
+            raise error.__cause__ from None
         why = str(error) or type(error).__name__
         raise BindingError(f"the API server did not answer {what}: {why}", uncertain=True) from error

@@ -4,13 +4,15 @@ Between reading the index and changing it there is no `await`, so verbs that ove
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, NoReturn
 
 import structlog
 
+from gpumgr.allocator.pods import TERMINAL_PHASES
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
@@ -32,7 +34,19 @@ _log = structlog.get_logger(__name__)
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
-NOT_SYNCED = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
+#: Assumed pods that are looked up at a time; how long after a look without an answer the next one is due; and how long the API server
+#: may work on a request after the connection is lost (its --request-timeout).
+_MAX_LOOKS: Final = 20
+_LOOK_AGAIN_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Assumed:
+    """A pod with assumed GPUs. `due`: when the API server is asked about it."""
+
+    pod: WatchedPod
+    due: float
 
 
 class Extender:
@@ -54,11 +68,11 @@ class Extender:
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(index, quotas, watches, clock=clock)
-        #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
+        #: UIDs of pods that are being written, and of those that a Binding has bound, or may have bound, without that the watch shows it.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
         #: Pods with assumed GPUs, and some that had: the watch may show a pod later than kube-scheduler does, or not at all.
-        self._filtered: dict[str, WatchedPod] = {}
+        self._assumed: dict[str, _Assumed] = {}
 
     @property
     def answers(self) -> bool:
@@ -66,16 +80,21 @@ class Extender:
         return self._leadership is None or self._leadership.answers
 
     @property
+    def problem(self) -> str | None:
+        """Why no pod can be placed at present."""
+        return self._watches.problem
+
+    @property
     def ready(self) -> bool:
-        return self._watches.synced
+        return self.problem is None
 
     def filter(self, args: FilterArgs) -> FilterResult:
         """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
         return self._filter(args, self._settings.candidates)
 
     def _filter(self, args: FilterArgs, candidates: int) -> FilterResult:
-        if not self.ready:
-            return FilterResult(error=NOT_SYNCED)
+        if (problem := self.problem) is not None:
+            return FilterResult(error=problem)
         try:
             pod, names = self._watches.parse_pod(args.pod), args.names()
         except UNREADABLE as error:
@@ -86,12 +105,12 @@ class Extender:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
         if self._quotas.problem is not None:
             return FilterResult(error=self._quotas.problem)
-        self._expire()
+        self._preemption.refresh()
         if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
         if pod.uid in self._sending | self._unsettled:
             return self._as_sent(args, pod, names)
-        self._index.remove(pod.uid)
+        self._forget(pod.uid)
         ranked = self._ranked(pod, names, candidates)
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
@@ -106,8 +125,7 @@ class Extender:
         self._rejections.remove(pod.uid)
         if candidates == 1:
             placed = placed_on(self._index, pod, *ranked[0])
-            self._assume(placed)
-            self._filtered[pod.uid] = pod
+            self._assume(pod, placed)
             self._preemption.placed(placed)
         else:
             self._preemption.restore(pod.uid)
@@ -125,11 +143,12 @@ class Extender:
         except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
-        self._expire()
+        self._preemption.refresh()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
+        self._forget(pod.uid)
         return self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
@@ -159,7 +178,7 @@ class Extender:
         try:
             with self._writing(pod, placed):
                 annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-                await send_annotations(self._server, pod, annotations)
+                await send_annotations(self._server, pod, annotations, self._check_lease)
         except BindingError as error:
             if error.conflict:  # this pod is gone
                 self._forget(pod.uid)
@@ -182,8 +201,8 @@ class Extender:
 
     async def bind(self, args: BindArgs) -> BindResult:
         """Validates the assumed GPUs again, or chooses others of this node, and binds the pod."""
-        if not self.ready:
-            return BindResult(NOT_SYNCED)
+        if (problem := self.problem) is not None:
+            return BindResult(problem)
         try:
             await self._bind(args)
         except GpumgrError as error:
@@ -195,8 +214,22 @@ class Extender:
         """A pod that was rejected and fits by now."""
         if not (self.ready and self.answers):
             return None
-        self._expire()
+        self._preemption.refresh()
         return await self._rejections.fitting()
+
+    async def run(self) -> NoReturn:
+        """A daemon. Without it what is assumed never ends."""
+        while True:
+            await asyncio.sleep(1)
+            await self.look_up_assumed()
+
+    async def look_up_assumed(self) -> None:
+        """Asks the API server about the pods that have been assumed for long. What a pod holds that is bound by now stays assumed until the
+        watch shows it; one that is not bound, has ended or is deleted loses it."""
+        assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
+        self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
+        due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
+        await asyncio.gather(*map(self._look_up, due[:_MAX_LOOKS]))
 
     def prepare(self) -> None:
         """To be called between verbs: computes what the next ones need."""
@@ -205,7 +238,10 @@ class Extender:
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""
-        pod = self._watches.pending.get(args.pod_uid) or self._filtered.get(args.pod_uid) or await self._read_pod(args)
+        filtered = self._assumed.get(args.pod_uid)
+        pod = self._watches.pending.get(args.pod_uid) or (filtered.pod if filtered else None)
+        if pod is None:
+            pod = await self._read_pod(args.pod_namespace, args.pod_name, args.pod_uid)
         if pod.refusal is not None:
             raise BindingError(pod.refusal)
         if pod.uid in self._sending:
@@ -214,18 +250,20 @@ class Extender:
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
         if pod.uid not in self._unsettled:
-            self._index.remove(pod.uid)
+            self._forget(pod.uid)
             excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
             if excess is not None:
                 raise BindingError(excess)
         try:
             with self._writing(pod, placed):
                 annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-                await send_binding(self._server, pod, args.node, annotations)
+                await send_binding(self._server, pod, args.node, annotations, self._check_lease)
         except BindingError as error:
             if not (error.uncertain or error.conflict):
                 raise
-            await self._settle(args, placed, error)
+            await self._settle(args, pod, placed, error)
+        if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
+            self._unsettled.add(pod.uid)
         _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
 
     @contextmanager
@@ -233,86 +271,108 @@ class Extender:
         """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
         for certain. Raises BindingError."""
         uid = pod.uid
-        self._index.assume(placed, until=math.inf)
+        self._assume(pod, placed)
         self._preemption.placed(placed)
         self._sending.add(uid)
         try:
-            if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
-                raise BindingError("the Lease of this replica may end before the binding does; kube-scheduler will try again")
+            self._check_lease()
             yield
             self._unsettled.discard(uid)
         except BindingError as error:
             if error.uncertain or error.conflict:
                 self._unsettled.add(uid)
-            elif uid not in self._unsettled and self._index.is_assumed(uid):
-                self._index.remove(uid)
+            elif uid not in self._unsettled:
+                self._forget(uid)
             raise
         finally:
             self._sending.discard(uid)
             if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
-                self._assume(placed)
+                self._assume(pod, placed)
 
-    async def _settle(self, args: BindArgs, placed: PlacedPod, failure: BindingError) -> None:
+    def _check_lease(self) -> None:
+        """Raises BindingError."""
+        if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
+            raise BindingError("the Lease of this replica may end before the binding does; kube-scheduler will try again")
+
+    async def _settle(self, args: BindArgs, pod: WatchedPod, placed: PlacedPod, failure: BindingError) -> None:
         """Reads the pod to find out whether it is bound. Returns if it is bound to this node; raises `failure` or BindingError if not."""
         try:
-            pod = await self._read_pod(args)
+            found = await self._read_pod(pod.namespace, pod.name, pod.uid)
         except BindingError as error:
             if not error.uncertain:  # it is gone
-                self._forget(args.pod_uid)
+                self._forget(pod.uid)
             raise failure from error
-        if pod.node is None:
+        if found.node is None:
             if failure.conflict:
-                self._forget(args.pod_uid)
+                self._forget(pod.uid)
             raise failure
-        if self._index.is_assumed(args.pod_uid):
-            self._assume(pod.placed or placed)
-        self._unsettled.discard(args.pod_uid)
-        if pod.node != args.node:
-            raise BindingError(f"the pod is bound to node {pod.node} already")
+        if self._index.is_assumed(pod.uid):
+            self._assume(found, found.placed or placed)
+        if found.node != args.node:
+            raise BindingError(f"the pod is bound to node {found.node} already")
+
+    async def _look_up(self, assumed: _Assumed) -> None:
+        uid, found, assumed.due = assumed.pod.uid, None, self._clock() + _LOOK_AGAIN_SECONDS
+        try:
+            found = await self._read_pod(assumed.pod.namespace, assumed.pod.name, uid)
+        except BindingError as error:
+            if error.uncertain:
+                return
+        placed = self._index.placement(uid)
+        if placed is None or not self._index.is_assumed(uid) or self._assumed.get(uid) is not assumed or uid in self._sending:
+            return  # a verb or the watch has changed it in the meantime
+        if found is not None and found.node is not None:
+            self._unsettled.add(uid)
+            self._assume(found, found.placed or placed)
+        elif found is not None and found.promise is not None and self._settings.predicates:
+            self._assume(found, placed)
+        else:
+            self._forget(uid)
+            _log.info("assumption_ended", pod_uid=uid)
 
     def _forget(self, uid: str) -> None:
         self._unsettled.discard(uid)
+        self._assumed.pop(uid, None)
         if self._index.is_assumed(uid):
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
         """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
-        self._expire()
+        self._preemption.refresh()
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
         sent = pod.uid in self._unsettled
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
-        self._index.remove(pod.uid)
+        self._forget(pod.uid)
         choice = self._index.choose_on(node, pod.uid, pod.request, pod.policy or self._settings.policy)
         if isinstance(choice, Misfit):
             raise BindingError(f"node {node} {explain([(node, choice)])}")
         return placed_on(self._index, pod, node, choice)
 
-    async def _read_pod(self, args: BindArgs) -> WatchedPod:
-        """Raises BindingError."""
+    async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
+        """Raises BindingError; it is not uncertain if this pod has ended or does not exist."""
         try:
             async with asyncio.timeout(WRITE_SECONDS):
-                pod = self._watches.parse_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
+                item = await self._server.read("GET", pod_path(namespace, name))
+            pod, phase = self._watches.parse_pod(item), (item.get("status") or {}).get("phase")
         except AnswerError as error:
             raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
         except (*API_FAILURES, *UNREADABLE) as error:
             raise BindingError(f"the pod can't be read: {type(error).__name__}: {error}", uncertain=True) from error
-        if pod.uid != args.pod_uid:
-            raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
+        if pod.uid != uid:
+            raise BindingError(f"the pod has the UID {pod.uid}, the request has {uid}")
+        if phase in TERMINAL_PHASES:
+            raise BindingError(f"the pod has ended ({phase})")
         return pod
 
-    def _assume(self, placed: PlacedPod) -> None:
-        self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)
-
-    def _expire(self) -> None:
-        for uid in self._index.expire(self._clock()):
-            _log.info("assumption_ended", pod_uid=uid)
-        self._unsettled = {uid for uid in self._unsettled if self._index.is_assumed(uid)}
-        if len(self._filtered) > 2 * self._index.assumed_pods:
-            self._filtered = {uid: pod for uid, pod in self._filtered.items() if self._index.is_assumed(uid)}
-        self._preemption.refresh()
+    def _assume(self, pod: WatchedPod, placed: PlacedPod) -> None:
+        seconds = self._settings.assume_seconds
+        if pod.uid in self._unsettled:
+            seconds = max(seconds, _REQUEST_SECONDS)
+        self._assumed[pod.uid] = _Assumed(pod, self._clock() + seconds)
+        self._index.assume(placed)
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
         if args.by_name:

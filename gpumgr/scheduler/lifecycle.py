@@ -131,7 +131,7 @@ async def run_scheduler(
         middlewares=[metrics.middleware],
     )
     listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
-    running: list[Coroutine[Any, Any, object]] = [watches.run()]
+    running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]
     if leadership is not None:
         running.append(leadership.run())
     if (own_pod := own_pod_path()) is not None:

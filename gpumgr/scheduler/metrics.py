@@ -44,6 +44,11 @@ _SYNCED: Final = gauge("scheduler_synced", "1 once all nodes and pods have been 
 _UNREADABLE: Final = gauge(
     "scheduler_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
 )
+_SILENCE: Final = gauge(
+    "scheduler_api_silence_seconds",
+    "Since the API server has last sent an event, a bookmark or a list, by resource of a watch.",
+    "resource",
+)
 _NODES: Final = gauge(
     "scheduler_nodes",
     "Nodes with GPUs, by inventory: used, outdated (it claims more GPUs than the kubelet of the Ready node has), unusable (see the log), "
@@ -80,7 +85,21 @@ _MEMORY: Final = gauge(
     "model",
     "part",
 )
-FAMILIES: Final = (_SECONDS, _BUILD, _LEADER, _SYNCED, _UNREADABLE, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
+FAMILIES: Final = (
+    _SECONDS,
+    _BUILD,
+    _LEADER,
+    _SYNCED,
+    _UNREADABLE,
+    _SILENCE,
+    _NODES,
+    _PLACED,
+    _ASSUMED,
+    _WAITING,
+    _GPUS,
+    _CORES,
+    _MEMORY,
+)
 
 
 class SchedulerMetrics:
@@ -92,9 +111,10 @@ class SchedulerMetrics:
         leader: Callable[[], bool],
         synced: Callable[[], bool],
         unreadable: Callable[[], int],
+        silences: Callable[[], Mapping[str, float]],
     ) -> None:
         self._index, self._overview, self._leader, self._synced = index, overview, leader, synced
-        self._unreadable = unreadable
+        self._unreadable, self._silences = unreadable, silences
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
@@ -135,6 +155,7 @@ class SchedulerMetrics:
             _LEADER: {(): self._leader()},
             _SYNCED: {(): self._synced()},
             _UNREADABLE: {(): self._unreadable()},
+            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._silences().items()},
             _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): self._index.assumed_pods},

@@ -82,7 +82,7 @@ class ClusterPages:
 
     @property
     def synced(self) -> bool:
-        return self._watches.synced
+        return self._watches.problem is None
 
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
         """Reasons.kinds of all waiting pods; the overview is refreshed."""
@@ -129,8 +129,8 @@ class ClusterPages:
         namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
         if not (namespace and name):
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
-        if not self._watches.synced:
-            return failure(503, "the scheduler has not read all nodes and pods yet; try again")
+        if (problem := self._watches.problem) is not None:
+            return failure(503, problem)
         if self._questions >= _MAX_QUESTIONS:
             return failure(503, "the scheduler answers too many questions at present; try again", headers={"Retry-After": "1"})
         self._questions += 1
@@ -243,6 +243,11 @@ def make_pages(
     overview = ClusterOverview(index, watches.nodes)
     reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
     metrics = SchedulerMetrics(
-        index, overview, leader=leader, synced=lambda: watches.synced, unreadable=lambda: watches.unreadable
+        index,
+        overview,
+        leader=leader,
+        synced=lambda: watches.synced,
+        unreadable=lambda: watches.unreadable,
+        silences=lambda: watches.silences,
     )
     return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -59,12 +59,14 @@ class Preemption:
     # -- kept GPUs ---------------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Follows what the watch has shown of nominated pods. Before each verb, after `expire` of the index."""
+        """Follows what the watch has shown of nominated pods, and the time. Before each verb."""
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self._kept.items()):
             pod = nominated.get(uid)
             if not self._index.is_assumed(uid):
                 del self._kept[uid]
+            elif kept.until <= now:
+                self.release(uid)
             elif pod is not None and pod.nominated == kept.pod.node:
                 if not kept.nominated:
                     kept.nominated = True
@@ -88,7 +90,7 @@ class Preemption:
     def restore(self, uid: str) -> None:
         """After a rejected filter, which began by removing what was assumed: the victims have not ended yet."""
         if (kept := self._kept.get(uid)) is not None:
-            self._index.assume(kept.pod, until=kept.until)
+            self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
         """A pod has taken its GPUs: it no longer keeps others, and takes those that were kept for pods of lower priority."""
@@ -114,7 +116,7 @@ class Preemption:
 
     def _keep(self, pod: PlacedPod, until: float, *, nominated: bool = False) -> None:
         self._kept[pod.uid] = _Kept(pod, until, nominated)
-        self._index.assume(pod, until=until)
+        self._index.assume(pod)
 
     # -- the verb ----------------------------------------------------------------------------------------------------------
 

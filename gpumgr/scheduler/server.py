@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 from gpumgr import __version__
 from gpumgr.foreign_text import UnreadableText, decode_answer
 from gpumgr.scheduler.bodies import Bodies
-from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
+from gpumgr.scheduler.extender import NOT_LEADING, Extender
 from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 
@@ -44,7 +44,8 @@ def make_application(
     """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all."""
 
     async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
+        problem = extender.problem
+        return web.Response(text="ok\n") if problem is None else web.Response(status=503, text=f"{problem}\n")
 
     application = web.Application(middlewares=[*middlewares, _guard(extender, frozenset(client_names))])
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)

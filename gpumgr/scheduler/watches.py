@@ -2,11 +2,11 @@
 
 import asyncio
 import gc
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypedDict
+from typing import Any, Final, NoReturn, TypedDict
 
 import structlog
 
@@ -16,7 +16,7 @@ from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import NamespaceQuota, Quotas
 from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes, prompt_watches
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
@@ -27,6 +27,7 @@ from gpumgr.units import VCUDA_NAMES
 
 _log = structlog.get_logger(__name__)
 
+NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
 #: Ended pods hold nothing: for this watch they are deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
@@ -55,7 +56,7 @@ class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
     `synced`: nodes, pods and quotas have been listed once. `more` is watched beside them, and listed again with them. `complete` adds to a
-    node what its object does not have. `hami`: HAMi's resources, if pods may request them.
+    node what its object does not have. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class ClusterWatches:
         watch_times: WatchTimes | None = None,
         more: Sequence[Reflector[Any]] = (),
         complete: Callable[[NodeState], NodeState] = lambda state: state,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
         self._more, self._complete, self._hami = more, complete, hami
         #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
         self._promises = settings.predicates
@@ -88,6 +91,7 @@ class ClusterWatches:
             decode=lambda item: decode_stored(item, _Node),
             on_change=self._node_changed,
             watch_times=watch_times,
+            clock=clock,
         )
         self._limits: Reflector[WatchedQuotas] | None = None
         if self._quota_source:
@@ -99,6 +103,7 @@ class ClusterWatches:
                 parse=parse_quotas,
                 on_change=self._quotas_changed,
                 watch_times=watch_times,
+                clock=clock,
             )
         #: Limits of the ConfigMap, and of ResourceQuotas by UID.
         self._configured: Mapping[str, NamespaceQuota] = {}
@@ -112,6 +117,7 @@ class ClusterWatches:
                 parse=lambda item: parse_resource_quota(item, hami),
                 on_change=self._resource_quota_changed,
                 watch_times=watch_times,
+                clock=clock,
             )
         self._pods: Reflector[WatchedPod | CpuPod] = Reflector(
             server,
@@ -121,6 +127,7 @@ class ClusterWatches:
             decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
             on_change=self._pod_changed,
             watch_times=watch_times,
+            clock=clock,
         )
 
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()
@@ -133,6 +140,22 @@ class ClusterWatches:
     @property
     def _watched(self) -> list[Reflector[Any]]:
         return [each for each in (self._nodes, self._pods, self._limits, self._resource_quotas, *self._more) if each is not None]
+
+    @property
+    def problem(self) -> str | None:
+        """Why the index may not be up to date; None: it is."""
+        if not self.synced:
+            return NOT_SYNCED
+        outdated = next((why for each in self._watched if (why := each.outdated)), None)
+        return f"{outdated}; no pod is placed until it answers" if outdated else None
+
+    @property
+    def silences(self) -> Mapping[str, float]:
+        """Resource -> seconds since the API server has last sent something about it."""
+        found: dict[str, float] = {}
+        for each in self._watched:
+            found[each.resource] = max(found.get(each.resource, 0.0), each.silent_seconds)
+        return found
 
     @property
     def unreadable(self) -> int:
@@ -220,7 +243,7 @@ class ClusterWatches:
         the pod does not show yet stays."""
         promise, current = pod.promise, self._index.placement(pod.uid)
         if promise is not None and (current is None or _same_gpus(current, promise)):
-            self._index.assume(current or promise, until=math.inf)
+            self._index.assume(current or promise)
 
     def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
         """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""

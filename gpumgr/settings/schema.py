@@ -287,8 +287,11 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
     #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
-    #: How long assumed GPUs are kept for a pod that is not bound.
+    #: After this time the API server is asked whether a pod with assumed GPUs is bound. If not, the GPUs are free again.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
+    #: If the API server has sent nothing about nodes, pods or quotas for so long, and a list fails, too, no pod is placed. Its watches take
+    #: two thirds of this time.
+    max_silence_seconds: Annotated[float, Meta(ge=15, le=600)] = 30.0
     #: Limit of the body of a request.
     max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
     #: NAMESPACE/NAME of the ConfigMap with the quotas of namespaces. Empty: there are none.

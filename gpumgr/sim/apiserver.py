@@ -165,6 +165,11 @@ class SimApiServer:
         for watched in self._watched.values():
             watched.forget()
 
+    def end_watches(self) -> None:
+        """Sends bookmarks and ends the open watches, as if their time were over."""
+        for watched in self._watched.values():
+            watched.end_watches()
+
     @web.middleware
     async def _counted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         task = asyncio.current_task()

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class WatchedObjects:
         self._events: list[_Event] = []
         self._forgotten = 0
         self._version = LatestValue(1)
+        self._open: set[asyncio.Timeout] = set()
 
     def put(self, document: Document) -> None:
         """Creates or replaces an object."""
@@ -47,6 +49,11 @@ class WatchedObjects:
         """Drops the history of changes: no version so far can be watched from."""
         self._forgotten = self._version.value
         self._events.clear()
+
+    def end_watches(self) -> None:
+        """Sends bookmarks and ends the open watches, as if their time were over."""
+        for each in self._open:
+            each.reschedule(asyncio.get_running_loop().time())
 
     def _record(self, kind: str, document: Document) -> None:
         version = self._version.value + 1
@@ -69,7 +76,7 @@ class WatchedObjects:
         await response.prepare(request)
         bookmarks = request.query.get("allowWatchBookmarks") == "true"
         try:
-            async with asyncio.timeout(seconds):
+            async with self._limit(seconds):
                 with self._version.subscribe() as versions:
                     async for _ in versions:
                         if sent < self._forgotten:
@@ -80,6 +87,16 @@ class WatchedObjects:
             if bookmarks:
                 await _send(response, "BOOKMARK", {"kind": self._kind, "metadata": {"resourceVersion": str(sent)}})
         return response
+
+    @asynccontextmanager
+    async def _limit(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError at the end of a watch."""
+        async with asyncio.timeout(seconds) as limit:
+            self._open.add(limit)
+            try:
+                yield
+            finally:
+                self._open.discard(limit)
 
     async def _send_since(self, response: web.StreamResponse, sent: int, wanted: Selector) -> int:
         """Sends events newer than `sent`; returns the version of the last event. An object that is not selected any more is deleted."""

@@ -45,7 +45,7 @@ class Bench:
         assert not isinstance(ranked, Rejection), ranked
         ((name, choice),) = ranked
         shares = named_shares(self._states[name], choice)
-        self.index.assume(PlacedPod(uid=str(next(self._uids)), node=name, request=wanted, shares=shares), until=1e9)
+        self.index.assume(PlacedPod(uid=str(next(self._uids)), node=name, request=wanted, shares=shares))
         return time.perf_counter() - began
 
 

@@ -58,7 +58,6 @@ REQUESTS: tuple[PodRequest, ...] = (
 )
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 NAMES = [node.name for node in NODES]
-ASSUME_SECONDS = 60.0
 
 
 class Cluster(RuleBasedStateMachine):
@@ -71,7 +70,7 @@ class Cluster(RuleBasedStateMachine):
         self.bound: dict[str, PlacedPod] = {}
         self.pending: dict[str, PodRequest] = {}
         self.without_gpus: dict[str, tuple[str, int]] = {}
-        self.now, self.created = 0.0, 0
+        self.created = 0
         for node in NODES:
             self._set(node)
 
@@ -85,11 +84,9 @@ class Cluster(RuleBasedStateMachine):
         self.pending[f"pod-{self.created}"] = wanted
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), policy=st.sampled_from(POLICIES), seconds=st.sampled_from([0.0, 0.0, 30.0, 61.0]))
-    def filter(self, data: st.DataObject, policy: Policy, seconds: float) -> None:
+    @rule(data=st.data(), policy=st.sampled_from(POLICIES))
+    def filter(self, data: st.DataObject, policy: Policy) -> None:
         """As the extender does it: what had been assumed for the pod ends first."""
-        self.now += seconds
-        self.index.expire(self.now)
         uid = data.draw(st.sampled_from(sorted(self.pending)))
         names = data.draw(st.lists(st.sampled_from([*NAMES, "unknown"]), min_size=1, unique=True))
         self.index.remove(uid)
@@ -101,7 +98,7 @@ class Cluster(RuleBasedStateMachine):
         assert name in names
         shares = named_shares(self.nodes[name], choice)
         placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
-        self.index.assume(placed, until=self.now + ASSUME_SECONDS)
+        self.index.assume(placed)
         assert self.index.fits(placed)
         self._check_constraints(placed, choice)
 
@@ -187,10 +184,10 @@ class Cluster(RuleBasedStateMachine):
     def prepare(self) -> None:
         self.index.prepare()
 
-    @rule(seconds=st.sampled_from([1.0, 61.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.index.expire(self.now)
+    @rule()
+    def drop_what_is_assumed(self) -> None:
+        for uid in filter(self.index.is_assumed, self.pending):
+            self.index.remove(uid)
 
     @invariant()
     def no_gpu_is_given_beyond_its_capacity(self) -> None:
@@ -235,7 +232,7 @@ class Cluster(RuleBasedStateMachine):
             again.set_node(node)
         for uid in self.pending:
             if (placed := self.index.placement(uid)) is not None:
-                again.assume(placed, until=0.0 + ASSUME_SECONDS)
+                again.assume(placed)
         return again
 
 

@@ -49,7 +49,6 @@ class Namespaces(RuleBasedStateMachine):
         )
         self.index = ClusterIndex([self.quotas])
         self.pods: dict[str, PodRequest] = {}
-        self.now = 0.0
         for node in NODES:
             self.index.set_node(node)
 
@@ -72,7 +71,7 @@ class Namespaces(RuleBasedStateMachine):
         assert state is not None
         shares = named_shares(state, choice)  # type: ignore[arg-type]
         placed = PlacedPod(uid=uid, node=name, request=self.pods[uid], shares=shares, namespace=uid.partition("-")[0])
-        self.index.assume(placed, until=self.now + 60)
+        self.index.assume(placed)
 
     @precondition(lambda self: self.pods)
     @rule(data=st.data(), name=st.sampled_from(NAMES), known=st.booleans())
@@ -98,10 +97,10 @@ class Namespaces(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         self.index.remove(data.draw(st.sampled_from(sorted(self.pods))))
 
-    @rule(seconds=st.sampled_from([1.0, 61.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.index.expire(self.now)
+    @rule()
+    def drop_what_is_assumed(self) -> None:
+        for uid in filter(self.index.is_assumed, self.pods):
+            self.index.remove(uid)
 
     @rule(node=st.sampled_from(NODES))
     def lose_and_find_a_node(self, node: NodeState) -> None:

@@ -224,6 +224,9 @@ MEANINGS: Final = {
     # the API server
     "api_server_retries": "The API server is unavailable or refuses the list or the watch, which is retried. Placement does not "
     "wait for it.",
+    "objects_outdated": "The API server has sent nothing about this resource for `scheduler.max_silence_seconds`, and a list failed, too. "
+    "The scheduler places no pod, `gpumgr claims` writes nothing, and `/readyz` is 503 until it answers.",
+    "objects_current_again": "The API server has answered again after `objects_outdated`.",
     "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. It is logged once, and gets "
     "the event `GpumgrCannotRead`.",
     "credentials_not_renewed": "The credentials for the API server can't be read again. The previous ones stay in use until a later read.",
@@ -248,7 +251,8 @@ MEANINGS: Final = {
     "own pod: at this event kube-scheduler tries all waiting pods.",
     "waiting_pods_not_retried": "The leader could not update the annotation of its own pod. Waiting pods are tried at the next event of "
     "the cluster, or within five minutes. Check the right to patch pods in the scheduler's namespace (config/scheduler/rbac.yaml).",
-    "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`. Its GPUs are free for other pods again.",
+    "assumption_ended": "The API server shows that a pod was not bound within `scheduler.assume_seconds`, or has ended. Its GPUs are free "
+    "for other pods again.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts until it can.",
     "preemption": "kube-scheduler was given pods of one node to evict. The GPUs that they free are kept for the pod that preempts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",

@@ -151,12 +151,13 @@ async def running(
     times: LeaseTimes | None = None,
     clock: Clock | None = None,
     hami: ReplicaResources | None = None,
+    watch_times: WatchTimes = FAST,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
     quotas, clock = Quotas(), clock or Clock()
     index = ClusterIndex([quotas])
-    watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=FAST)
+    watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
     listener = VerbListener(

@@ -104,6 +104,7 @@ async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Sta
     limit(100)
     await waits(stage, "waiting")
     stage.clock.now = 1000
+    await stage.extender.look_up_assumed()
     assert await fitting(stage) == "waiting"
 
 

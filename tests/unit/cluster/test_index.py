@@ -52,15 +52,15 @@ def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") ->
     return ranked[0]
 
 
-def place(index: ClusterIndex, uid: str, wanted: PodRequest, *, until: float | None = None) -> PlacedPod:
+def place(index: ClusterIndex, uid: str, wanted: PodRequest, *, assumed: bool = False) -> PlacedPod:
     name, choice = best(index, wanted)
     state = index.node(name)
     assert state is not None
     pod = PlacedPod(uid=uid, node=name, request=wanted, shares=named_shares(state, choice))
-    if until is None:
-        index.bind(pod)
+    if assumed:
+        index.assume(pod)
     else:
-        index.assume(pod, until=until)
+        index.bind(pod)
     return pod
 
 
@@ -81,18 +81,18 @@ def test_only_nodes_that_are_offered_are_answered(index: ClusterIndex) -> None:
     assert isinstance(index.rank(share(50, 8), "binpack", ["unknown"]), Rejection)
 
 
-def test_what_is_assumed_counts_until_it_ends(index: ClusterIndex) -> None:
-    place(index, "one", request(("app", 200, 0)), until=60.0)
+def test_what_is_assumed_counts_until_it_is_removed(index: ClusterIndex) -> None:
+    place(index, "one", request(("app", 200, 0)), assumed=True)
     assert index.used("a")[0].cores == 100
-    assert index.expire(59.9) == ()
-    assert index.expire(60.0) == ("one",)
+    index.remove("one")
     assert index.used("a")[0].cores == 0
+    assert index.assumed_pods == 0
 
 
-def test_a_bound_pod_does_not_expire(index: ClusterIndex) -> None:
-    pod = place(index, "one", share(50, 8), until=60.0)
+def test_a_bound_pod_is_no_longer_assumed(index: ClusterIndex) -> None:
+    pod = place(index, "one", share(50, 8), assumed=True)
+    assert index.is_assumed("one")
     index.bind(pod)
-    assert index.expire(1e9) == ()
     assert not index.is_assumed("one")
     assert index.used("a")[0] == Amounts(50, 2048)
 
@@ -107,7 +107,7 @@ def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: li
     place(index, "one", share(50, 8))
     best(index, share(50, 8))
     assert sorted(computed) == [2, 2, 4]
-    index.bind(place(index, "two", share(50, 8), until=60.0))
+    index.bind(place(index, "two", share(50, 8), assumed=True))
     computed.clear()
     best(index, share(50, 8))
     assert computed == [2], "the watch shows what was assumed: no second change"
@@ -140,7 +140,7 @@ def test_pods_of_a_node_that_comes_later_count(index: ClusterIndex) -> None:
 
 
 def test_a_placement_is_validated_without_itself(index: ClusterIndex) -> None:
-    pod = place(index, "one", request(("app", 200, 0)), until=60.0)
+    pod = place(index, "one", request(("app", 200, 0)), assumed=True)
     assert index.fits(pod)
     index.bind(PlacedPod(uid="two", node="a", request=share(10, 4), shares=((("GPU-a-1", Amounts(10, 1024)),),)))
     assert not index.fits(pod)

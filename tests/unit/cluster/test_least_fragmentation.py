@@ -65,12 +65,12 @@ def test_pods_without_gpus_use_cpu() -> None:
     assert best(index, with_cpus(WHOLE, 16)) == "a"
 
 
-def test_assumed_pods_use_cpu_until_they_end() -> None:
+def test_assumed_pods_use_cpu_until_they_are_removed() -> None:
     index = filled(gpu_node("a", 4, 40), gpu_node("b", 8, 100))
     wanted = with_cpus(share(10, 1), 30)
     assert best(index, wanted) == "b", "a: 10 CPUs for 3.9 GPUs; b: 70 for 7.9"
-    index.assume(PlacedPod(uid="one", node="b", request=wanted, shares=((("GPU-b-0", Amounts(10, 256)),),)), until=10)
-    assert index.expire(10) == ("one",)
+    index.assume(PlacedPod(uid="one", node="b", request=wanted, shares=((("GPU-b-0", Amounts(10, 256)),),)))
+    index.remove("one")
     assert best(index, wanted) == "b"
 
 
