@@ -54,27 +54,27 @@ NO_HOLDING: Final[Holding] = {}
 class Limit:
     """What a namespace may hold of the GPUs that all given texts match; None: as much as there is.
 
-    `model` is part of the model's name, of the driver's or of the node's label, in any case. `label` is the node's label itself.
+    `model` is part of the model's name, of the driver's or of the node's label, in any case. `label` is the node's label itself; None: any.
     """
 
     cores: int | None = None
     memory_mebibytes: int | None = None
     gpus: int | None = None
     model: str = ""
-    label: str = ""
+    label: str | None = None
     pool: str = ""
 
     def covers(self, kind: GpuKind) -> bool:
         wanted = self.model.casefold()
         return (
             (wanted in kind.model.casefold() or wanted in kind.label.casefold())
-            and self.label in ("", kind.label)
+            and self.label in (None, kind.label)
             and self.pool in ("", kind.pool)
         )
 
     @property
     def where(self) -> str:
-        model = self.label or self.model
+        model = "nodes without a model label" if self.label == "" else self.label or self.model
         return (f" on {model}" if model else "") + (f" in pool {self.pool}" if self.pool else "")
 
     def exceeded(self, used: Held, wanted: Held) -> str | None:
@@ -115,6 +115,7 @@ _Gpu = tuple[GpuKind, int, Scaling | None]
 class _Class:
     """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are like this one."""
 
+    gpus: frozenset[_Gpu]
     uniform: _Gpu | None
     names: set[str] = field(default_factory=set)
 
@@ -144,12 +145,12 @@ class Quotas:
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
         """A node without GPUs has been removed, perhaps for a moment: what its pods held there still counts."""
         gpus = frozenset(_gpus(node))
-        found = self._classes.setdefault(gpus, _Class(next(iter(gpus)) if len(gpus) == 1 else None))
+        found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
         before = self._class_of.get(node.name)
-        if before is not None:
-            before.names.discard(node.name)
         found.names.add(node.name)
         self._class_of[node.name] = found
+        if before is not None and before is not found:
+            self._leave(before, node.name)
         if before is not found and node.gpus:
             for pod in pods:
                 self.pod_removed(pod.uid)
@@ -157,7 +158,7 @@ class Quotas:
 
     def node_removed(self, name: str) -> None:
         if (known := self._class_of.pop(name, None)) is not None:
-            known.names.discard(name)
+            self._leave(known, name)
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class Quotas:
         if namespace not in self.limits:
             return reasons
         for each in self._classes.values():
-            if each.names and each.uniform is not None:
+            if each.uniform is not None:
                 refusal = self.refusal(namespace, _on_equal_gpus(each.uniform, request.containers))
                 if refusal is not None:
                     reasons.setdefault(refusal, set()).update(each.names)
@@ -207,6 +208,11 @@ class Quotas:
     def choice_holding(self, choice: NodeChoice, request: PodRequest, node: NodeState) -> Holding:
         """What a pod would hold with this choice."""
         return _holding(_gpus(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
+
+    def _leave(self, left: _Class, name: str) -> None:
+        left.names.discard(name)
+        if not left.names:
+            del self._classes[left.gpus]
 
     def _count(self, namespace: str, holding: Holding, sign: int) -> None:
         used = self._used.setdefault(namespace, {})

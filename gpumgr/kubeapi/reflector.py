@@ -35,6 +35,8 @@ _PAGE = "500"
 #: The limit of a page's request is at least this, in seconds; and the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
+#: Objects of a page that are decoded before the event loop serves others.
+_SLICE = 50
 
 
 class _PageMetadata(msgspec.Struct):
@@ -255,7 +257,9 @@ class Reflector(Generic[T]):
         query = {**self._query, "limit": _PAGE}
         while True:
             page = await _decoded(await self._page(query), _Page)
-            for item in page.items or ():
+            for number, item in enumerate(page.items or ()):
+                if number % _SLICE == 0:
+                    await asyncio.sleep(0)
                 metadata = self._metadata(item)
                 parsed, readable = self._parsed(item, metadata)
                 if parsed is not None:
@@ -265,7 +269,6 @@ class Reflector(Generic[T]):
             if not page.metadata.following:
                 break
             query = {**self._query, "limit": _PAGE, "continue": page.metadata.following}
-            await asyncio.sleep(0)
         if "" in unreadable:  # it may be any object that is missing now
             found = {**self._objects, **found}
         self._unreadable.listed(unreadable)

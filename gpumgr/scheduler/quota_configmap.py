@@ -17,6 +17,7 @@ from gpumgr.units import CORES_PER_GPU
 
 GPU_ADMISSION_KEY: Final = "gpu_quota"
 PLAIN_KEY: Final = "quota.yaml"
+KEYS: Final = (GPU_ADMISSION_KEY, PLAIN_KEY)
 #: The API server stores no larger ConfigMap.
 _MAX_BYTES: Final = 1 << 20
 _MEBIBYTE: Final = 1 << 20
@@ -28,7 +29,6 @@ _Text = Annotated[str, Meta(min_length=1, max_length=253)]
 class WatchedQuotas:
     """`problem`: why `limits` can't be used."""
 
-    uid: str
     limits: Mapping[str, NamespaceQuota]
     problem: str | None = None
 
@@ -66,12 +66,12 @@ class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
-    """Raises KeyError or TypeError for an object that is not a ConfigMap."""
-    uid, data = str(item["metadata"]["uid"]), item.get("data") or {}
+    """From the ConfigMap."""
+    data = item.get("data") or {}
     found: dict[str, NamespaceQuota] = {}
     key = ""
     try:
-        if not data.keys() & {GPU_ADMISSION_KEY, PLAIN_KEY}:
+        if not data.keys() & {*KEYS}:
             raise ValueError(f"it has neither the key {GPU_ADMISSION_KEY} nor the key {PLAIN_KEY}")
         if (text := data.get(key := GPU_ADMISSION_KEY)) is not None:
             entries = decode_json(text, dict[str, _GpuAdmission | None])
@@ -84,5 +84,5 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
                 found[namespace] = replace(quota, limits=(*quota.limits, *(each.limit() for each in limits)))
     except (ValueError, TypeError) as error:
         where = f"key {key}: " if key in data else ""
-        return WatchedQuotas(uid=uid, limits={}, problem=f"{where}{' '.join(str(error).split())}")
-    return WatchedQuotas(uid=uid, limits=found)
+        return WatchedQuotas(limits={}, problem=f"{where}{' '.join(str(error).split())}")
+    return WatchedQuotas(limits=found)

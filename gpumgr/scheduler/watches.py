@@ -4,7 +4,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NoReturn, TypedDict
 
@@ -13,14 +12,14 @@ import structlog
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.quota import NamespaceQuota, Quotas
+from gpumgr.cluster.quota import Quotas
 from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes, prompt_watches
 from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
-from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
+from gpumgr.scheduler.quota_sources import QuotaSources, QuotaTexts
 from gpumgr.scheduler.resource_quota import WatchedResourceQuota, parse_resource_quota
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import VCUDA_NAMES
@@ -76,11 +75,10 @@ class ClusterWatches:
         self._more, self._complete, self._hami = more, complete, hami
         #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
         self._promises = settings.predicates
-        self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
+        self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
         self.ending: set[str] = set()
-        self._quota_known = False
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         self.nodes: dict[str, WatchedNode] = {}
         self._nodes: Reflector[WatchedNode] = Reflector(
@@ -93,21 +91,18 @@ class ClusterWatches:
             watch_times=watch_times,
             clock=clock,
         )
-        self._limits: Reflector[WatchedQuotas] | None = None
-        if self._quota_source:
-            namespace, _, name = self._quota_source.partition("/")
+        self._limits: Reflector[QuotaTexts] | None = None
+        if settings.quota_configmap:
+            namespace, _, name = settings.quota_configmap.partition("/")
             self._limits = Reflector(
                 server,
                 f"/api/v1/namespaces/{namespace}/configmaps",
                 {"fieldSelector": f"metadata.name={name}"},
-                parse=parse_quotas,
-                on_change=self._quotas_changed,
+                parse=QuotaTexts.of,
+                on_change=self._sources.configmap_changed,
                 watch_times=watch_times,
                 clock=clock,
             )
-        #: Limits of the ConfigMap, and of ResourceQuotas by UID.
-        self._configured: Mapping[str, NamespaceQuota] = {}
-        self._hard: dict[str, WatchedResourceQuota] = {}
         self._resource_quotas: Reflector[WatchedResourceQuota] | None = None
         if hami is not None:
             self._resource_quotas = Reflector(
@@ -115,7 +110,7 @@ class ClusterWatches:
                 "/api/v1/resourcequotas",
                 {},
                 parse=lambda item: parse_resource_quota(item, hami),
-                on_change=self._resource_quota_changed,
+                on_change=self._sources.resource_quota_changed,
                 watch_times=watch_times,
                 clock=clock,
             )
@@ -179,10 +174,12 @@ class ClusterWatches:
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._sources.run())
             for each in self._watched:
                 group.create_task(each.run())
             for each in self._watched:
                 await each.synced.wait()
+            await self._sources.read.wait()
             self._index.settle()
             if not self.synced:
                 gc.collect()
@@ -244,41 +241,6 @@ class ClusterWatches:
         promise, current = pod.promise, self._index.placement(pod.uid)
         if promise is not None and (current is None or _same_gpus(current, promise)):
             self._index.assume(current or promise)
-
-    def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
-        """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
-        if after is None:
-            self._use_quotas({}, known=False)
-        elif after.problem is None:
-            self._use_quotas(after.limits, known=True)
-        else:
-            where = f"ConfigMap {self._quota_source}"
-            if not self._quota_known:
-                self._quotas.problem = (
-                    f"{where} can't be used, so the quotas are not known: {after.problem}; correct it or delete it"
-                )
-            used = "the quotas before" if self._quota_known else "nothing; no pod is placed"
-            _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)
-
-    def _use_quotas(self, limits: Mapping[str, NamespaceQuota], *, known: bool) -> None:
-        self._configured, self._quotas.problem, self._quota_known = limits, None, known
-        self._join_quotas()
-        _log.info("quotas_changed", configmap=self._quota_source, namespaces=len(limits))
-
-    def _resource_quota_changed(self, before: WatchedResourceQuota | None, after: WatchedResourceQuota | None) -> None:
-        if before is not None:
-            self._hard.pop(before.uid, None)
-        if after is not None and after.limit is not None:
-            self._hard[after.uid] = after
-        self._join_quotas()
-
-    def _join_quotas(self) -> None:
-        """All limits of a namespace hold."""
-        joined = dict(self._configured)
-        for each in self._hard.values():
-            quota = joined.get(each.namespace, NamespaceQuota())
-            joined[each.namespace] = replace(quota, limits=(*quota.limits, *([each.limit] if each.limit else [])))
-        self._quotas.limits = joined
 
 
 def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:

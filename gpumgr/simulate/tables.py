@@ -6,6 +6,7 @@ is a column.
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -185,8 +186,8 @@ def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, st
     reader = csv.reader(lines, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        if repeated := [name for name in header if header.count(name) > 1]:
-            raise InputError(f"{file}, line 1: the column {short(repeated[0])} is there twice")
+        if repeated := next((name for name, count in Counter(header).items() if count > 1), None):
+            raise InputError(f"{file}, line 1: the column {short(repeated)} is there twice")
         for fields in reader:
             if not fields:
                 continue

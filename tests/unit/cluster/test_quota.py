@@ -160,3 +160,25 @@ def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
     cluster.index.remove("one")
     assert cluster.rank(share(10, 1)) == ["b"]
     assert cluster.quotas._used == {}
+
+
+def test_an_empty_model_label_in_a_limit_is_no_wildcard() -> None:
+    """gpu-admission's format may allow nodes without the label."""
+    cluster = Cluster(Limit(label="", cores=100), Limit(label="A100", cores=200), labels=frozenset(["", "A100"]))
+    cluster.hold("plain", share(60, 4))
+    assert cluster.rank(share(50, 4)) == ["a", "b"]
+    cluster.hold("a", share(90, 4))
+    cluster.hold("a", share(90, 4))
+    text = cluster.rank(share(50, 4))
+    assert "uses 60 of 100 cores on nodes without a model label; the pod needs 50" in text
+    assert "uses 180 of 200 cores on A100; the pod needs 50" in text
+
+
+def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
+    quotas = Quotas()
+    index = ClusterIndex([quotas])
+    for number in range(50):
+        index.set_node(labelled("a", 2, f"model-{number}"))
+        index.set_node(labelled(f"b-{number}", 2, f"model-{number}"))
+        index.remove_node(f"b-{number}")
+    assert [sorted(each.names) for each in quotas._classes.values()] == [["a"]]

@@ -34,7 +34,7 @@ def allowed(**gpus: int) -> NamespaceQuota:
     ],
 )
 def test_gpu_admissions_format(text: str, limits: Any) -> None:
-    assert parsed(gpu_quota=text) == WatchedQuotas(uid="u", limits=limits)
+    assert parsed(gpu_quota=text) == WatchedQuotas(limits=limits)
 
 
 def test_the_plain_format_and_both_together() -> None:

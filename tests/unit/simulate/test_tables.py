@@ -67,6 +67,7 @@ def test_alibabas_columns() -> None:
         ([POD_HEADER, "x,1,50,1,1,1,,nan"], "p.csv, line 2, column arrival_seconds: 'nan' is not a number of seconds"),
         ([POD_HEADER, "x,1,50"], "p.csv, line 2: 3 columns, and the header has 8"),
         (["name,name", "x,y"], "p.csv, line 1: the column name is there twice"),
+        ([",".join(map(str, range(60_000))), "x"], "p.csv, line 2: 1 column, and the header has 60000"),
         ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "p.csv, line 2, column deletion_time: 5 is before the pod's arrival at 9"),
         (
             [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
