@@ -1,9 +1,10 @@
 """Writes what follows from the watches: templates that pods name, gates that the quotas allow to remove, events about the others."""
 
 import asyncio
+import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final, NoReturn
 
 import structlog
@@ -25,6 +26,8 @@ _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: Between two looks: each examines all claims while pods have the gate.
 _PAUSE_SECONDS: Final = 0.1
+#: The first and the longest pause after a refused write, for each object. Retry-After is kept to besides.
+_PAUSES_SECONDS: Final = (0.5, 60.0)
 #: Between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
 #: Events of one look; the others follow with the next one, after templates and gates.
@@ -50,12 +53,15 @@ class ClaimsController:
         leader: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        jitter: Callable[[], float] = random.random,
         period_seconds: float = 1.0,
     ) -> None:
         self._server, self._watches, self._settings, self._identity = server, watches, settings, identity
-        self._leader, self._clock, self._now, self._period = leader, clock, now, period_seconds
+        self._leader, self._clock, self._now, self._jitter, self._period = leader, clock, now, jitter, period_seconds
         self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
+        #: What was refused -> when it may be written again, and the pause after the next refusal.
+        self._paused: dict[Hashable, tuple[float, float]] = {}
         #: Pods of which the gate was removed, until the watch shows it.
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
@@ -85,6 +91,8 @@ class ClaimsController:
             await self._tell(pod, _TEMPLATE_REFUSED, text)
         if self._clock() >= self._swept_at + _SWEEP_SECONDS:
             self._swept_at = self._clock()
+            forgotten = self._clock() - _PAUSES_SECONDS[1]
+            self._paused = {key: each for key, each in self._paused.items() if each[0] > forgotten}
             await self._sweep()
 
     # -- templates ---------------------------------------------------------------------------------------------------------
@@ -125,7 +133,7 @@ class ClaimsController:
 
     async def _create_template(self, key: Key, shape: Shape) -> None:
         path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
-        created = await self._write("template", "POST", path, template(*key, shape), but=(409,))
+        created = await self._write("template", key, "POST", path, template(*key, shape), but=(409,))
         if created:
             _log.info("template_created", namespace=key[0], template=key[1])
         if created is not None:  # until the watch shows it
@@ -142,7 +150,7 @@ class ClaimsController:
         for key, each in list(templates.items()):
             if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
                 path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
-                if await self._write("sweep", "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
+                if await self._write("sweep", each.uid, "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
                     _log.info("template_deleted", namespace=key[0], template=key[1])
 
     # -- gates -------------------------------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ class ClaimsController:
             {"op": "remove", "path": gate},
         ]
         path = f"/api/v1/namespaces/{pod.key[0]}/pods/{pod.key[1]}"
-        if await self._write("gate", "PATCH", path, patch, but=(404, 422), patch="json"):
+        if await self._write("gate", (pod.uid, pod.gate), "PATCH", path, patch, but=(404, 422), patch="json"):
             self._opened.add(pod.uid)
             _log.info("gate_removed", namespace=pod.key[0], pod=pod.key[1], pod_uid=pod.uid)
 
@@ -180,17 +188,23 @@ class ClaimsController:
     async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
         """An event about the pod, once for each text."""
         now, said = self._now(), self._said.get(pod.uid)
-        if self._events_left <= 0 or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS)):
+        waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
+        if (
+            waits
+            or self._events_left <= 0
+            or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS))
+        ):
             return
         self._events_left -= 1
         event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
         series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
-        if await self._write("event", "POST", series.path, series.body(self._identity), but=(404, 409)):
+        if await self._write("event", pod.uid, "POST", series.path, series.body(self._identity), but=(404, 409)):
             self._said[pod.uid] = text, self._clock()
 
     async def _write(
         self,
         about: str,
+        key: Hashable,
         method: Method,
         path: str,
         body: Body,
@@ -198,19 +212,25 @@ class ClaimsController:
         but: tuple[int, ...],
         patch: PatchKind = "merge",
     ) -> bool | None:
-        """False: it was refused, with one of `but` because of what another client did, and is not to be done again before a change. None:
-        it failed, which is logged once for each text."""
-        if not self.leads:
+        """False: it was refused, with one of `but` because of what another client did. None: it failed, which is logged once for each text,
+        or must wait. `key`: of the object; after each refusal and failure nothing is sent about it for a pause, which grows."""
+        due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
+        if not self.leads or self._clock() < due:
             return None
+        again = self._clock() + pause * (0.8 + 0.4 * self._jitter()), min(2 * pause, _PAUSES_SECONDS[1])
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
                 done = await self._server.send(method, path, body, but=but, patch=patch)
         except API_FAILURES as error:
             self.writes[about, "error"] += 1
+            self._paused[about, key] = again
             if (text := f"{type(error).__name__}: {error}") != self._logged:
                 self._logged = text
                 _log.warning("claims_write_failed", path=path, error=text, consequence="it is tried again")
             return None
         self.writes[about, "ok"] += 1
         self._logged = ""
+        self._paused.pop((about, key), None)
+        if not done:
+            self._paused[about, key] = again
         return done

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -46,6 +47,9 @@ REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: Between two reads of refused credentials: a read may run a program, and need not help.
 _RENEW_SECONDS: Final = 5.0
+#: The longest Retry-After that is kept to, and the writes that wait for theirs at most, so that memory is bounded.
+_MAX_RETRY_AFTER_SECONDS: Final = 120.0
+_MAX_HELD: Final = 10_000
 
 #: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
 _TCP_OPTIONS: Final = (
@@ -72,24 +76,28 @@ class _Connection:
 class ApiServer:
     """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
 
-    def __init__(self, files: CredentialFiles, credentials: Credentials) -> None:
-        self._files = files
+    def __init__(self, files: CredentialFiles, credentials: Credentials, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files, self._clock = files, clock
         self._current = _Connection(credentials)
         #: Connections with earlier credentials that requests still use.
         self._earlier: set[_Connection] = set()
         self._renewing = asyncio.Lock()
-        self._renewal_due = 0.0
+        self._renewal_due = -math.inf
+        #: (Method, path) of a write that was refused with Retry-After -> when it may be sent again, and the status.
+        self._held: dict[tuple[Method, str], tuple[float, int]] = {}
         #: Why the last renewal failed.
         self._unreadable: SettingsError | None = None
 
     @classmethod
-    async def connect(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> Self:
+    async def connect(
+        cls, kubeconfig: Path | None, *, remedy: str = _SET_IT, clock: Callable[[], float] = time.monotonic
+    ) -> Self:
         """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet.
 
         Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
         """
         files = CredentialFiles(kubeconfig, remedy)
-        return cls(files, await files.read())
+        return cls(files, await files.read(), clock)
 
     async def close(self) -> None:
         for each in (self._current, *self._earlier):
@@ -100,9 +108,9 @@ class ApiServer:
         place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Credentials that can't be read
         stay in use, and are read again later."""
         async with self._renewing:
-            if not self._current.refused or time.monotonic() < self._renewal_due:
+            if not self._current.refused or self._clock() < self._renewal_due:
                 return
-            self._renewal_due = time.monotonic() + _RENEW_SECONDS
+            self._renewal_due = self._clock() + _RENEW_SECONDS
             try:
                 renewed, self._unreadable = _Connection(await self._files.read()), None
             except SettingsError as error:
@@ -137,9 +145,12 @@ class ApiServer:
         `check` is called when the connection is there, immediately before the body is sent. If it raises, the body is not sent, and its
         error is the cause of an aiohttp.ClientConnectionError.
 
+        A write that was refused with Retry-After is not sent before that time; the others are.
+
         Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
-        credentials can't be read again, GpumgrError for any other error of the HTTP client.
+        credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
         """
+        self._check_held(method, path)
         sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
         if body is not None:
             sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
@@ -154,11 +165,31 @@ class ApiServer:
                 connection.refused |= response.status == 401
                 if response.status == 401 and self._unreadable is not None:
                     raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
+                if method != "GET" and response.status >= 300 and (seconds := _retry_after(response)) > 0:
+                    self._hold(method, path, seconds, response.status)
                 _detect_dead_peer(response)
                 yield response
         finally:
             connection.requests -= 1
             await self._close_unused()
+
+    def _hold(self, method: Method, path: str, seconds: float, status: int) -> None:
+        now = self._clock()
+        if len(self._held) >= _MAX_HELD:
+            self._held = {key: held for key, held in self._held.items() if held[0] > now}
+        if len(self._held) < _MAX_HELD:
+            self._held[method, path] = now + min(seconds, _MAX_RETRY_AFTER_SECONDS), status
+
+    def _check_held(self, method: Method, path: str) -> None:
+        """Raises AnswerError."""
+        until, status = self._held.get((method, path), (-math.inf, 0))
+        if (left := until - self._clock()) > 0:
+            raise AnswerError(
+                f"HTTP {status}: too early for another try",
+                status=status,
+                retry_after_seconds=left,
+            )
+        self._held.pop((method, path), None)
 
     async def _send(
         self,
@@ -272,13 +303,18 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
         status = decode_json(body, _Status)
     except UnreadableText:  # from a proxy, or longer than what is read
         status = _Status(message=body.decode(errors="replace"))
-    wanted = response.headers.get("Retry-After", "")
     return AnswerError(
         f"HTTP {response.status}: {' '.join(status.message.split())[:300]}",
         status=response.status,
-        retry_after_seconds=float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0,
+        retry_after_seconds=_retry_after(response),
         causes=frozenset(cause.reason for cause in status.details.causes) if status.details else frozenset(),
     )
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds; 0.0 without one, or for a date."""
+    wanted = response.headers.get("Retry-After", "")
+    return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 def _detect_dead_peer(response: aiohttp.ClientResponse) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import ceil
 from typing import Final
 
 from gpumgr.allocator.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
@@ -123,7 +124,7 @@ async def _send(
         async with asyncio.timeout(WRITE_SECONDS):
             await server.send(method, path, body, check=check)
     except AnswerError as error:
-        wait = f", and asks to wait for {error.retry_after_seconds:g} s" if error.retry_after_seconds else ""
+        wait = f", and asks to wait for {ceil(error.retry_after_seconds)} s" if error.retry_after_seconds else ""
         message = f"the API server refused {what}: {error}{wait}"
         raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
     except API_FAILURES as error:

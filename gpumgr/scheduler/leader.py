@@ -16,6 +16,8 @@ from gpumgr.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_s
 _log = structlog.get_logger(__name__)
 
 LEADER_LABEL: Final = "gpumgr.io/scheduler-leader"
+#: Between two tries to set the labels.
+_LONGEST_PAUSE_SECONDS: Final = 30.0
 _FAILED = (*API_FAILURES, *UNREADABLE)
 
 
@@ -145,6 +147,7 @@ class Leadership:
         """After each change of the term: reads everything, and labels the pods. A pod that starts has no label to keep either."""
         with self._term.subscribe() as terms:
             async for term in terms:
+                pause = self._candidate.times.look_seconds
                 if term:
                     await self._refresh()
                     self._refreshed = term
@@ -155,7 +158,8 @@ class Leadership:
                         break
                     except _FAILED as error:
                         self._log_once(error)
-                        await asyncio.sleep(self._candidate.times.look_seconds)
+                        await asyncio.sleep(pause)
+                        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _label(self, *, leads: bool) -> None:
         """Raises what the requests raise."""

@@ -25,7 +25,8 @@ _API = "/apis/resource.k8s.io/v1"
 
 
 class DraObjects:
-    """Claims, templates and slices beside the simulated API server. `refused`: statuses with which the next creations are answered."""
+    """Claims, templates and slices beside the simulated API server. `refused`: statuses with which the next creations are answered,
+    with `headers`."""
 
     def __init__(self, sim: SimApiServer) -> None:
         self.sim = sim
@@ -33,6 +34,7 @@ class DraObjects:
         self.watched = {kind: WatchedObjects(kind, sim._delay) for kind in kinds}
         self.posted: list[str] = []
         self.refused: list[int] = []
+        self.headers: dict[str, str] = {}
         templates = f"{_API}/namespaces/{{namespace}}/resourceclaimtemplates"
         sim.routes += [web.get(f"{_API}/{kind}", self._get) for kind in kinds]
         sim.routes += [web.post(templates, self._create), web.delete(f"{templates}/{{name}}", self._delete)]
@@ -57,7 +59,7 @@ class DraObjects:
         name = f"{request.match_info['namespace']}/{item['metadata']['name']}"
         self.posted.append(name)
         if self.refused:
-            return web.json_response({"message": "no"}, status=self.refused.pop())
+            return web.json_response({"message": "no"}, status=self.refused.pop(), headers=self.headers)
         if name in self.templates:
             return web.json_response({"message": "it exists already"}, status=409)
         item["metadata"]["uid"] = f"uid-{name}-{len(self.posted)}"
@@ -143,7 +145,8 @@ async def running(
     clock: Clock | None = None,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
-    server, clock = await ApiServer.connect(dra.sim.kubeconfig(folder / "kubeconfig")), clock or Clock()
+    clock = clock or Clock()
+    server = await ApiServer.connect(dra.sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
     watches = ClaimWatches(server, SchedulerSettings(), watch_times=FAST, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     controller = ClaimsController(
@@ -154,6 +157,7 @@ async def running(
         leader=leadership,
         clock=lambda: clock.now,
         now=lambda: 1e9,
+        jitter=lambda: 0.5,
         period_seconds=0.01,
     )
     tasks = [asyncio.create_task(each.run()) for each in (watches, controller, leadership) if each is not None]

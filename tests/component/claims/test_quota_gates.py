@@ -154,6 +154,7 @@ async def test_another_gate_is_never_removed_by_mistake(stage: Stage) -> None:
     await stage.controller._open(known)
     await until(lambda: stage.watches.pods["uid-one"].gate == 1)
     stage.sim.put_configmap(quota(200))
+    stage.clock.now += 60
     await until(lambda: not stage.gated("one"))
     assert stage.sim._pods.items["uid-one"]["spec"]["schedulingGates"] == [{"name": "other"}]
 

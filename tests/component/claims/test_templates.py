@@ -90,6 +90,8 @@ async def test_a_namespace_has_so_many_templates(dra: DraObjects, tmp_path: Path
 async def test_a_refusal_is_tried_again(stage: Stage, status: int) -> None:
     stage.dra.refused = [status]
     stage.sim.put_document(pod("one", NAME))
+    await until(lambda: stage.controller.writes["template", "error"] == 1)
+    stage.clock.now += 0.5
     await until(lambda: stage.dra.templates == [f"team/{NAME}"])
     assert stage.controller.writes["template", "error"] == 1
 

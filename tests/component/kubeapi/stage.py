@@ -42,8 +42,8 @@ class Time:
 class Stage:
     """A publisher; `begin` runs it."""
 
-    def __init__(self, server: ApiServer, **options: Any) -> None:
-        self.time = time = Time()
+    def __init__(self, server: ApiServer, time: Time, **options: Any) -> None:
+        self.time = time
         self.publisher = Publisher(
             server, "node-1", clock=time.clock, wall=time.wall, sleep=time.sleep, jitter=lambda: 0.5, **options
         )
@@ -89,8 +89,9 @@ class Stage:
 
 @asynccontextmanager
 async def staged(kubeconfig: Path, **options: Any) -> AsyncIterator[Stage]:
-    server = await ApiServer.connect(kubeconfig)
-    stage = Stage(server, **options)
+    time = Time()
+    server = await ApiServer.connect(kubeconfig, clock=time.clock)
+    stage = Stage(server, time, **options)
     try:
         yield stage
     finally:

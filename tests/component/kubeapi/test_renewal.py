@@ -4,7 +4,8 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Guarded:
 
 
 @asynccontextmanager
-async def guarded(folder: Path) -> AsyncIterator[tuple[Guarded, ApiServer]]:
+async def guarded(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Guarded, ApiServer]]:
     made = Guarded(folder / "kubeconfig")
     app = web.Application()
     app.router.add_get("/api/v1/pods", made.pods)
@@ -65,7 +66,7 @@ async def guarded(folder: Path) -> AsyncIterator[tuple[Guarded, ApiServer]]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"))
+    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
     try:
         yield made, server
     finally:
@@ -111,10 +112,9 @@ async def test_all_requests_that_were_refused_wait_for_one_renewal(tmp_path: Pat
 
 async def test_refused_credentials_are_read_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read may start a program. The request after the refused one renews: no watch is needed."""
-    async with guarded(tmp_path) as (api, server):
+    now = [0.0]
+    async with guarded(tmp_path, lambda: now[0]) as (api, server):
         reads = count_reads(monkeypatch)
-        now = [1000.0]
-        monkeypatch.setattr("gpumgr.kubeapi.client.time.monotonic", lambda: now[0])
         api.token = "1"  # and the file still has the old one
         for _ in range(5):
             with pytest.raises(AnswerError, match="expired"):

@@ -154,8 +154,8 @@ async def running(
     watch_times: WatchTimes = FAST,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
-    server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
     quotas, clock = Quotas(), clock or Clock()
+    server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
     index = ClusterIndex([quotas])
     watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None

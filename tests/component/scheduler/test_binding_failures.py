@@ -42,6 +42,12 @@ async def test_a_refused_binding(stage: Stage, status: int, headers: dict[str, s
     assert stage.cores("a") == cores
     stage.sim.bind_hook = None
     assert (await stage.filter(item))["NodeNames"] == ["a"]
+    if headers:
+        assert await stage.bind(item, "a") == (
+            "the API server refused the binding: HTTP 429: too early for another try, and asks to wait for 1 s"
+        )
+        assert stage.sim.requests.count("bind") == 1, "nothing was sent"
+        stage.clock.now += 1
     assert await stage.bind(item, "a") == ""
 
 
