@@ -52,7 +52,9 @@ _EXIT_CODES: Final = {
 )
 @click.option("--scheduler", metavar="NAMESPACE/POD", help="The scheduler's pod.  [default: by its labels]")
 @click.option(
-    "--token-file", type=click.Path(path_type=Path), help="The token of the scheduler's http.token_file, if it has one."
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="The token of the scheduler's http.token_file, where kubectl can't be used.",
 )
 @click.option("--all", "each_node", is_flag=True, help="With the reason of each node, not only of groups of nodes.")
 @output_option
@@ -69,7 +71,7 @@ def command(
     """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, why it was refused, or why it waits.
 
     On a node with an agent, the command asks the agent. It asks the cluster's scheduler, through the API server, on other machines, with
-    --kubeconfig, and about pods that the agent does not know.
+    --kubeconfig, and about pods that the agent does not know. It uses `kubectl port-forward`, or with --token-file the API server's proxy.
 
     POD without a namespace is the only pod of this name, or else the one in "default". If the agent does not respond, its checkpoint is
     read; what the pod uses now is then not known.

@@ -1,7 +1,6 @@
 """What the scheduler shows to people and to Prometheus: the cluster page, its data, the reasons of a pod, metrics and probes.
 
-Every replica serves it, from its own index. Access rules are those of the node's page. The reasons of one named pod have the scope of
-metrics: `gpumgr why` reads them through the API server, which passes no credentials on, and which checks itself who may use its proxy.
+Every replica serves it, from its own index. Access rules are those of the node's page.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ PAGE: Final = Path(__file__).with_name("page") / "index.html"
 MAX_PENDING: Final = 1000
 #: The kinds of reasons of all waiting pods are computed once in this time, however many clients ask.
 _KEPT_SECONDS: Final = 1.0
-#: Questions about single pods that are answered at a time: each examines all nodes, and anyone may ask.
+#: Questions about single pods that are answered at a time: each examines all nodes.
 _MAX_QUESTIONS: Final = 4
 #: Shorter answers are not compressed.
 _LONG_BYTES: Final = 4096
@@ -77,7 +76,7 @@ class ClusterPages:
             "/": ("page", self._index),
             "/metrics": ("metrics", self._scrape),
             "/api/cluster": ("page", self._cluster),
-            "/api/why": ("metrics", self._why),
+            "/api/why": ("page", self._why),
         }
 
     @property

@@ -43,6 +43,7 @@ RIGHTS = {
     "RoleBinding": f"{NAMESPACED}/rolebindings",
 }
 SCHEDULER = "gpumgr-scheduler"
+PAGE_TOKEN = STATE / "page-token"
 SYSTEM_PODS = "/api/v1/namespaces/kube-system/pods"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
@@ -152,12 +153,15 @@ def own_address() -> str:
 
 
 def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
+    PAGE_TOKEN.touch(mode=0o600)
+    PAGE_TOKEN.write_text("page-token")
     cluster.processes.start(
         "gpumgr-scheduler",
         [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
          "--insecure-loopback", "--set", "log.format=json",
          # The API server's proxies do not connect to loopback addresses.
          "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0",
+         "--set", f"http.token_file={PAGE_TOKEN}",
          *(f"--set={each}" for each in settings)],
         {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
         cwd=PROJECT,
@@ -321,7 +325,9 @@ def test_why_explains_waiting_pods_from_any_machine(scheduler_pod: Scheduled, cl
 
 
 def why(cluster: Cluster, *arguments: str) -> str:
-    command = [sys.executable, "-m", "gpumgr", "why", *arguments, "--kubeconfig", str(cluster.kubeconfig("admin"))]
+    """With a token: the nodes have no kubelet, so that no port is forwarded."""
+    kubeconfig = ["--kubeconfig", str(cluster.kubeconfig("admin")), "--token-file", str(PAGE_TOKEN)]
+    command = [sys.executable, "-m", "gpumgr", "why", *arguments, *kubeconfig]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,6 +1,14 @@
-"""What the scheduler says of a pod, read through the API server: any machine with a kubeconfig reaches it, wherever its pod runs."""
+"""What the scheduler says of a pod, read through the API server: any machine with a kubeconfig reaches it, wherever its pod runs.
 
-from collections.abc import Mapping, Sequence
+The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. A port that `kubectl port-forward`
+forwards needs none, since the request arrives from the pod's own host.
+"""
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +28,8 @@ from gpumgr.web.middleware import PROXIED_AUTHORIZATION
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
+_FORWARDED: Final = re.compile(r"Forwarding from 127\.0\.0\.1:([0-9]+) ")
+_FORWARD_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +59,11 @@ async def _ask(server: ApiServer, location: SchedulerLocation, name: PodName, *,
         namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
     scheduler = await _scheduler(server, location)
     query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
-    headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"} if location.token is not None else {}
-    document = await _through_proxy(server, scheduler, query, headers)
+    if location.token is not None:
+        headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"}
+        document = await _through_proxy(server, scheduler, query, headers)
+    else:
+        document = await _through_forwarded_port(location.kubeconfig, scheduler, query)
     try:
         return document, convert(cleaned(document), Why)
     except UnreadableText as error:
@@ -103,9 +116,7 @@ async def _through_proxy(
     server: ApiServer, scheduler: Mapping[str, Any], query: Mapping[str, str], headers: Mapping[str, str]
 ) -> dict[str, Any]:
     """The pod's port may serve TLS, which only an attempt shows. Raises GpumgrError."""
-    namespace, pod = scheduler["metadata"]["namespace"], scheduler["metadata"]["name"]
-    ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
-    port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
+    namespace, pod, port = _address(scheduler)
     failures = []
     for scheme in ("http", "https"):
         path = f"/api/v1/namespaces/{namespace}/pods/{scheme}:{pod}:{port}/proxy/api/why"
@@ -118,12 +129,71 @@ async def _through_proxy(
         if response.status == 200 and isinstance(document, dict):
             return document
         if isinstance(document, dict) and "error" in document:
-            remedy = "; give the token with --token-file FILE" if response.status == 401 else ""
-            raise GpumgrError(f"{printable(str(document['error']))}{remedy}")
+            raise GpumgrError(printable(str(document["error"])))
         failures.append(f"{scheme}: HTTP {response.status}: {_message(document)}")
         if response.status == 403:
             break
     raise GpumgrError(f"the scheduler's pod {namespace}/{pod} can't be reached through the API server: {'; '.join(failures)}")
+
+
+def _address(scheduler: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Its namespace, pod and port."""
+    ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
+    port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
+    return scheduler["metadata"]["namespace"], scheduler["metadata"]["name"], port
+
+
+async def _through_forwarded_port(kubeconfig: Path, scheduler: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """Raises GpumgrError."""
+    failures = []
+    async with _forwarded(kubeconfig, *_address(scheduler)) as port, aiohttp.ClientSession() as session:
+        for scheme in ("http", "https"):
+            try:
+                # The port is one of this machine, and kubectl has authenticated the API server.
+                async with session.get(f"{scheme}://127.0.0.1:{port}/api/why", params=query, ssl=False) as response:
+                    document = decode_json(await response.read())
+            except (aiohttp.ClientError, UnreadableText) as error:
+                failures.append(f"{scheme}: {error}")
+                continue
+            if response.status == 200 and isinstance(document, dict):
+                return document
+            text = document.get("error") if isinstance(document, dict) else None
+            raise GpumgrError(printable(str(text or f"HTTP {response.status}")))
+    raise GpumgrError(f"the scheduler does not answer at the forwarded port: {printable('; '.join(failures))}")
+
+
+@asynccontextmanager
+async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> AsyncIterator[int]:
+    """A port of this machine that leads to the pod's. Raises GpumgrError."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise GpumgrError(
+            "kubectl is not installed, and its port-forward is the way to the scheduler without a token; else set http.token_file of the "
+            "scheduler, and give the token with --token-file FILE"
+        )
+    target = ("port-forward", "--address", "127.0.0.1", f"pod/{pod}", f":{port}")
+    process = await asyncio.create_subprocess_exec(
+        kubectl,
+        *("--kubeconfig", str(kubeconfig), "--namespace", namespace, *target),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None, "it is a pipe"
+    assert process.stderr is not None, "it is a pipe"
+    try:
+        async with asyncio.timeout(_FORWARD_SECONDS):
+            line = (await process.stdout.readline()).decode(errors="replace")
+            if (found := _FORWARDED.match(line)) is None:
+                text = " ".join((await process.stderr.read()).decode(errors="replace").split())
+                raise GpumgrError(
+                    f"kubectl port-forward to the scheduler's pod {namespace}/{pod} failed: {printable(text)[:300]}"
+                )
+        yield int(found[1])
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 def _message(document: Any) -> str:

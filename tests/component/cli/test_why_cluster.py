@@ -1,14 +1,18 @@
-"""`gpumgr why` through the API server's pod proxy, to the scheduler's real pages."""
+"""`gpumgr why` to the scheduler's real pages: through a port that kubectl forwards, or with a token through the API server's pod proxy."""
 
 import json
+import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientError, web
 
+from gpumgr.scheduler.pages import application_of
 from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.web.app_server import AppServer
 from tests.component.scheduler.conftest import inventory, node, pod
 from tests.component.scheduler.test_pages import PagesStage, ready, serving
 
@@ -74,9 +78,11 @@ def token(request: pytest.FixtureRequest) -> str | None:
 
 
 @pytest.fixture
-async def api(tmp_path: Path, folder: Path, token: str | None) -> AsyncIterator[ProxyingApiServer]:
-    """The pod team/one waits, team/there is bound to b."""
-    options = {}
+async def api(
+    tmp_path: Path, folder: Path, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ProxyingApiServer]:
+    """The pod team/one waits, team/there is bound to b. kubectl forwards a port to the loopback address of the scheduler's pod."""
+    options: Json = {}
     if token is not None:
         (tmp_path / "token").write_text(token)
         options["token_file"] = tmp_path / "token"
@@ -105,8 +111,23 @@ async def api(tmp_path: Path, folder: Path, token: str | None) -> AsyncIterator[
                 "current-context": "x",
             }
             (folder / "kubeconfig").write_text(json.dumps(config))
+            local = AppServer(
+                partial(application_of, pages.cluster_pages), host="127.0.0.1", port=0, origin_of=lambda *_: "loopback", **options
+            )
+            await local.start()
+            (tmp_path / "bin").mkdir()
+            monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+            forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{local.address[1]} -> 1234'; exec sleep 60")
             yield server
+            await local.stop()
             await runner.cleanup()
+
+
+def forwards(tmp_path: Path, script: str) -> None:
+    """kubectl notes its arguments and runs the script."""
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$$ $*" >> {tmp_path}/asked\n{script}\n')
+    kubectl.chmod(0o755)
 
 
 TEXT = """\
@@ -120,19 +141,28 @@ CPU, memory, taints and affinity are kube-scheduler's own filters, which only it
 """
 
 
-async def test_a_waiting_pod_has_its_reasons(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+async def test_a_waiting_pod_has_its_reasons(
+    folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
+) -> None:
     ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
     assert (ended.err, ended.out) == ("", TEXT)
-    assert api.asked == ["http:leader:1234"]
+    number, asked = (tmp_path / "asked").read_text().split(" ", 1)
+    way = "--namespace gpu port-forward --address 127.0.0.1 pod/leader :1234"
+    assert asked == f"--kubeconfig {folder / 'kubeconfig'} {way}\n"
+    with pytest.raises(ProcessLookupError):  # kubectl has ended
+        os.kill(int(number), 0)
+    assert api.asked == []
     ended = await gpumgr_command("why", "one", "--kubeconfig", folder / "kubeconfig", "--all")
     assert "in total\n    a: 200 cores and 32 GiB\n    b: 340 cores and 60 GiB\n" in ended.out
     ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--output", "json")
     assert json.loads(ended.out)["waiting"]["kind"] == "resources"
 
 
-async def test_a_bound_pod_has_its_gpus(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+@pytest.mark.parametrize("token", [TOKEN], indirect=True)
+async def test_a_bound_pod_has_its_gpus(folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
     api.leader, api.scheme = False, "https"
-    ended = await gpumgr_command("why", "team/there", "--kubeconfig", folder / "kubeconfig")
+    command = ("why", "team/there", "--kubeconfig", folder / "kubeconfig", "--token-file", tmp_path / "token")
+    ended = await gpumgr_command(*command)
     assert ended.out.startswith("Pod team/there is bound to node b.\n  c0: 60 cores and 4096 MiB of GPU GPU-b-3\n")
     assert api.asked == ["http:standby:1234", "https:standby:1234"], "the port may serve TLS"
 
@@ -165,11 +195,45 @@ async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gp
     command = ("why", "team/one", "--kubeconfig", folder / "kubeconfig")
     (folder / "token").write_text(f"{TOKEN}\n")
     assert (await gpumgr_command(*command, "--token-file", folder / "token")).out == TEXT
-    assert (await gpumgr_command(*command)).err.endswith("; give the token with --token-file FILE\n")
+    assert (await gpumgr_command(*command)).out == TEXT, "a forwarded port needs none"
+    (folder / "token").write_text("other")
+    assert "send the token of http.token_file" in (await gpumgr_command(*command, "--token-file", folder / "token")).err
     assert (await gpumgr_command(*command, "--token-file", folder / "none")).code == 2
     assert api.asked == ["http:leader:1234"] * 2
 
 
+@pytest.mark.usefixtures("api")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'error: pods/portforward is forbidden' >&2; exit 1", "gpu/leader failed: error: pods/portforward is forbidden\n"),
+        (
+            "echo 'Forwarding from 127.0.0.1:1 -> 1234'; exec sleep 60",
+            "the scheduler does not answer at the forwarded port: http: ",
+        ),
+    ],
+)
+async def test_a_port_that_can_not_be_forwarded_is_named(
+    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, script: str, said: str
+) -> None:
+    forwards(tmp_path, script)
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    assert (ended.code, ended.out) == (1, "")
+    assert said in ended.err
+
+
+@pytest.mark.usefixtures("api")
+async def test_without_kubectl_the_token_is_asked_for(
+    folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    assert (ended.code, ended.out) == (1, "")
+    assert "kubectl is not installed" in ended.err
+    assert "--token-file FILE" in ended.err
+
+
+@pytest.mark.parametrize("token", [TOKEN], indirect=True)
 @pytest.mark.parametrize(
     ("broken", "name", "said"),
     [
@@ -186,12 +250,12 @@ async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gp
     ],
 )
 async def test_what_goes_wrong_is_said(
-    broken: str, name: str, said: str, folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
+    broken: str, name: str, said: str, folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
 ) -> None:
     api.forbidden.add(broken)
     api.leader = api.standby = broken != "none"
     api.scheme = "x" if broken == "tls" else "http"
-    ended = await gpumgr_command("why", name, "--kubeconfig", folder / "kubeconfig")
+    ended = await gpumgr_command("why", name, "--kubeconfig", folder / "kubeconfig", "--token-file", tmp_path / "token")
     assert (ended.code, ended.out) == (1, "")
     assert said in ended.err
 

@@ -16,7 +16,7 @@ from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu
 from gpumgr.scheduler.extender import Extender
-from gpumgr.scheduler.pages import application_of, make_pages
+from gpumgr.scheduler.pages import ClusterPages, application_of, make_pages
 from gpumgr.scheduler.reasons import MAX_REQUESTS
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
@@ -45,7 +45,9 @@ class PagesStage:
         url: str,
         extender_url: str,
         http: ClientSession,
+        cluster_pages: ClusterPages,
     ) -> None:
+        self.cluster_pages = cluster_pages
         self.sim, self.index, self.quotas, self.watches = sim, index, quotas, watches
         self.url, self._extender_url, self.http = url, extender_url, http
 
@@ -95,7 +97,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
     async with ClientSession() as http:
         try:
             await until(lambda: watches.synced)
-            yield PagesStage(sim, index, quotas, watches, shown.url, f"http://127.0.0.1:{runner.addresses[0][1]}", http)
+            yield PagesStage(sim, index, quotas, watches, shown.url, f"http://127.0.0.1:{runner.addresses[0][1]}", http, pages)
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -321,7 +323,7 @@ async def test_other_hosts_read_what_the_settings_allow(sim: SimApiServer, tmp_p
                     assert (await pages.get(path, **{header: "Bearer other"}))[0] == 401
     open_to_all = {"/healthz": 200, "/readyz": 200}
     if token is None:
-        assert statuses == {"/": 403, "/api/cluster": 403, "/metrics": 200, "/api/why": 404, **open_to_all}
+        assert statuses == {"/": 403, "/api/cluster": 403, "/metrics": 200, "/api/why": 403, **open_to_all}
     else:
         assert statuses == {"/": 401, "/api/cluster": 401, "/metrics": 401, "/api/why": 401, **open_to_all}
 
