@@ -11,7 +11,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,15 @@ BUG_LOG_SECONDS: Final = 60.0
 _log = structlog.get_logger(__name__)
 #: Strong references: the event loop itself keeps only weak ones to its tasks.
 _shielded: set[asyncio.Task[Any]] = set()
+
+
+async def in_slices(steps: Iterable[object], seconds: float) -> None:
+    """Takes all steps, each of which is work that holds the event loop. Others are served every so many seconds."""
+    began = time.perf_counter()
+    for _ in steps:
+        if time.perf_counter() > began + seconds:
+            await asyncio.sleep(0)
+            began = time.perf_counter()
 
 
 class LatestValue(Generic[T]):

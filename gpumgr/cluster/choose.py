@@ -31,27 +31,6 @@ Rank = tuple[int, ...]
 _LAST: Final = 1 << 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeChoice:
-    """`shares` has the GPUs of each container of the request. `cores`, of the policy least-fragmentation: the node before and after."""
-
-    shares: tuple[Shares, ...]
-    rank: Rank
-    cores: tuple["FreeCores", "FreeCores"] | None = None
-
-    def rank_with(self, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
-        """The rank on a node with `cpu_free` thousandths of CPU (None: not known) for a pod that requests `cpu_milli`. `cpu_per_core`: what
-        an average pod requests beside one core of a GPU."""
-        if self.cores is None:
-            return self.rank
-        before, after = self.cores
-        left = None if cpu_free is None else cpu_free - cpu_milli
-        if left is not None and left < 0:  # kube-scheduler offers no such node, as a rule
-            return (_LAST, *self.rank)
-        stranded = after.stranded(left, cpu_per_core) - before.stranded(cpu_free, cpu_per_core)
-        return (stranded, *self.rank)
-
-
 @dataclass(frozen=True, slots=True)
 class FreeCores:
     """Of all GPUs of a node that are offered: the free cores, and those of them that have memory, as their GPU's share of free memory.
@@ -61,12 +40,40 @@ class FreeCores:
     usable: int
     tight: int = 0
 
-    def stranded(self, cpu_free: int | None, cpu_per_core: int) -> int:
-        """Cores times `cpu_per_core`, which makes it an integer."""
-        usable = self.usable * cpu_per_core
-        if cpu_free is not None:
-            usable = min(usable, cpu_free)
-        return max(0, self.free * cpu_per_core - usable) - self.tight * cpu_per_core
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChoice:
+    """`shares` has the GPUs of each container of the request. Of the policy least-fragmentation: `before` is the node without the pod, and
+    `taken` what the pod takes of it."""
+
+    shares: tuple[Shares, ...]
+    rank: Rank
+    before: FreeCores | None = None
+    taken: FreeCores | None = None
+
+    def rank_with(self, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
+        """The rank on a node with `cpu_free` thousandths of CPU (None: not known) for a pod that requests `cpu_milli`. `cpu_per_core`: what
+        an average pod requests beside one core of a GPU."""
+        if self.before is None or self.taken is None:
+            return self.rank
+        return (stranded(self.before, self.taken, cpu_free, cpu_milli, cpu_per_core), *self.rank)
+
+
+def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
+    """What a pod that takes these cores strands, in cores times `cpu_per_core`, which makes it an integer; see `NodeChoice.rank_with`."""
+    free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
+    free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
+    if cpu_free is not None:
+        if cpu_milli > cpu_free:  # kube-scheduler offers no such node, as a rule
+            return _LAST
+        usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
+    return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * cpu_per_core
+
+
+def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
+    """The lowest value of `stranded` on nodes where the free CPU is less than what the usable cores need, or on the others."""
+    well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
+    return well_used - (taken.free + taken.tight) * cpu_per_core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +140,10 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     if policy != "least-fragmentation":
         return NodeChoice(shares=tuple(chosen), rank=rank)
     shared = _shared(request, chosen)
-    tight = sum(_tight(used[gpu], after[gpu]) for gpu in shared)
-    free_cores = FreeCores(*_free_cores(node, used)), FreeCores(*_free_cores(node, after), tight)
-    return NodeChoice(shares=tuple(chosen), rank=rank, cores=free_cores)
+    tight = sum(tight_cores(used[gpu], after[gpu]) for gpu in shared)
+    before, left = free_cores(node, used), free_cores(node, after)
+    taken = FreeCores(before.free - left.free, before.usable - left.usable, tight)
+    return NodeChoice(shares=tuple(chosen), rank=rank, before=before, taken=taken)
 
 
 def _find(
@@ -289,14 +297,17 @@ def _any_share(container: ContainerRequest) -> ContainerRequest:
 def _rank(
     node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
 ) -> tuple[int, ...]:
-    sign = -1 if policy == "spread" else 1
     shared = _shared(request, chosen)
     cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
     memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
-    free = sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, after, strict=True))
+    free = idle_gpus(node, after)
     whole = any(container.whole for container in request.containers)
-    order = (free, cores, memory) if whole else (cores, memory, free)
-    ordered = tuple(sign * each for each in order)
+    return rank_of(policy, (free, cores, memory) if whole else (cores, memory, free), score)
+
+
+def rank_of(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
+    """`left`: what the pod leaves on the node, the most important first; `score`: how well its GPUs are joined."""
+    ordered = tuple(-each for each in left) if policy == "spread" else left
     return (-score, *ordered) if policy == "topology" else (*ordered, -score)
 
 
@@ -317,21 +328,29 @@ def _shared(request: PodRequest, chosen: Iterable[Shares]) -> set[int]:
     return {gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares}
 
 
-def _tight(before: Amounts, after: Amounts) -> int:
+def tight_cores(before: Amounts, after: Amounts) -> int:
     """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
     left = CORES_PER_GPU - after.cores
     return -left if before == NOTHING else after.cores - before.cores - left
 
 
-def _free_cores(node: NodeState, used: Used) -> tuple[int, int]:
+def free_cores(node: NodeState, used: Used) -> FreeCores:
     free = usable = 0
     for gpu, held in zip(node.gpus, used, strict=True):
         if gpu.offered:
-            cores = max(0, CORES_PER_GPU - held.cores)
-            memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
-            free += cores
-            usable += min(cores, memory * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores
-    return free, usable
+            free += max(0, CORES_PER_GPU - held.cores)
+            usable += usable_cores(gpu, held)
+    return FreeCores(free, usable)
+
+
+def usable_cores(gpu: GpuState, held: Amounts) -> int:
+    """The free cores that have memory."""
+    cores, memory = max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes)
+    return min(cores, memory * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores
+
+
+def idle_gpus(node: NodeState, used: Used) -> int:
+    return sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, used, strict=True))
 
 
 def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
@@ -360,7 +379,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     if container.whole:
         there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
         return misfit(free_gpus=free, distance=-float(free), not_offered=there >= container.gpus > free)
-    lacks = [(_lack(each, container.cores, container.memory_blocks), each.index, each) for each in capacities]
+    lacks = [(lack_of(each.cores_free, each.memory_blocks_free, container), each.index, each) for each in capacities]
     not_offered = any(lack == 0 for lack, _, each in lacks if not each.healthy)
     if not (healthy := [each for each in lacks if each[-1].healthy]):
         return misfit(not_offered=not_offered, distance=float("inf"))
@@ -369,11 +388,11 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     return misfit(free_gpus=free, closest=(node.indices[index], room), distance=lack, not_offered=not_offered)
 
 
-def _lack(capacity: GpuCapacity, cores: int, memory_blocks: int) -> float:
-    """The share of the request that is missing on this GPU, of both resources together."""
+def lack_of(cores: int, memory_blocks: int, container: ContainerRequest) -> float:
+    """The share of a request that is missing on a GPU with so much free, of both resources together."""
     lack = 0.0
-    if cores > capacity.cores_free:
-        lack = (cores - capacity.cores_free) / cores
-    if memory_blocks > capacity.memory_blocks_free:
-        lack += (memory_blocks - capacity.memory_blocks_free) / memory_blocks
+    if container.cores > cores:
+        lack = (container.cores - cores) / container.cores
+    if container.memory_blocks > memory_blocks:
+        lack += (container.memory_blocks - memory_blocks) / container.memory_blocks
     return lack

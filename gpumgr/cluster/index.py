@@ -4,12 +4,9 @@ The state is derived: nodes, bound pods, and assumed placements that have not be
 and bound pods in any order gives the same answers.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from heapq import merge
-from itertools import islice
 from typing import Final, Protocol
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
@@ -19,12 +16,6 @@ from gpumgr.cluster.profiles import Profiles
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.units import CORES_PER_GPU, Amounts
-
-#: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
-MAX_RESULTS: Final = 500_000
-#: A call of `prepare` follows so many of the oldest changes, for the request shapes that were asked for last.
-PREPARED_SHAPES: Final = 8
-PREPARED_CHANGES: Final = 4
 
 #: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
@@ -52,6 +43,32 @@ class Listener(Protocol):
     def node_removed(self, name: str) -> None: ...
 
 
+#: Sets of nodes that were asked about, of 700 bytes each at 5,000 nodes.
+_KEPT_NODE_SETS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSet:
+    """Nodes that are offered: those of the index as a number (see `gpumgr.cluster.profiles`), which is small, and the names of others. It
+    holds for one `numbering`."""
+
+    nodes: int
+    others: frozenset[str] = frozenset()
+    numbering: int = 0
+
+    def __len__(self) -> int:
+        return self.nodes.bit_count() + len(self.others)
+
+    def without(self, nodes: int) -> "NodeSet":
+        return replace(self, nodes=self.nodes & ~nodes) if self.nodes & nodes else self
+
+    def within(self, nodes: int) -> "NodeSet":
+        return NodeSet(self.nodes & nodes, numbering=self.numbering)
+
+
+Names = Iterable[str] | NodeSet
+
+
 @dataclass
 class _Node:
     state: NodeState
@@ -74,11 +91,8 @@ class ClusterIndex:
     """Assumed placements were answered, and are not known to be bound yet. They last until they are bound or removed.
     `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
 
-    def __init__(
-        self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000, max_results: int = MAX_RESULTS
-    ) -> None:
+    def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
         self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
-        self._max_results = max_results
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
@@ -87,13 +101,14 @@ class ClusterIndex:
         #: UUID -> names. More than one if a GPU was moved, or an inventory was copied.
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
         self._assumed: set[str] = set()
-        self._profiles = Profiles()
+        self._profiles = Profiles(self._cpu_per_core)
+        self._node_sets: dict[Hashable, NodeSet] = {}
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         self._version = 0
-        self._shapes: OrderedDict[tuple[PodRequest, Policy], Shape] = OrderedDict()
-        #: Names of nodes that have changed; who follows the index clears it.
+        #: Names of nodes that have changed; who follows the index clears it. And those since `take_changed`.
         self.changed: set[str] = set()
+        self._taken: set[str] = set()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -166,13 +181,8 @@ class ClusterIndex:
                 self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
             else:
                 self._profiles.remove(name)
+        self._taken.update(self._stale)
         self._stale.clear()
-
-    def prepare(self) -> None:
-        """Computes a part of what the next queries need, for requests that have been asked before. It takes a millisecond at most."""
-        self.settle()
-        for shape in islice(reversed(self._shapes.values()), PREPARED_SHAPES):
-            shape.update(self._profiles, PREPARED_CHANGES)
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 
@@ -200,41 +210,78 @@ class ClusterIndex:
             node.used = used_on(node.state, node.pods.values())
         return node.used
 
+    def node_set(self, names: Names) -> NodeSet:
+        """Of names of nodes; one that was made before nodes were numbered again has all nodes."""
+        self.settle()
+        numbering = self._profiles.numbering
+        if isinstance(names, NodeSet):
+            nodes = names.nodes if names.numbering == numbering else -1
+            return names if not nodes & ~self._profiles.all else NodeSet(nodes & self._profiles.all, names.others, numbering)
+        names = tuple(names)
+        # The same names come in another order each time. Their hashes are secret, so that no two sets have one sum.
+        content = numbering, self._profiles.memberships, len(names), sum(map(hash, names))
+        if (known := self._node_sets.get(content)) is not None:
+            return known
+        others = frozenset[str]()
+        try:
+            nodes = self._profiles.nodes_of(names)
+        except KeyError:
+            others = frozenset(names) - self._profiles.slots.keys()
+            nodes = self._profiles.nodes_of([name for name in names if name not in others])
+        if len(self._node_sets) >= _KEPT_NODE_SETS:
+            self._node_sets.clear()
+        return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
+
+    def take_changed(self) -> NodeSet:
+        """What has changed since the last call; for one caller."""
+        taken = self.node_set(self._taken)
+        self._taken.clear()
+        return taken
+
+    def names(self, offered: NodeSet) -> list[str]:
+        return [*self.node_set(offered).others, *(place.name for place in self._profiles.places_of(self.node_set(offered).nodes))]
+
     def rank(
-        self, request: PodRequest, policy: Policy, names: Iterable[str], most: int = 1
+        self, request: PodRequest, policy: Policy, names: Names, most: int = 1, *, shape: Shape | None = None
     ) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name."""
-        ordered = self.order(request, policy, names, most)
+        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: that
+        of the request, if results are kept there and not for later calls."""
+        ordered = self.order(request, policy, names, most, shape=shape)
         if isinstance(ordered, Rejection):
             return ordered
-        shape = self._shape(request, policy)
-        found = ((name, self._found(name, shape)) for name in ordered)
+        found = ((name, self._found(name, request, policy)) for name in ordered)
         return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
 
-    def order(self, request: PodRequest, policy: Policy, names: Iterable[str], most: int | None = None) -> list[str] | Rejection:
+    def order(
+        self, request: PodRequest, policy: Policy, names: Names, most: int | None = None, *, shape: Shape | None = None
+    ) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
-        if request.cpu_milli and (request, policy) not in self._shapes:
-            # Waiting pods may have many different requests of CPU, and no results are computed for those that fit nowhere.
-            first = self.order(request.without_cpu, policy, names, 1)
-            if isinstance(first, Rejection):
-                return first
-        shape, offered = self._shape(request, policy), _set_of(names) if isinstance(names, tuple) else frozenset(names)
-        if (kept := shape.rejection) is not None and kept[0] == self._version and kept[1] is offered:
-            return kept[2]
-        named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ()) if name in offered}
-        found = [(name, self._found(name, shape)) for name in sorted(named)]
-        alike = offered - named if named else offered
-        fitting = shape.fitting(alike)
-        if found:
-            ranks = [(shape.rank(each, self._nodes[name].cpu_free), name) for name, each in found if isinstance(each, NodeChoice)]
-            fitting = merge(fitting, sorted(ranks))
-        if ordered := [name for _, name in islice(fitting, most)]:
-            return ordered
-        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike)]
-        closest += [(1, name, each) for name, each in found]
-        text = explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit))
-        shape.rejection = (self._version, offered, Rejection(text))
-        return shape.rejection[2]
+        offered, shape = self.node_set(names), shape or self.shape(request, policy, keep=True)
+        named, nodes = self._named(request, offered)
+        ranked = shape.fitting(nodes, most)
+        found = [(name, self._found(name, request, policy)) for name in named]
+        for name, choice in found:
+            if isinstance(choice, NodeChoice):
+                ranked.append((choice.rank_with(self._nodes[name].cpu_free, request.cpu_milli, self._cpu_per_core), name))
+        if ranked:
+            return [name for _, name in sorted(ranked)[:most]]
+        closest = [(count, name) for count, name in shape.misfits(nodes)] + [(1, name) for name in named]
+        if offered.others:
+            closest.append((len(offered.others), min(offered.others)))
+        misfits = ((count, name, self._found(name, request, policy)) for count, name in closest)
+        return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
+
+    def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:
+        """For questions that must not displace what is kept for the verbs."""
+        return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
+
+    def examine(self, request: PodRequest, policy: Policy, names: Names, shape: Shape | None = None) -> Iterator[None]:
+        """What takes long in `rank` and `order`, in steps of less than a millisecond. Afterwards `rank` takes a few milliseconds."""
+        offered = self.node_set(names)
+        shape = shape or self.shape(request, policy, keep=True)
+        for profile in shape.unexamined(self._named(request, offered)[1]):
+            shape.choice(profile)
+            yield
 
     @property
     def version(self) -> int:
@@ -301,30 +348,16 @@ class ClusterIndex:
         self._node(name).cpu_milli += cpu_milli
         self._stale[name] = None
 
-    def _shape(self, request: PodRequest, policy: Policy) -> Shape:
-        """With results that are up to date."""
-        self.settle()
-        if policy != "least-fragmentation":
-            request = request.without_cpu
-        key = (request, policy)
-        if (shape := self._shapes.get(key)) is not None:
-            self._shapes.move_to_end(key)
-            shape.update(self._profiles)
-            return shape
-        shape = self._shapes[key] = Shape(request, policy, self._cpu_per_core)
-        shape.update(self._profiles)
-        while len(self._shapes) > 1 and sum(map(len, self._shapes.values())) > self._max_results:
-            self._shapes.popitem(last=False)
-        return shape
+    def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
+        """The nodes with GPUs that the request names, and the others."""
+        uuids = request.constraints.uuids
+        named = {name for gpu in uuids for name in self._nodes_of_gpu.get(gpu, ())} if uuids else ()
+        there = [name for name in sorted(named) if self.node_set((name,)).nodes & offered.nodes]
+        return there, offered.nodes & ~self._profiles.nodes_of(there)
 
-    def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
+    def _found(self, name: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
         node = self._nodes.get(name)
-        return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
-
-
-@lru_cache(maxsize=8)
-def _set_of(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(names)
+        return choose(node.state, self.used(name), request, policy) if node is not None else Misfit(container=None)
 
 
 def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:

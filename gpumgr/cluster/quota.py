@@ -4,17 +4,18 @@ What a pod holds is added when it is placed (assumed or bound) and subtracted wh
 pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice
 from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
-from gpumgr.cluster.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.index import ClusterIndex, Names, NodeSet, PlacedPod
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.shape import Rejection
+from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.units import Amounts
 
@@ -44,6 +45,8 @@ class Held:
         )
 
 
+#: Rejections that are kept, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
+_MAX_REJECTIONS: Final = 12_000
 NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
@@ -126,7 +129,11 @@ class Quotas:
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
+        #: By request; with the state of index and limits, and the nodes that were offered. The least recently used one is first.
+        self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
         self._used: dict[str, dict[GpuKind, Held]] = {}
+        #: By namespace with limits: how often a pod of it has ended.
+        self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
         self._classes: dict[frozenset[_Gpu], _Class] = {}
         self._class_of: dict[str, _Class] = {}
@@ -159,6 +166,11 @@ class Quotas:
     def node_removed(self, name: str) -> None:
         if (known := self._class_of.pop(name, None)) is not None:
             self._leave(known, name)
+
+    def state(self, namespace: str) -> Hashable:
+        """Differs after a change that may allow the namespace more; None: it has no limits."""
+        limits = self.limits.get(namespace)
+        return None if limits is None else (limits, self._freed.get(namespace, 0))
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -216,37 +228,72 @@ class Quotas:
 
     def _count(self, namespace: str, holding: Holding, sign: int) -> None:
         used = self._used.setdefault(namespace, {})
+        if sign < 0 and namespace in self.limits:
+            self._freed[namespace] = self._freed.get(namespace, 0) + 1
         _add(used, holding, sign)
         if not used:
             del self._used[namespace]
 
 
 def rank_within_quota(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, names: Sequence[str], most: int = 1
+    index: ClusterIndex,
+    quotas: Quotas,
+    namespace: str,
+    request: PodRequest,
+    policy: Policy,
+    names: Names,
+    most: int = 1,
+    *,
+    shape: Shape | None = None,
 ) -> list[tuple[str, NodeChoice]] | Rejection:
-    """As ClusterIndex.rank, without what the quota denies."""
-    excluded = quotas.excluded(namespace, request)
-    denied = frozenset().union(*excluded.values())
-    allowed = [name for name in names if name not in denied] if denied else names
-    ranked = index.rank(request, policy, allowed, most) if allowed else Rejection("")
+    """As ClusterIndex.rank, without what the quota denies. `shape` as there."""
+    offered, limits = index.node_set(names), quotas.limits.get(namespace)
+    key = (namespace if limits is not None else None, request.without_cpu, policy)
+    state = index.version, limits, offered
+    if (known := quotas.rejections.get(key)) is not None and known[0] == state:
+        quotas.rejections.move_to_end(key)
+        return known[1]
+    found = _ranked(index, quotas, namespace, request, policy, offered, most, shape=shape)
+    if shape is None and isinstance(found, Rejection):
+        quotas.rejections[key] = state, found
+        quotas.rejections.move_to_end(key)
+        if len(quotas.rejections) > _MAX_REJECTIONS:
+            quotas.rejections.popitem(last=False)
+    return found
+
+
+def _ranked(
+    index: ClusterIndex,
+    quotas: Quotas,
+    namespace: str,
+    request: PodRequest,
+    policy: Policy,
+    offered: NodeSet,
+    most: int,
+    *,
+    shape: Shape | None,
+) -> list[tuple[str, NodeChoice]] | Rejection:
+    excluded = {text: index.node_set(nodes).nodes for text, nodes in quotas.excluded(namespace, request).items()}
+    allowed = reduce(NodeSet.without, excluded.values(), offered)
+    ranked = index.rank(request, policy, allowed, most, shape=shape) if len(allowed) else Rejection("")
     if isinstance(ranked, Rejection):
-        return _rejection(excluded, names, len(allowed), ranked.text) if denied else ranked
+        return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
     refusals = _refusals(index, quotas, namespace, request, ranked)
     if not refusals:
         return ranked
     # Nodes with different GPUs, where the quota depends on the choice.
-    ranked = index.rank(request, policy, allowed, len(allowed))
+    ranked = index.rank(request, policy, allowed, len(allowed), shape=shape)
     assert not isinstance(ranked, Rejection), "it has nodes that fit"
     refusals = _refusals(index, quotas, namespace, request, ranked)
     left = [each for each in ranked if each[0] not in refusals]
-    return left[:most] or _rejection({**excluded, **{text: {name} for name, text in refusals.items()}}, names, 0, "")
+    nodes = {text: index.node_set({name}).nodes for name, text in refusals.items()}
+    return left[:most] or _rejection(excluded | nodes, offered, 0, "")
 
 
-def _rejection(excluded: Mapping[str, Set[str]], names: Sequence[str], others: int, text: str) -> Rejection:
+def _rejection(excluded: Mapping[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
     """`text`: why the `others` do not fit."""
-    offered = set(names)
-    reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered))
-    count = len(names) - others
+    reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered.nodes))
+    count = len(offered) - others
     rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
     whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
     return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")

@@ -12,10 +12,11 @@ from typing import Final, NoReturn
 
 import structlog
 
+from gpumgr.aio import in_slices
 from gpumgr.allocator.pods import TERMINAL_PHASES
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.index import ClusterIndex, NodeSet, PlacedPod
 from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
@@ -31,6 +32,10 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
+#: The pod and the names of nodes of a request.
+_Asked = tuple[WatchedPod, Sequence[str]]
+#: So long a verb works before the event loop serves others.
+SLICE_SECONDS = 0.005
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
@@ -92,11 +97,33 @@ class Extender:
         """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
         return self._filter(args, self._settings.candidates)
 
-    def _filter(self, args: FilterArgs, candidates: int) -> FilterResult:
+    async def filter_in_slices(self, args: FilterArgs) -> FilterResult:
+        """`filter`, which does not hold the event loop for long."""
+        asked = await self._examined(args)
+        return self._filter(args, self._settings.candidates, asked) if self.answers else FilterResult(error=NOT_LEADING)
+
+    async def _examined(self, args: FilterArgs) -> _Asked | None:
+        """What the index computes for a new request may take a second at thousands of nodes. No `await` follows before `_filter`."""
+        if not self.ready:
+            return None
+        try:
+            asked = self._asked(args)
+        except UNREADABLE:
+            return None
+        pod, names = asked
+        if pod.wants_gpu and pod.refusal is None:
+            await in_slices(self._index.examine(pod.request, pod.policy or self._settings.policy, names), SLICE_SECONDS)
+        return asked
+
+    def _asked(self, args: FilterArgs) -> _Asked:
+        """Raises UNREADABLE."""
+        return self._watches.parse_pod(args.pod), args.names()
+
+    def _filter(self, args: FilterArgs, candidates: int, asked: _Asked | None = None) -> FilterResult:
         if (problem := self.problem) is not None:
             return FilterResult(error=problem)
         try:
-            pod, names = self._watches.parse_pod(args.pod), args.names()
+            pod, names = asked or self._asked(args)
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
         if not pod.wants_gpu or not names:
@@ -111,13 +138,14 @@ class Extender:
         if pod.uid in self._sending | self._unsettled:
             return self._as_sent(args, pod, names)
         self._forget(pod.uid)
-        ranked = self._ranked(pod, names, candidates)
+        offered = self._index.node_set(names)
+        ranked = self._ranked(pod, offered, candidates)
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
-                ranked = self._ranked(pod, names, candidates) if more else ranked
+                ranked = self._ranked(pod, offered, candidates) if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
-            self._rejections.add(pod, pod.policy or self._settings.policy, names)
+            self._rejections.add(pod, pod.policy or self._settings.policy, offered)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
@@ -131,7 +159,7 @@ class Extender:
             self._preemption.restore(pod.uid)
         return self._passed(args, [name for name, _ in ranked])
 
-    def _ranked(self, pod: WatchedPod, names: Sequence[str], most: int) -> list[tuple[str, NodeChoice]] | Rejection:
+    def _ranked(self, pod: WatchedPod, names: NodeSet, most: int) -> list[tuple[str, NodeChoice]] | Rejection:
         return rank_within_quota(
             self._index, self._quotas, pod.namespace, pod.request, pod.policy or self._settings.policy, names, most
         )
@@ -166,9 +194,10 @@ class Extender:
             pod = self._watches.parse_pod(args.pod)
         except UNREADABLE:
             return self._filter(args, 1)
+        asked = await self._examined(args)
         if pod.uid in self._sending:
             return FilterResult(error="the pod's annotations are being written already")
-        result = self._filter(args, 1)
+        result = self._filter(args, 1, asked)
         rejected = result.failed_and_unresolvable_nodes or result.failed_nodes
         placed = self._index.placement(pod.uid) if not (result.error or rejected) else None
         node = self._index.node(placed.node) if placed is not None else None
@@ -234,7 +263,7 @@ class Extender:
     def prepare(self) -> None:
         """To be called between verbs: computes what the next ones need."""
         if self.ready:
-            self._index.prepare()
+            self._index.settle()
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""

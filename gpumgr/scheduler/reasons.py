@@ -2,15 +2,16 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from gpumgr.aio import in_slices
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.shape import Rejection
+from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.cluster.summary import covers, free_sum, in_total
 from gpumgr.evaluators.constraints import UNCONSTRAINED
 from gpumgr.scheduler.api import Kind, NodeGroup, Waiting
@@ -20,7 +21,8 @@ from gpumgr.units import Amounts
 
 #: Nodes that are examined before the event loop serves others.
 _SLICE: Final = 20
-#: Different requests of waiting pods that are examined; the index keeps results for a bounded number of them, for the verbs above all.
+_SLICE_SECONDS: Final = 0.005
+#: Different requests of waiting pods that are examined.
 MAX_REQUESTS: Final = 48
 
 
@@ -47,8 +49,8 @@ class Reasons:
         if (kind := known.get((request, policy))) is None:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
-            names = list(self._overview.names)
-            within = rank_within_quota(self._index, self._quotas, pod.namespace, request, policy, names)
+            names, shape = await self._examined(request, policy)
+            within = rank_within_quota(self._index, self._quotas, pod.namespace, request, policy, names, shape=shape)
             if isinstance(within, Rejection):
                 return "quota", within.text
         return kind, ""
@@ -59,9 +61,16 @@ class Reasons:
         wanted = in_total(request)
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
-        if not isinstance(self._index.rank(request, policy, list(self._overview.names)), Rejection):
+        names, shape = await self._examined(request, policy)
+        if not isinstance(self._index.rank(request, policy, names, shape=shape), Rejection):
             return "elsewhere"
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
+
+    async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
+        """In slices, and without an effect on what the index keeps for the verbs."""
+        names, shape = list(self._overview.names), self._index.shape(request, policy)
+        await in_slices(self._index.examine(request, policy, names, shape), _SLICE_SECONDS)
+        return names, shape
 
     async def _allowed_in_total(self, request: PodRequest) -> bool:
         """Whether a node has enough in total on the GPUs that the constraints allow."""

@@ -8,15 +8,19 @@ an annotation of its own pod.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate
+from operator import or_
 from typing import Final, NoReturn
 
 import structlog
 
-from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.quota import NamespaceQuota, Quotas, rank_within_quota
+from gpumgr.aio import in_slices
+from gpumgr.cluster.index import ClusterIndex, NodeSet
+from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -30,18 +34,22 @@ RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
 #: reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
-#: Different requests that one look examines, those of the highest priority first.
-_MAX_REQUESTS: Final = 48
+#: One look works so long at most, and so long before the event loop serves others; the next one goes on where it has stopped.
+_LOOK_SECONDS: Final = 0.4
+_SLICE_SECONDS: Final = 0.005
+#: Looks of which it is remembered what had changed before them.
+_REMEMBERED: Final = 100
 
 
 @dataclass(slots=True)
 class _Rejected:
-    """`names`: the nodes that kube-scheduler offered. `state`: that of the index and the quotas in which the pod did not fit."""
+    """`offered`: by kube-scheduler. The pod did not fit at the look with this number, with this state of its quota."""
 
     pod: WatchedPod
     policy: Policy
-    names: Sequence[str]
-    state: tuple[int, Mapping[str, NamespaceQuota]]
+    offered: NodeSet
+    look: int
+    quota: Hashable
     due: float
     pause_seconds: float = _FIRST_PAUSE_SECONDS
 
@@ -54,12 +62,15 @@ class Rejections:
     ) -> None:
         self._index, self._quotas, self._watches, self._clock = index, quotas, watches, clock
         self._pods: dict[str, _Rejected] = {}
+        #: What changed since the look before, for each of the last looks.
+        self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)
+        self._looks = 0
 
-    def add(self, pod: WatchedPod, policy: Policy, names: Sequence[str]) -> None:
-        if len(self._pods) > 2 * len(self._watches.pending) + _MAX_REQUESTS:
+    def add(self, pod: WatchedPod, policy: Policy, offered: NodeSet) -> None:
+        if len(self._pods) > 2 * len(self._watches.pending) + _REMEMBERED:
             self._pods = {uid: each for uid, each in self._pods.items() if uid in self._watches.pending}
-        self._pods.pop(pod.uid, None)
-        self._pods[pod.uid] = _Rejected(pod, policy, names, self._state, self._clock() + _FIRST_PAUSE_SECONDS)
+        due = self._clock() + _FIRST_PAUSE_SECONDS
+        self._pods[pod.uid] = _Rejected(pod, policy, offered, self._looks, self._quotas.state(pod.namespace), due)
 
     def remove(self, uid: str) -> None:
         self._pods.pop(uid, None)
@@ -67,33 +78,47 @@ class Rejections:
     def names(self, uid: str) -> Sequence[str]:
         """The nodes that were offered for a rejected pod."""
         found = self._pods.get(uid)
-        return found.names if found is not None else ()
-
-    @property
-    def _state(self) -> tuple[int, Mapping[str, NamespaceQuota]]:
-        return self._index.version, self._quotas.limits
+        return self._index.names(found.offered) if found is not None else ()
 
     async def fitting(self) -> WatchedPod | None:
         """A waiting pod that fits by now, and that kube-scheduler has not tried again for a while."""
         now = self._clock()
-        seen: set[tuple[object, ...]] = set()
+        changed = self._index.take_changed()
+        if self._changed and self._changed[-1].numbering != changed.numbering:
+            self._changed.clear()
+        self._changed.append(changed)
+        self._looks += 1
+        since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
         waiting = [each for uid, each in self._pods.items() if each.due <= now and uid in self._watches.pending]
-        for each in sorted(waiting, key=lambda each: -each.pod.priority):
-            if each.state == self._state:
+        waiting.sort(key=lambda each: (each.look, -each.pod.priority))
+        seen: set[Hashable] = set()
+        began = turn = time.perf_counter()
+        for each in waiting:
+            if self._pods.get(each.pod.uid) is not each:
                 continue
-            request = each.pod.request.without_cpu
-            key = (each.pod.namespace, request, each.policy, id(each.names))
-            if key not in seen:
-                if len(seen) == _MAX_REQUESTS:
-                    break
+            looks, quota = self._looks - each.look, self._quotas.state(each.pod.namespace)
+            nodes = self._index.node_set(each.offered)
+            if looks <= len(since) and quota == each.quota:
+                nodes = nodes.within(since[looks - 1])
+            key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
+            if len(nodes) and key not in seen:
                 seen.add(key)
-                await asyncio.sleep(0)
-                found = rank_within_quota(self._index, self._quotas, each.pod.namespace, request, each.policy, each.names)
-                if not isinstance(found, Rejection):
+                if await self._fits(each, nodes):
                     each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
                     return each.pod
-            each.state = self._state
+            each.look, each.quota = self._looks, quota
+            if time.perf_counter() > turn + _SLICE_SECONDS:
+                await asyncio.sleep(0)
+                turn = time.perf_counter()
+            if turn > began + _LOOK_SECONDS:
+                break
         return None
+
+    async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
+        await in_slices(self._index.examine(each.pod.request, each.policy, nodes), _SLICE_SECONDS)
+        request = each.pod.request.without_cpu
+        found = rank_within_quota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
+        return not isinstance(found, Rejection)
 
 
 async def retry_waiting_pods(

@@ -38,7 +38,7 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
 @lru_cache(maxsize=4)
 def _names_of(text: bytes) -> tuple[str, ...] | None:
-    """kube-scheduler sends the same names again and again: one object stands for them then. Raises ValueError."""
+    """kube-scheduler may send the same text again. Raises ValueError."""
     try:
         names: tuple[str, ...] | None = decode_json(text, tuple[str, ...] | None)  # type: ignore[arg-type]
         return names

@@ -11,7 +11,7 @@ class Capacity:
     """What fits on a node does not depend on other nodes, so nodes are counted one by one, and equal ones together."""
 
     def __init__(self, cluster: LiveCluster) -> None:
-        self._cluster, self._profiles = cluster, Profiles()
+        self._cluster, self._profiles = cluster, Profiles(cpu_per_core=1)
         for name, node in cluster.nodes.items():
             self._profiles.put(node.state, cluster.index.used(name), None)
 
@@ -21,7 +21,7 @@ class Capacity:
         total = 0
         for name in self._cluster.names(pod):
             # Nodes with equal GPUs differ by UUIDs only.
-            key = name if pod.request.constraints.uuids else self._profiles.by_name[name]
+            key = name if pod.request.constraints.uuids else self._profiles.places[name].profile
             if key not in counts:
                 used = self._cluster.index.used(name)
                 counts[key] = _fitting(self._cluster.nodes[name].state, used, pod.request, pod.policy or policy)

@@ -1,7 +1,6 @@
 """The policies of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here: in a cluster, kube-scheduler does it."""
 
 from functools import lru_cache
-from typing import Final
 
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
@@ -61,16 +60,12 @@ class _Offered:
         return node.cpu_milli >= self._cpu_milli and node.ram_mebibytes >= self._ram_mebibytes
 
 
-#: A trace has more different requests than pods wait for at a time, and each of them comes again and again.
-_MAX_RESULTS: Final = 4_000_000
-
-
 class CorePolicy:
     """A policy of the scheduler."""
 
     def __init__(self, cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> None:
         self._cluster, self._policy = cluster, policy
-        self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli, max_results=_MAX_RESULTS)
+        self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
         self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
         self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, cpu_milli, ram_mebibytes))
         for node in cluster.nodes:

@@ -181,8 +181,8 @@ class Cluster(RuleBasedStateMachine):
         self.index.set_node(self.nodes[name])
 
     @rule()
-    def prepare(self) -> None:
-        self.index.prepare()
+    def settle(self) -> None:
+        self.index.settle()
 
     @rule()
     def drop_what_is_assumed(self) -> None:

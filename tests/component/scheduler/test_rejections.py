@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from random import Random
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.quota import Limit, NamespaceQuota
+from gpumgr.scheduler import rejections
 from gpumgr.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 
 from .conftest import Stage, pod, until
@@ -105,6 +107,38 @@ async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Sta
     await waits(stage, "waiting")
     stage.clock.now = 1000
     await stage.extender.look_up_assumed()
+    assert await fitting(stage) == "waiting"
+
+
+@pytest.mark.parametrize("look_seconds", [rejections._LOOK_SECONDS, -1.0])
+async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whatever_changes(
+    full: Stage, monkeypatch: pytest.MonkeyPatch, look_seconds: float
+) -> None:
+    """All with another request, and with the names in another order. A look that has no time goes on where the one before has stopped."""
+    monkeypatch.setattr(rejections, "_SLICE_SECONDS", look_seconds / 100)
+    monkeypatch.setattr(rejections, "_LOOK_SECONDS", look_seconds)
+    names = ["a", *(f"gone-{number}" for number in range(5))]
+    for number in range(70):
+        item = pod(f"large-{number:02d}", ("app", 200, number)) if number < 69 else pod("small", ("app", 100, 0))
+        assert await full.schedule(item, Random(number).sample(names, len(names))) is None
+    await until(lambda: len(full.watches.pending) == 70)
+    await end(full, "first")
+    looks = 70 if look_seconds < 0 else 1
+    for look in range(looks):
+        full.clock.now = 10 + look
+        full.index.use_cpu("busy", "a", look + 1)
+        if await fitting(full) == "small":
+            return
+    pytest.fail(f"not found in {looks} looks")
+
+
+async def test_a_namespace_that_may_have_more_is_looked_at_on_nodes_without_a_change(stage: Stage) -> None:
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
+    assert await stage.schedule(pod("first", ("app", 200, 0)), ["b"]) == "b"
+    await waits(stage, "waiting")
+    stage.clock.now = 10
+    assert await fitting(stage) is None
+    await end(stage, "first")
     assert await fitting(stage) == "waiting"
 
 

@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.scheduler import extender
+from gpumgr.scheduler.wire import FilterArgs
+from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 
-from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running, until
 
 
 async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage) -> None:
@@ -402,3 +407,39 @@ async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
     await goes_to("b")
     stage.sim.remove("uid-other")
     await goes_to("a")
+
+
+async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_after_them(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are answered in between, so two that fit only once do not both get the GPU."""
+    monkeypatch.setattr(extender, "SLICE_SECONDS", -1.0)
+    names = [f"n{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        sim.put_node(node(name, 1, inventory(name, 1)))
+        if number:
+            sim.put_document(pod(f"on-{name}", ("app", 90 + number, 4), on=name))
+    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+        await until(lambda: stage.index.placed_pods == 7)
+        turns, ended = 0, asyncio.Event()
+
+        async def turn() -> None:
+            nonlocal turns
+            while not ended.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(turn())
+        asked = [
+            FilterArgs(
+                pod=pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8)),
+                nodes=None,
+                node_names=msgspec.Raw(json.dumps(names).encode()),
+            )
+            for number in range(2)
+        ]
+        found = await asyncio.gather(*map(stage.extender.filter_in_slices, asked))
+        ended.set()
+        await counting
+        assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
+        assert turns >= len(names)
