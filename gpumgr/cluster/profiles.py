@@ -96,7 +96,7 @@ class Place:
 
 
 class Profiles:
-    """`rooms` are in their order. `all` nodes; `with_gpus`, `with_mig`, `unnamed`: those with GPUs, with MIG devices, and those whose agent
+    """`rooms` are in their order. `all` nodes; `with_gpus`, `with_mig`: those with GPUs, and with MIG devices; on `unnamed` nodes the agent
     chooses the GPUs. `numbering` differs after nodes have got other slots. `memberships` counts nodes that came and went."""
 
     def __init__(self, cpu_per_core: int) -> None:
