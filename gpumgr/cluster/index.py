@@ -304,15 +304,18 @@ class ClusterIndex:
         taken = _taken(node.state, pod) if node is not None else None
         if node is None or taken is None:
             return False
-        without = self.used(pod.node) if pod.uid not in node.pods else used_on(node.state, _but(node.pods, pod.uid))
+        without = self.used_without(pod.node, pod.uid)
         return all(node.state.gpus[gpu].has_room(without[gpu], amounts) for gpu, amounts in taken.items())
 
     def choose_on(self, name: str, uid: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
         """A choice on this node, as if the pod had nothing there yet."""
-        node = self._nodes.get(name)
-        if node is None:
-            return Misfit(container=None)
-        return choose(node.state, used_on(node.state, _but(node.pods, uid)), request, policy)
+        node = self.node(name)
+        return choose(node, self.used_without(name, uid), request, policy) if node is not None else Misfit(container=None)
+
+    def used_without(self, name: str, uid: str) -> Used:
+        """As `used`, if the pod had nothing there."""
+        node = self._nodes[name]
+        return used_on(node.state, _but(node.pods, uid)) if uid in node.pods else self.used(name)
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ pods. It is recorded by namespace and kind of GPU, not by limit: new limits need
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import Final
 
-from gpumgr.cluster.choose import NodeChoice
+from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
 from gpumgr.cluster.index import ClusterIndex, Names, NodeSet, PlacedPod
-from gpumgr.cluster.node import NOTHING, NodeState, PodUse
+from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Used
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.evaluators.replicas import Scaling
@@ -188,18 +188,48 @@ class Quotas:
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
         """Why the namespace may not hold `wanted` besides what it holds, or None."""
+        found = self._refused(namespace, wanted, freed)
+        return found[0] if found is not None else None
+
+    def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, Set[GpuKind]] | None:
+        """Also the kinds of GPUs of which it is too much."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
         for kind in wanted:
             if (text := quota.forbidden(kind)) is not None:
-                return f"namespace {namespace} {text}"
+                return f"namespace {namespace} {text}", {kind}
         used = self._used.get(namespace, {})
         for limit in quota.limits:
             held = _sum(used, limit).plus(_sum(freed, limit), -1)
             if (text := limit.exceeded(held, _sum(wanted, limit))) is not None:
-                return f"namespace {namespace} uses {text}"
+                return f"namespace {namespace} uses {text}", {kind for kind in wanted if limit.covers(kind)}
         return None
+
+    def choose(
+        self, namespace: str, node: NodeState, used: Used, request: PodRequest, policy: Policy, freed: Holding = NO_HOLDING
+    ) -> NodeChoice | Misfit | Rejection:
+        """The choice on this node among the GPUs that the quota allows. The quota's Rejection, if the pod has room on others only.
+
+        As long as a choice is too much, one of its GPUs that count is closed, and with it those that count alike if the pod needs one.
+        """
+        refused: tuple[str, Set[GpuKind]] | None = None
+        one = sum(each.gpus for each in request.containers) == 1
+        gpus = _gpus(node)
+        while True:
+            choice = choose(node, used, request, policy)
+            if isinstance(choice, Misfit):
+                return choice if refused is None else Rejection(refused[0])
+            found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
+            if found is None:
+                return choice
+            refused = refused or found
+            if node.naming == "none":  # the agent chooses
+                return Rejection(refused[0])
+            counted = [gpu for shares in choice.shares for gpu, _ in shares if gpus[gpu][0] in found[1]]
+            closed = {gpu for gpu, each in enumerate(gpus) if each == gpus[counted[-1]]} if one else {counted[-1]}
+            offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
+            node = replace(node, gpus=tuple(offered))
 
     def held(self, uid: str) -> tuple[str, Holding]:
         """The namespace of a placed pod, and what the pod holds."""
@@ -278,16 +308,14 @@ def _ranked(
     ranked = index.rank(request, policy, allowed, most, shape=shape) if len(allowed) else Rejection("")
     if isinstance(ranked, Rejection):
         return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
-    refusals = _refusals(index, quotas, namespace, request, ranked)
-    if not refusals:
+    if not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
         return ranked
     # Nodes with different GPUs, where the quota depends on the choice.
-    ranked = index.rank(request, policy, allowed, len(allowed), shape=shape)
-    assert not isinstance(ranked, Rejection), "it has nodes that fit"
-    refusals = _refusals(index, quotas, namespace, request, ranked)
-    left = [each for each in ranked if each[0] not in refusals]
-    nodes = {text: index.node_set({name}).nodes for name, text in refusals.items()}
-    return left[:most] or _rejection(excluded | nodes, offered, 0, "")
+    ordered = index.order(request, policy, allowed, shape=shape)
+    assert not isinstance(ordered, Rejection), "it has nodes that fit"
+    left, refused = _chosen_within_quota(index, quotas, namespace, request, policy, ordered, most)
+    nodes = {text: index.node_set(names).nodes for text, names in refused.items()}
+    return left or _rejection(excluded | nodes, offered, 0, "")
 
 
 def _rejection(excluded: Mapping[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
@@ -299,18 +327,36 @@ def _rejection(excluded: Mapping[str, int], offered: NodeSet, others: int, text:
     return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
 
 
-def _refusals(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, ranked: Iterable[tuple[str, NodeChoice]]
-) -> dict[str, str]:
-    """The nodes on which the choice exceeds the quota, and why."""
-    if namespace not in quotas.limits:
-        return {}
-    found = {}
-    for name, choice in ranked:
-        node = index.node(name)
-        if node is not None and (text := quotas.refusal(namespace, quotas.choice_holding(choice, request, node))) is not None:
-            found[name] = text
-    return found
+def _refused(index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, name: str, choice: NodeChoice) -> bool:
+    node = index.node(name)
+    assert node is not None, "a node with a choice is in the index"
+    return namespace in quotas.limits and bool(quotas.refusal(namespace, quotas.choice_holding(choice, request, node)))
+
+
+def _chosen_within_quota(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, ordered: Iterable[str], most: int
+) -> tuple[list[tuple[str, NodeChoice]], Mapping[str, Set[str]]]:
+    """The first `most` of these nodes on which the quota allows a choice; and the nodes before, by the reason of the quota."""
+    found: list[tuple[str, NodeChoice]] = []
+    denied: dict[str, set[str]] = {}
+    #: Nodes that differ only by name give one result.
+    known: dict[Hashable, Rejection] = {}
+    for name in ordered:
+        node, used = index.node(name), index.used(name)
+        assert node is not None, "a node that fits is in the index"
+        alike = replace(
+            node, name=name if request.constraints.uuids else "", gpus=tuple(replace(gpu, uuid="") for gpu in node.gpus)
+        )
+        key = (alike.name, alike.gpus, alike.topology, alike.naming, alike.model_label, alike.pool, used)
+        choice = known.get(key) or quotas.choose(namespace, node, used, request, policy)
+        if isinstance(choice, NodeChoice):
+            found.append((name, choice))
+            if len(found) == most:
+                break
+        elif isinstance(choice, Rejection):
+            known[key] = choice
+            denied.setdefault(choice.text, set()).add(name)
+    return found, denied
 
 
 def added_holdings(holdings: Iterable[Holding]) -> Holding:

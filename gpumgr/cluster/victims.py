@@ -11,10 +11,11 @@ from functools import cache
 from itertools import combinations, islice
 from typing import Final
 
-from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
 from gpumgr.cluster.node import NOTHING, NodeState, Used
 from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Of at most so many pods all sets are tried.
@@ -50,12 +51,14 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemptor:
-    """The pod that needs room. `permits`: whether its quota allows a choice once these pods have ended."""
+    """The pod that needs room. `within_quota`: what its quota allows it on the node with this use, once these pods have ended; None: it has
+    no quota. `evicts`: the pods that it may evict, and those that end anyway; None: all."""
 
     request: PodRequest
     priority: int
     policy: Policy
-    permits: Callable[[NodeChoice, Set[str]], bool] = lambda _choice, _uids: True
+    within_quota: Callable[[Used, Set[str]], NodeChoice | Misfit | Rejection] | None = None
+    evicts: Set[str] | None = None
 
 
 def find_eviction(
@@ -74,9 +77,13 @@ def find_eviction(
     without GPUs. These victims stay, unless they are there because GPUs are short in total: then a better set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
+    gone = (ending & pods.keys()) | (lower & unbound)
+    if preemptor.evicts is not None:
+        lower &= preemptor.evicts
+        if proposed - lower:
+            return None
     if proposed & (pods.keys() - lower):
         return None
-    gone = (ending & pods.keys()) | (lower & unbound)
     taken, used = _taken(node, pods)
     evictable = [
         Evictable(uid, pods[uid].priority, frozenset(taken[uid]), sum(each.cores for each in taken[uid].values()))
@@ -85,10 +92,12 @@ def find_eviction(
 
     @cache
     def found(uids: frozenset[str]) -> NodeChoice | None:
-        choice = choose(
-            node, _without(used, [taken[uid] for uid in (uids | gone) & pods.keys()]), preemptor.request, preemptor.policy
-        )
-        return choice if isinstance(choice, NodeChoice) and preemptor.permits(choice, uids | gone) else None
+        left = _without(used, [taken[uid] for uid in (uids | gone) & pods.keys()])
+        if preemptor.within_quota is None:
+            choice: object = choose(node, left, preemptor.request, preemptor.policy)
+        else:
+            choice = preemptor.within_quota(left, uids | gone)
+        return choice if isinstance(choice, NodeChoice) else None
 
     sets: list[frozenset[str]] = []
     if proposed:

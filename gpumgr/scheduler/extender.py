@@ -375,7 +375,12 @@ class Extender:
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._forget(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, pod.policy or self._settings.policy)
+        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
+        if (state := self._index.node(node)) is not None:
+            policy = pod.policy or self._settings.policy
+            choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
+        if isinstance(choice, Rejection):
+            raise BindingError(choice.text)
         if isinstance(choice, Misfit):
             raise BindingError(f"node {node} {explain([(node, choice)])}")
         return placed_on(self._index, pod, node, choice)

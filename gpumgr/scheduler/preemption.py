@@ -7,15 +7,18 @@ same or a lower priority must not take the GPUs: they are assumed for it, beyond
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
 import structlog
 
-from gpumgr.cluster.choose import NodeChoice
+from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.node import Used
 from gpumgr.cluster.quota import Quotas, added_holdings
+from gpumgr.cluster.shape import Rejection
 from gpumgr.cluster.victims import Cost, Eviction, Preemptor, find_eviction
 from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.watches import ClusterWatches
@@ -155,20 +158,27 @@ class Preemption:
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
     def _eviction(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Eviction | None:
+        """A pod above its quota evicts pods of its namespace only, which make enough of the quota free."""
         node = self._index.node(name)
         if node is None:
             return None
-
-        def permits(choice: NodeChoice, uids: Set[str]) -> bool:
-            held = [self._quotas.held(uid) for uid in uids]
-            freed = added_holdings(holding for namespace, holding in held if namespace == pod.namespace)
-            return self._quotas.refusal(pod.namespace, self._quotas.choice_holding(choice, pod.request, node), freed) is None
-
-        pods = self._index.pods_on(name)
-        policy = pod.policy or self._settings.policy
-        preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=policy, permits=permits)
+        pods, policy, quotas = self._index.pods_on(name), pod.policy or self._settings.policy, self._quotas
         unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
-        return find_eviction(node, pods, preemptor, unbound=unbound, ending=self._watches.ending, proposed=proposed)
+        find = partial(find_eviction, node, pods, unbound=unbound, ending=self._watches.ending, proposed=proposed)
+        preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=policy)
+        if pod.namespace not in quotas.limits:
+            return find(preemptor)
+        own = frozenset(uid for uid in pods if quotas.held(uid)[0] == pod.namespace)
+
+        def within_quota(freed: Set[str], used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
+            held = added_holdings(quotas.held(uid)[1] for uid in uids & freed)
+            return quotas.choose(pod.namespace, node, used, pod.request, policy, held)
+
+        # Without what victims free of the quota; what ends anyway is free.
+        ending = own & (self._watches.ending | unbound)
+        return find(replace(preemptor, within_quota=partial(within_quota, ending))) or find(
+            replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
+        )
 
 
 def placed_on(index: ClusterIndex, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from gpumgr.aio import in_slices
-from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas, rank_within_quota
@@ -129,7 +129,13 @@ class Reasons:
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
-        choice = self._index.choose_on(name, pod.uid, pod.request, pod.policy or self._policy)
+        node = self._index.node(name)
+        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
+        if node is not None:
+            used, policy = self._index.used_without(name, pod.uid), pod.policy or self._policy
+            choice = self._quotas.choose(pod.namespace, node, used, pod.request, policy)
+        if isinstance(choice, Rejection):
+            return f"denied by quota: {choice.text}", "", 0.0
         if not isinstance(choice, Misfit):
             return "the GPUs that it asks for are free", "", 0.0
         reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")

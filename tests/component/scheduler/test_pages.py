@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.quota import Quotas
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu
 from gpumgr.scheduler.extender import Extender
@@ -221,6 +221,21 @@ async def test_a_quota_is_a_reason_with_its_numbers(pages: PagesStage, limits: s
     assert waiting["limit"].endswith(said)
     if said:
         assert waiting["groups"] == [{"reason": f"denied by quota: {said}", "count": 2, "closest": "", "nodes": []}]
+
+
+async def test_a_node_with_different_gpus_is_denied_by_quota_if_none_that_is_allowed_has_room(pages: PagesStage) -> None:
+    gpus = tuple(InventoryGpu(uuid=f"GPU-b-{model}", model=model, memory=GPU_MEBIBYTES) for model in ("A100", "V100"))
+    pages.sim.put_node(ready(node("b", 2, inventory("b", 2, gpus=gpus))))
+    pages.sim.remove_node("uid-a")
+    await until(lambda: pages.watches.nodes.keys() == {"b"} and pages.watches.nodes["b"].state.gpus[0].model != "")
+    pages.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=0, model="A100"), Limit(cores=60, model="V100")))}
+    await pages.waits(pod("fits", ("app", 60, 16)))
+    await pages.waits(pod("denied", ("app", 70, 16)))
+    assert (await pages.why("fits"))["waiting"]["kind"] == "elsewhere"
+    waiting = (await pages.why("denied"))["waiting"]
+    assert waiting["kind"] == "quota"
+    (group,) = waiting["groups"]
+    assert group["reason"] == "denied by quota: namespace team uses 0 of 0 cores on A100; the pod needs 70"
 
 
 async def test_constraints_narrow_what_counts_as_fragmentation(pages: PagesStage) -> None:

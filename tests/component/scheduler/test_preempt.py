@@ -191,6 +191,24 @@ async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: St
     assert await preempt(stage, item, {"b": ["other"]}) == {}
 
 
+async def test_a_pod_over_its_quota_evicts_no_pod_of_another_namespace_beside_its_own(stage: Stage) -> None:
+    """One pod of its own namespace would free enough of the quota, and one of another namespace the GPU that lacks."""
+    for name, namespace, cores in (("own", "team", 100), ("other", "free", 100)):
+        item = important(name, ("app", cores, 0), priority=0)
+        item["metadata"]["namespace"] = namespace
+        assert await stage.schedule(item, ["a"]) == "a"
+    data = {"quota.yaml": "team: [{cores: 200}]"}
+    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
+    await until(lambda: bool(stage.quotas.limits))
+    both = important("both", ("app", 200, 0))
+    await stage.filter(both, ["a"])
+    assert await preempt(stage, both, {"a": ["own", "other"]}) == {}
+    assert await preempt(stage, both, {"a": []}) == {}
+    one = important("one", ("app", 100, 0))
+    await stage.filter(one, ["a"])
+    assert await preempt(stage, one, {"a": ["other"]}) == {"a": ["uid-other"]}, "it is within its quota"
+
+
 async def test_nodes_are_examined_until_the_work_is_enough(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node a has pods with a lower priority than node b, and is the first."""
     await full(stage)

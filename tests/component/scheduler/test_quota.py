@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from gpumgr.kubeapi.cluster_annotations import InventoryGpu
 from gpumgr.sim.apiserver import SimApiServer
 
 from .conftest import Json, Stage, inventory, node, pod, until
@@ -73,6 +74,21 @@ async def test_bind_validates_the_quota_again(stage: Stage) -> None:
     assert await stage.bind(item, "a") == "namespace team uses 0 of 40 cores; the pod needs 50"
     assert "bind" not in stage.sim.requests
     assert stage.cores("a") == [0] * 4
+
+
+async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage) -> None:
+    gpus = tuple(
+        InventoryGpu(uuid=f"GPU-mixed-{place}", model=model, memory=16384) for place, model in enumerate(("A100", "V100"))
+    )
+    stage.sim.put_node(node("mixed", 2, inventory("mixed", 2, gpus=gpus)))
+    await until(lambda: stage.index.node("mixed") is not None)
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 0, model: A100}, {cores: 100, model: V100}]"}))
+    assert await stage.schedule(pod("filtered", ("app", 50, 4)), ["mixed"]) == "mixed"
+    item = await stage.create(pod("never-filtered", ("app", 50, 4)))
+    assert await stage.bind(item, "mixed") == ""
+    await until(lambda: stage.cores("mixed") == [0, 100])
+    item = await stage.create(pod("too-much", ("app", 50, 4)))
+    assert "of 0 cores on A100; the pod needs 50" in await stage.bind(item, "mixed")
 
 
 async def test_without_a_configmap_there_is_no_quota(stage: Stage) -> None:

@@ -1,6 +1,7 @@
 """Quotas: what pods hold, which limits cover it, which nodes are denied, and the text."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,58 @@ def test_on_a_node_with_different_gpus_the_choice_decides() -> None:
     assert cluster.rank(request(("app", 100, 0))) == (
         "for the quota of 1 node: namespace team uses 0 of 50 cores on A100; the pod needs 100"
     )
+
+
+@pytest.mark.parametrize(
+    ("models", "limit", "wanted", "gpus"),
+    [
+        ("AV", Limit(cores=0, model="A"), share(50, 4), [[1]]),
+        ("AV", Limit(cores=49, model="A"), share(50, 4), [[1]]),
+        ("AV", Limit(cores=50, model="A"), share(50, 4), [[0]]),
+        ("AAAV", Limit(memory_mebibytes=0, model="A"), request(("app", 100, 0)), [[3]]),
+        ("AABV", Limit(gpus=0, model="A"), request(("app", 200, 0)), [[2, 3]]),
+        # As many of the limited model as it may have
+        ("AAVV", Limit(gpus=1, model="A"), request(("app", 300, 0)), [[0, 2, 3]]),
+        ("AAVV", Limit(gpus=2, model="A"), request(("app", 300, 0)), [[0, 1, 2]]),
+        ("AAVV", Limit(cores=60, model="A"), request(("app", 50, 4), ("app", 50, 4), ("app", 60, 4)), [[2], [2], [3]]),
+        ("AAVV", Limit(gpus=0, model="A"), request(("app", 300, 0)), None),
+        ("AVVV", Limit(cores=0), share(50, 4), None),
+    ],
+)
+def test_the_gpus_are_among_those_that_the_quota_allows(
+    models: str, limit: Limit, wanted: PodRequest, gpus: list[list[int]] | None
+) -> None:
+    mixed = labelled("mixed", len(models), *models)
+    cluster = Cluster(limit, nodes=(mixed,))
+    found = rank_within_quota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["mixed"])
+    if gpus is None:
+        assert isinstance(found, Rejection)
+        assert found.text.startswith("for the quota of 1 node: namespace team uses 0")
+        return
+    assert not isinstance(found, Rejection)
+    ((_, choice),) = found
+    assert [[gpu for gpu, _ in shares] for shares in choice.shares] == gpus
+    assert cluster.rank(wanted, "other") == ["mixed"]
+    # The agent chooses, by itself.
+    cluster.index.set_node(replace(mixed, naming="none"))
+    assert (cluster.rank(wanted) == ["mixed"]) == (limit.cores == 50 or limit.gpus == 2)
+
+
+def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
+    cluster = Cluster(Limit(cores=10), nodes=nodes)
+    tried: list[NodeState] = []
+    choose = Quotas.choose
+
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+        tried.append(node)
+        return choose(quotas, namespace, node, *rest)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    found = rank_within_quota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", [node.name for node in nodes])
+    assert isinstance(found, Rejection)
+    assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 10 cores; the pod needs 50"
+    assert len(tried) == 1
 
 
 def test_pods_count_by_the_labels_that_their_node_has_now() -> None:

@@ -1,5 +1,6 @@
 """Which pods are evicted from a node so that another pod fits on its GPUs."""
 
+from collections.abc import Set
 from dataclasses import replace
 from itertools import combinations
 
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
-from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.node import NodeState, Used
 from gpumgr.cluster.request import PodRequest, replica_request
+from gpumgr.cluster.shape import Rejection
 from gpumgr.cluster.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.units import Amounts
@@ -105,13 +107,18 @@ def test_pods_that_are_not_bound_are_no_victims_and_give_way_to_a_higher_priorit
 def test_the_quota_counts_what_the_victims_held() -> None:
     pods = [held(f"p{gpu}", gpu, 60) for gpu in "01"]
 
-    def permits(_: NodeChoice, uids: object) -> bool:
-        return "p1" in uids  # type: ignore[operator]
+    def within_quota(used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
+        return choose(NODE, used, WHOLE, "binpack") if "p1" in uids else Rejection("")
 
-    preemptor = Preemptor(request=WHOLE, priority=1, policy="binpack", permits=permits)
-    found = find_eviction(NODE, {pod.uid: pod for pod in pods}, preemptor)
+    preemptor = Preemptor(request=WHOLE, priority=1, policy="binpack", within_quota=within_quota)
+    by_uid = {pod.uid: pod for pod in pods}
+    found = find_eviction(NODE, by_uid, preemptor)
     assert found is not None
     assert found.victims == {"p1"}, "though two GPUs are free"
+    assert find_eviction(NODE, by_uid, replace(preemptor, evicts=frozenset({"p0"}))) is None
+    only = replace(preemptor, evicts=frozenset({"p1"}))
+    assert find_eviction(NODE, by_uid, only, proposed=frozenset({"p1", "without-gpus"})) is None
+    assert find_eviction(NODE, by_uid, only, proposed=frozenset({"p1"})) is not None
 
 
 def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
