@@ -18,8 +18,9 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 #: Stands for any UUID that no request names. No annotation contains it, since names in annotations are stripped.
 _SOME_UUID: Final = " "
-#: So many results are kept for each profile, about 600 bytes each; a new one replaces the oldest.
+#: So many results are kept for each profile, about 600 bytes each; a new one replaces the oldest. There are few profiles of idle GPUs.
 _KEPT_CHOICES: Final = 16
+_KEPT_BY_IDLE: Final = 64
 #: Slots of removed nodes before all nodes are numbered again.
 _UNUSED_SLOTS: Final = 1024
 
@@ -44,7 +45,7 @@ class Profile:
         self.choices: dict[int, NodeChoice | Misfit] = {}
 
     def keep(self, key: int, choice: NodeChoice | Misfit) -> None:
-        if len(self.choices) >= _KEPT_CHOICES:
+        if len(self.choices) >= (_KEPT_BY_IDLE if self.idle is self else _KEPT_CHOICES):
             del self.choices[next(iter(self.choices))]
         self.choices[key] = choice
 

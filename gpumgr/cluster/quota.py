@@ -277,19 +277,35 @@ def rank_within_quota(
     shape: Shape | None = None,
 ) -> list[tuple[str, NodeChoice]] | Rejection:
     """As ClusterIndex.rank, without what the quota denies. `shape` as there."""
-    offered, limits = index.node_set(names), quotas.limits.get(namespace)
-    key = (namespace if limits is not None else None, request.without_cpu, policy)
-    state = index.version, limits, offered
-    if (known := quotas.rejections.get(key)) is not None and known[0] == state:
-        quotas.rejections.move_to_end(key)
-        return known[1]
+    offered = index.node_set(names)
+    if (known := kept_rejection(index, quotas, namespace, request, policy, offered)) is not None:
+        return known
     found = _ranked(index, quotas, namespace, request, policy, offered, most, shape=shape)
     if shape is None and isinstance(found, Rejection):
+        key, state = _question(index, quotas, namespace, request, policy, offered)
         quotas.rejections[key] = state, found
-        quotas.rejections.move_to_end(key)
         if len(quotas.rejections) > _MAX_REJECTIONS:
             quotas.rejections.popitem(last=False)
     return found
+
+
+def kept_rejection(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, offered: NodeSet
+) -> Rejection | None:
+    """The answer to the same question at the same state of the index and the quotas."""
+    key, state = _question(index, quotas, namespace, request, policy, offered)
+    known = quotas.rejections.get(key)
+    if known is None or known[0] != state:
+        return None
+    quotas.rejections.move_to_end(key)
+    return known[1]
+
+
+def _question(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, offered: NodeSet
+) -> tuple[Hashable, Hashable]:
+    limits = quotas.limits.get(namespace)
+    return (namespace if limits is not None else None, request.without_cpu, policy), (index.version, limits, offered)
 
 
 def _ranked(

@@ -78,6 +78,8 @@ class Shape:
         containers = request.containers
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
+        #: A container needs so many idle GPUs.
+        self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         #: Whether a pod may use such GPUs, and what it takes of one: by what distinguishes them.
         self._allowed: dict[tuple[str, str], bool] = {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
@@ -149,7 +151,7 @@ class Shape:
     def _in_profiles(self, offered: int, best: _Best) -> None:
         groups: dict[tuple[Rank, Rank, FreeCores | None], int] = {}
         for profile, short, nodes in self._views(offered):
-            if isinstance(choice := self.choice(profile), NodeChoice):
+            if profile.idle_gpus >= self._whole_gpus and isinstance(choice := self.choice(profile), NodeChoice):
                 least = rank = choice.rank
                 if choice.taken is not None:
                     least = (self._least(choice.taken, short_of_cpu=short), *rank)

@@ -41,6 +41,12 @@ _FILTERED = {
     "hami_percentage": "nvidia.com/gpu with a percentage",
     "hami_two_gpus": "nvidia.com/gpu: 2",
 }
+_NEW_REQUESTS = {
+    "share": "a share",
+    "whole": "whole GPUs",
+    "two_containers": "two containers",
+    "init_containers_64": "64 containers, 63 of them init containers",
+}
 _LINK_16 = {
     "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
     "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
@@ -66,6 +72,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_quotas(figures.get("quotas")),
         *shown,
         *_scheduler(figures.get("scheduler")),
+        *_requests(figures.get("requests")),
         *_kube_scheduler(figures.get("kube_scheduler")),
         *_claims(figures.get("claims")),
         *_pods(pods),
@@ -215,6 +222,25 @@ def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     for size, row in found["sizes"].items():
         ours, floor = (f"{_pair(row[who])}; {row[cpu]} ms" for who, cpu in (("gpumgr", "cpu_ms"), ("floor", "floor_cpu_ms")))
         yield f"| filter with {size} nodes; CPU | | {ours} | {floor} |"
+
+
+def _requests(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    nodes, new, wait, turn = found["nodes"], found["new"], found["wait"], found["in_turn"]
+    yield from ("", f"| many requests, {nodes} nodes, names in another order each time; CPU | goal | gpumgr |", "|---|---|---|")
+    size = f"{turn['samples']} different requests in turn"
+    yield f"| filter, {size} | p50 < 5 ms, p99 < 30 ms | {_pair(turn)} |"
+    yield f"| resident memory after them, and at the start | < 300 MiB | {turn['resident_mib']}, {found['started_mib']} MiB |"
+    for name, what in _NEW_REQUESTS.items():
+        row = new[name]
+        yield f"| first filter of {what} | {'' if row['samples'] == 1 else 'p50 < 100 ms'} | {_pair(row)} |"
+        yield f"| longest hold of the event loop meanwhile | < 20 ms | {row['longest_hold_ms']} ms |"
+    yield f"| a rejection with {found['waiting']} waiting pods | p50 < 1 ms | {_pair(wait['rejection'])} |"
+    yield f"| the same with a quota that excludes half of the nodes | p50 < 1 ms | {_pair(wait['rejection_with_quota'])} |"
+    yield f"| memory of {found['waiting']} waiting pods | < 300 MiB in all | {wait['waiting_mib']} MiB more |"
+    retry = wait["retry"]
+    yield f"| looks, one a second, until a pod that fits by now is retried | 3 | {retry['looks']}, {retry['longest_look_ms']} ms |"
 
 
 def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
