@@ -33,6 +33,8 @@ SETTLE_SECONDS = 2
 #: Of the setting scheduler.candidates.
 MOST_CANDIDATES = 1024
 START_SECONDS = 120
+#: Three times the duration of a watch.
+QUIET_SECONDS = 60
 SIZES: Final = (10, 100, 1000)
 
 
@@ -200,6 +202,15 @@ def events(ours: Client, stub: str, seconds: float = 10) -> dict[str, object]:
     }
 
 
+def quiet(ours: Client) -> dict[str, object]:
+    """Nothing happens. The CPU of everything that runs then; mostly the watches, which are resumed every 20 s."""
+    time.sleep(SETTLE_SECONDS)
+    before, begun = ours.cpu_seconds(), time.perf_counter()
+    time.sleep(QUIET_SECONDS)
+    used = ours.cpu_seconds() - before
+    return {"core_percent": round(100 * used / (time.perf_counter() - begun), 2)}
+
+
 def sizes(program: Path, folder: Path, floor: Client, largest: int) -> dict[str, object]:
     """CPU and time of a filter call on clusters of other sizes, with four containers and 20 CPU-only pods a node."""
     found: dict[str, object] = {}
@@ -225,10 +236,12 @@ def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
         stub = stack.enter_context(child("tests.bench.cluster_stub", nodes, pods, cpu_pods)).split()[0]
         started: dict[str, object] = {}
         with scheduler(stub, program, folder, nodes, started) as ours:
+            still = quiet(ours)
             fresh = [ours.calls(1, nodes, (11 + number, 5))["filter"][0] for number in range(20)]
             found = {
                 "cluster": {"nodes": nodes, "pods": pods, "cpu_pods": cpu_pods},
                 "start": started,
+                "quiet": still,
                 "new_shape": spread([fresh]),
                 "filter": filters(ours, floor, nodes),
                 "filter_cpu_ms": {"gpumgr": ours.cpu_ms(200, nodes), "floor": floor.cpu_ms(200, nodes)},

@@ -11,7 +11,9 @@ import json
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from aiohttp import web
@@ -30,6 +32,9 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, MEMORY_RESOURCE
 
 GPUS: Final = 8
 GPU_MEBIBYTES: Final = 81_408
+#: Before the end of a watch.
+BOOKMARK_SECONDS: Final = 2
+KEPT_EVENTS: Final = 5000
 PREFIX: Final = "gpu-node-eu-west-"
 #: (cores, memory blocks) of one container.
 SHAPES: Final = ((10, 16), (25, 64), (50, 100), (100, 0), (200, 0), (30, 60), (40, 90), (20, 30))
@@ -137,9 +142,14 @@ def _placements(nodes: int, pods: int) -> Iterator[tuple[str, list[tuple[str, in
 
 
 class Server:
+    """Watches end and get bookmarks as those of kube-apiserver do."""
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._watches: dict[str, list[asyncio.Queue[bytes]]] = {"nodes": [], "pods": [], "configmaps": []}
+        self._watches: dict[str, set[asyncio.Queue[bytes]]] = {"nodes": set(), "pods": set(), "configmaps": set()}
+        #: The last events, for watches that are resumed, and the version of the last one.
+        self._events: dict[str, deque[tuple[int, bytes]]] = {kind: deque(maxlen=KEPT_EVENTS) for kind in self._watches}
+        self._version = 1
 
     def application(self) -> web.Application:
         made = web.Application()
@@ -162,21 +172,43 @@ class Server:
         first = int(request.query.get("continue", 0))
         end = min(self._cluster.counts[kind], first + int(request.query["limit"]))
         following = str(end) if end < self._cluster.counts[kind] else ""
-        head = json.dumps({"resourceVersion": "1", "continue": following})
+        head = json.dumps({"resourceVersion": str(self._version), "continue": following})
         items = ",".join(self._cluster.text(kind, number) for number in range(first, end))
         return web.Response(text=f'{{"metadata":{head},"items":[{items}]}}', content_type="application/json")
 
     async def _watch(self, request: web.Request, kind: str) -> web.StreamResponse:
         events: asyncio.Queue[bytes] = asyncio.Queue()
-        self._watches[kind].append(events)
+        for version, line in self._events[kind]:
+            if version > int(request.query["resourceVersion"]):
+                events.put_nowait(line)
+        self._watches[kind].add(events)
         response = web.StreamResponse()
         await response.prepare(request)
-        while True:
-            await response.write(await events.get())
+        begun, seconds = asyncio.get_running_loop().time(), float(request.query["timeoutSeconds"])
+        try:
+            await self._write_until(begun + seconds - BOOKMARK_SECONDS, response, events)
+            bookmark = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}})
+            while not events.empty():
+                await response.write(events.get_nowait())
+            await response.write(bookmark.encode() + b"\n")
+            await self._write_until(begun + seconds, response, events)
+        finally:
+            self._watches[kind].discard(events)
+        return response
+
+    async def _write_until(self, end: float, response: web.StreamResponse, events: asyncio.Queue[bytes]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                while True:
+                    await response.write(await events.get())
 
     def _send(self, kind: str, change: str, text: str) -> None:
+        self._version += 1
+        text = text.replace('"resourceVersion": "1"', f'"resourceVersion": "{self._version}"', 1)
+        line = f'{{"type":"{change}","object":{text}}}\n'.encode()
+        self._events[kind].append((self._version, line))
         for events in self._watches[kind]:
-            events.put_nowait(f'{{"type":"{change}","object":{text}}}\n'.encode())
+            events.put_nowait(line)
 
     async def _bind(self, request: web.Request) -> web.Response:
         binding = await request.json()

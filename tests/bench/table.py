@@ -218,6 +218,7 @@ def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     quiet, during = found["joins"]["longest_ms"]
     yield f"| longest filter while 20 nodes join, and before | < 100 ms more | {during} ms, {quiet} ms | |"
     yield f"| CPU of 1,000 pod events a second | < 50 % of a core | {found['events']['core_percent']} % | |"
+    yield f"| CPU while nothing happens, with watches of 20 s | < 2 % of a core | {found['quiet']['core_percent']} % | |"
     yield f"| resident memory: started / at the end | < 400 MiB | {start['resident_mib']} / {found['resident_mib']} MiB | |"
     for size, row in found["sizes"].items():
         ours, floor = (f"{_pair(row[who])}; {row[cpu]} ms" for who, cpu in (("gpumgr", "cpu_ms"), ("floor", "floor_cpu_ms")))
