@@ -231,6 +231,15 @@ class Quotas:
             offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
             node = replace(node, gpus=tuple(offered))
 
+    def without(self, namespace: str, uid: str) -> "Quotas":
+        """Those of one namespace as they are now, without what this pod holds. Nothing changes them."""
+        made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
+        made._used = {namespace: dict(self._used.get(namespace, {}))}
+        owner, holding = self.held(uid)
+        if owner == namespace:
+            _add(made._used[namespace], holding, -1)
+        return made
+
     def held(self, uid: str) -> tuple[str, Holding]:
         """The namespace of a placed pod, and what the pod holds."""
         return self._pods.get(uid, ("", NO_HOLDING))

@@ -166,7 +166,7 @@ class Extender:
             self._index, self._quotas, pod.namespace, pod.request, pod.policy or self._settings.policy, names, most
         )
 
-    def preempt(self, args: PreemptArgs) -> PreemptResult:
+    async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
         try:
             pod, proposed = self._watches.parse_pod(args.pod), args.proposed()
@@ -178,8 +178,9 @@ class Extender:
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
-        self._forget(pod.uid)
-        return self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
+        if not self._preemption.keeps(pod.uid):
+            self._forget(pod.uid)
+        return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""

@@ -4,6 +4,7 @@ kube-scheduler evicts the victims and nominates their node for the pod (status.n
 same or a lower priority must not take the GPUs: they are assumed for it, beyond what is free, so they stay taken as the victims end.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -123,26 +124,31 @@ class Preemption:
 
     # -- the verb ----------------------------------------------------------------------------------------------------------
 
-    def preempt(
+    async def preempt(
         self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
     ) -> PreemptResult:
         """At most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have passed
-        kube-scheduler's own filters, so preemption may take them, too."""
-        self._index.remove(pod.uid)
-        found: list[tuple[int, Cost, int, str, Eviction]] = []
+        kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; one that changes in the meantime is not
+        taken."""
+        found: list[tuple[int, Cost, int, str, Eviction, Mapping[str, PlacedPod]]] = []
         for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
-            if (eviction := self._eviction(pod, name, uids)) is not None and eviction.victims:
+            pods = dict(self._index.pods_on(name))
+            eviction = await asyncio.to_thread(self._examination(pod, name, uids))
+            if eviction is not None and eviction.victims:
                 # Budgets are known only for the victims that kube-scheduler proposes.
-                found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction))
-        if not found:
-            self.restore(pod.uid)
-            return PreemptResult()
-        violations, _, _, name, eviction = min(found, key=lambda each: each[:-1])
-        self._keep(placed_on(self._index, pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
-        victims = Victims([{"UID": uid} for uid in sorted(eviction.victims)], violations)
-        _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(eviction.victims))
-        return PreemptResult({name: victims})
+                found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, pods))
+        bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
+        for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
+            if not bound and self._index.node(name) is not None and self._index.pods_on(name) == there:
+                self._keep(placed_on(self._index, pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
+                uids = eviction.victims
+                _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(uids))
+                return PreemptResult({name: Victims([{"UID": uid} for uid in sorted(uids)], violations)})
+        return PreemptResult()
+
+    def keeps(self, uid: str) -> bool:
+        return uid in self._kept
 
     def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:
         """Nodes with pods of a lower priority, the most promising ones."""
@@ -157,28 +163,34 @@ class Preemption:
         work = accumulate((each * len(self._index.pods_on(name)) for name, each in zip(ordered, gpus, strict=True)), initial=0)
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
-    def _eviction(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Eviction | None:
-        """A pod above its quota evicts pods of its namespace only, which make enough of the quota free."""
+    def _eviction(self, pod: WatchedPod, name: str) -> Eviction | None:
+        return self._examination(pod, name)()
+
+    def _examination(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Callable[[], Eviction | None]:
+        """Of the node as it is now, without what is kept for the pod itself; it may run on a thread. A pod above its quota evicts pods of
+        its namespace only, which make enough of the quota free."""
         node = self._index.node(name)
         if node is None:
-            return None
-        pods, policy, quotas = self._index.pods_on(name), pod.policy or self._settings.policy, self._quotas
+            return lambda: None
+        pods = {uid: each for uid, each in self._index.pods_on(name).items() if uid != pod.uid}
+        policy, quotas = pod.policy or self._settings.policy, self._quotas.without(pod.namespace, pod.uid)
         unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
-        find = partial(find_eviction, node, pods, unbound=unbound, ending=self._watches.ending, proposed=proposed)
+        ending = frozenset(self._watches.ending & pods.keys())
+        find = partial(find_eviction, node, pods, unbound=unbound, ending=ending, proposed=proposed)
         preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=policy)
         if pod.namespace not in quotas.limits:
-            return find(preemptor)
-        own = frozenset(uid for uid in pods if quotas.held(uid)[0] == pod.namespace)
+            return partial(find, preemptor)
+        holdings = {uid: self._quotas.held(uid) for uid in pods}
+        own = frozenset(uid for uid, (namespace, _) in holdings.items() if namespace == pod.namespace)
 
         def within_quota(freed: Set[str], used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
-            held = added_holdings(quotas.held(uid)[1] for uid in uids & freed)
+            held = added_holdings(holdings[uid][1] for uid in uids & freed)
             return quotas.choose(pod.namespace, node, used, pod.request, policy, held)
 
         # Without what victims free of the quota; what ends anyway is free.
-        ending = own & (self._watches.ending | unbound)
-        return find(replace(preemptor, within_quota=partial(within_quota, ending))) or find(
-            replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
-        )
+        first = replace(preemptor, within_quota=partial(within_quota, own & (ending | unbound)))
+        second = replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
+        return lambda: find(first) or find(second)
 
 
 def placed_on(index: ClusterIndex, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:

@@ -1,10 +1,14 @@
 """The verb preempt, and the GPUs that are kept for the pod that preempts."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from gpumgr.cluster.victims import Eviction, find_eviction
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.scheduler import preemption
 
@@ -87,6 +91,31 @@ async def test_without_node_cache_whole_pods_are_proposed(stage: Stage) -> None:
     body = {"Pod": important("vip"), "NodeNameToVictims": {"a": low, "unknown": low, "b": None}, "NodeNameToMetaVictims": None}
     answer = await stage.post("preempt", json.dumps(body))
     assert answer == {"NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "uid-low-1"}], "NumPDBViolations": 3}}}
+
+
+async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_taken(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large node takes a second."""
+    await full(stage)
+    item = await stage.create(important("vip"))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    loop, placed, change = asyncio.get_running_loop(), stage.index.placement("uid-low-0"), True
+    assert placed is not None
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        found, served = find_eviction(*arguments, **named), threading.Event()
+        if change:
+            loop.call_soon_threadsafe(stage.index.remove, "uid-low-0")
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        return found
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    assert await preempt(stage, item, {"a": ["low-0"]}) == {}
+    change = False
+    stage.index.bind(placed)
+    assert await preempt(stage, item, {"a": ["low-1"]}) == {"a": ["uid-low-1"]}
 
 
 async def test_pods_that_do_not_preempt_get_no_victims(stage: Stage) -> None:
