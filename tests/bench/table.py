@@ -70,6 +70,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_replicas(figures.get("replicas")),
         *_replica_filter(figures.get("replica_filter")),
         *_quotas(figures.get("quotas")),
+        *_bodies(figures.get("bodies")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_requests(figures.get("requests")),
@@ -294,6 +295,16 @@ def _quotas(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"| {size}: the event loop serves nothing else for | < 20 ms | {held} ms |"
     yield f"| the same until its quotas are in force | | {found['configmap_seconds']} s |"
     yield f"| a CSV file with 60,000 columns | | {found['csv_columns_seconds']} s |"
+
+
+def _bodies(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| clients of HAMi's webhook without a credential | goal | resident memory |", "|---|---|---|")
+    yield f"| none | | {found['fresh_mib']} MiB |"
+    yield f"| 150 connections with unfinished bodies of 8 MiB | < 150 MiB | {found['150_bodies_of_8_mib_mib']} MiB |"
+    yield f"| 600 connections with unfinished bodies of 1 MiB | < 150 MiB | {found['600_bodies_of_1_mib_mib']} MiB |"
+    yield f"| 800 connections | < 150 MiB | {found['800_connections_mib']} MiB |"
 
 
 def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:

@@ -31,6 +31,8 @@ def gpus_of(node: Stage, pod: str) -> list[int]:
         ({"nvidia.com/use-gputype": "a100"}, [2]),
         ({"nvidia.com/use-gputype": "NVIDIA-Tesla"}, [0]),
         ({"nvidia.com/nouse-gputype": "T4"}, [2]),
+        ({"nvidia.com/nouse-gputype": "what,\tT4\t"}, [2]),
+        ({"nvidia.com/vgpu-mode": "mig,hami-core"}, [0]),
         ({"nvidia.com/use-gpuuuid": UUIDS[3]}, [3]),
         ({"gpumgr.io/avoid-gpu-uuid": f"{UUIDS[0]},{UUIDS[1]}", "nvidia.com/numa-bind": "true"}, [2]),
     ],
@@ -90,6 +92,14 @@ async def test_an_annotation_that_can_not_be_read_refuses_the_pod(folder: Path) 
         assert node.ledger.allocations == {}
         odd = {"nvidia.com/numa-bind": "yes", "nvidia.com/nouse-gpuuuid": "MIG-1", "nvidia.com/use-gputype": ","}
         await node.run_all(node.pod("b", hami(gpumem=100), annotations=odd))
+
+
+@pytest.mark.parametrize("modes", ["mig", "mps", ""])
+async def test_a_shared_gpu_is_not_given_to_a_pod_of_other_modes(folder: Path, modes: str) -> None:
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
+        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/vgpu-mode": modes}))
+        assert f"and the pod demands a GPU in mode {'mig' if modes == 'mig' else 'unknown'}" in (status.message or "")
+        assert node.ledger.allocations == {}
 
 
 async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:
