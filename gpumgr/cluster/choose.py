@@ -14,7 +14,7 @@ part of all their GPUs that is in use.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy, SameGpus
@@ -31,8 +31,7 @@ Rank = tuple[int, ...]
 _LAST: Final = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
-class FreeCores:
+class FreeCores(NamedTuple):
     """Of all GPUs of a node that are offered: the free cores, and those of them that have memory, as their GPU's share of free memory.
     `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
 

@@ -100,11 +100,12 @@ class Shape:
                 self._in_profiles(offered, best)
         return sorted(best.found)
 
-    def unexamined(self, offered: int) -> Iterator[Profile]:
-        """Profiles for which a choice is still to be computed."""
+    def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
+        """Profiles for which a choice is still to be computed; without `reasons` only those that may fit."""
         if not self.request.constraints.use_uuids:
             views = self._views(offered if self._share is None else offered & self._apart)
-            yield from [profile for profile, _, _ in views if self._kept(profile) is None]
+            needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))
+            yield from [profile for profile in needed if self._kept(profile) is None]
 
     def choice(self, profile: Profile) -> NodeChoice | Misfit:
         if (found := self._kept(profile)) is None:
@@ -114,6 +115,9 @@ class Shape:
             else:
                 self._own[profile] = found
         return found
+
+    def _may_fit(self, profile: Profile) -> bool:
+        return profile.idle_gpus >= self._whole_gpus
 
     def _kept(self, profile: Profile) -> NodeChoice | Misfit | None:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
@@ -145,19 +149,20 @@ class Shape:
             profiles = dict.fromkeys(each.idle if self._whole else each for each in there)
         for profile in profiles:
             for short in (False, True):
-                if nodes := profile.nodes[short] & offered:
+                if (held := profile.nodes[short]) and (nodes := held & offered):
                     yield profile, short, nodes
 
     def _in_profiles(self, offered: int, best: _Best) -> None:
-        groups: dict[tuple[Rank, Rank, FreeCores | None], int] = {}
+        alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
         for profile, short, nodes in self._views(offered):
-            if profile.idle_gpus >= self._whole_gpus and isinstance(choice := self.choice(profile), NodeChoice):
-                least = rank = choice.rank
-                if choice.taken is not None:
-                    least = (self._least(choice.taken, short_of_cpu=short), *rank)
-                key = least, rank, choice.taken
-                groups[key] = groups.get(key, 0) | nodes
-        for (least, rank, taken), nodes in sorted(groups.items(), key=lambda group: group[0][0]):
+            if self._may_fit(profile) and isinstance(choice := self.choice(profile), NodeChoice):
+                key = choice.rank, choice.taken, short
+                alike[key] = alike.get(key, 0) | nodes
+        groups: list[tuple[Rank, int, FreeCores | None, Rank]] = []
+        for (rank, taken, short), nodes in alike.items():
+            least = rank if taken is None else (self._least(taken, short_of_cpu=short), *rank)
+            groups.append((least, nodes, taken, rank))
+        for least, nodes, taken, rank in sorted(groups, key=_least):
             if not best.may_take(least):
                 return
             self._add(nodes, taken, rank, best)

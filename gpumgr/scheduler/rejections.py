@@ -115,8 +115,11 @@ class Rejections:
         return None
 
     async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
-        await in_slices(self._index.examine(each.pod.request, each.policy, nodes), _SLICE_SECONDS)
         request = each.pod.request.without_cpu
+        await in_slices(self._index.examine(request, each.policy, nodes, reasons=False), _SLICE_SECONDS)
+        fits = self._index.any_fits(request, each.policy, nodes)
+        if not fits or each.pod.namespace not in self._quotas.limits:
+            return fits
         found = rank_within_quota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
         return not isinstance(found, Rejection)
 
