@@ -20,7 +20,7 @@ _UNREADABLE: Final = gauge(
 )
 _SILENCE: Final = gauge(
     "claims_api_silence_seconds",
-    "Since the API server has last sent an event, a bookmark or a list, by resource of a watch.",
+    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
     "resource",
 )
 _TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")

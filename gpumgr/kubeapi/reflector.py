@@ -93,8 +93,8 @@ class WatchTimes:
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
     `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
 
-    `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long. `outdated_seconds`: the
-    copy is outdated if it has not for so long, and a list has failed, too.
+    `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
+    `outdated_seconds`: the copy is outdated if it has not for so long, and a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
@@ -107,9 +107,10 @@ class WatchTimes:
 
 
 def prompt_watches(outdated_seconds: float) -> WatchTimes:
-    """Times by which a server that is silent is noticed within `outdated_seconds`, 15 or more. The API server sends a bookmark about 2 s
-    before the requested end of a watch, and otherwise once a minute (bookmarkFrequency in storage/cacher), so watches are short: of 30 s
-    they take 18 to 20, their end may be 2 s late, and 8 s are left for a list."""
+    """Times by which a server that is silent is noticed within `outdated_seconds`, 15 or more. The API server sends a bookmark once a
+    minute, and about 2 s before the requested end of a watch (storage/cacher), unless the resource has not changed since the watch began;
+    then only the end shows that it works. So watches are short: of 30 s they take 18 to 20, their end may be 2 s late, and 8 s are left
+    for a list."""
     return WatchTimes(
         watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
         silence_seconds=outdated_seconds / 15,
@@ -176,7 +177,7 @@ class Reflector(Generic[T]):
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last event or bookmark, or the begin of the last list that succeeded."""
+        """Since the last event, bookmark or end of a watch in time, or the begin of the last list that succeeded."""
         return self._clock() - self._heard_at
 
     @property
@@ -329,6 +330,8 @@ class Reflector(Generic[T]):
             self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):
                 await self._event(await _decoded(line, _Event))
+            if self._clock() - self._watching_since >= seconds - 1:  # as asked for, so there was nothing to send
+                self._heard(self._clock())
 
     async def _event(self, event: _Event) -> None:
         if event.type == "ERROR":

@@ -46,7 +46,7 @@ _UNREADABLE: Final = gauge(
 )
 _SILENCE: Final = gauge(
     "scheduler_api_silence_seconds",
-    "Since the API server has last sent an event, a bookmark or a list, by resource of a watch.",
+    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
     "resource",
 )
 _NODES: Final = gauge(

@@ -33,6 +33,8 @@ class WatchedObjects:
         self._forgotten = 0
         self._version = LatestValue(1)
         self._open: set[asyncio.Timeout] = set()
+        #: Kubernetes' API server sends no bookmark if nothing has changed since the watch began.
+        self.needless_bookmarks = False
 
     def put(self, document: Document) -> None:
         """Creates or replaces an object."""
@@ -74,7 +76,7 @@ class WatchedObjects:
         seconds = float(request.query.get("timeoutSeconds", "300"))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        bookmarks = request.query.get("allowWatchBookmarks") == "true"
+        bookmarks, begun = request.query.get("allowWatchBookmarks") == "true", sent
         try:
             async with self._limit(seconds):
                 with self._version.subscribe() as versions:
@@ -84,7 +86,7 @@ class WatchedObjects:
                             return response
                         sent = await self._send_since(response, sent, wanted)
         except TimeoutError:
-            if bookmarks:
+            if bookmarks and (self.needless_bookmarks or sent > begun):
                 await _send(response, "BOOKMARK", {"kind": self._kind, "metadata": {"resourceVersion": str(sent)}})
         return response
 

@@ -190,7 +190,8 @@ class Server:
             bookmark = json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}})
             while not events.empty():
                 await response.write(events.get_nowait())
-            await response.write(bookmark.encode() + b"\n")
+            if self._version > int(request.query["resourceVersion"]):
+                await response.write(bookmark.encode() + b"\n")
             await self._write_until(begun + seconds, response, events)
         finally:
             self._watches[kind].discard(events)

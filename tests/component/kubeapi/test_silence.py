@@ -97,7 +97,19 @@ async def test_events_and_bookmarks_keep_the_copy_current(api: FakeApiServer, se
         assert (api.count(watch=False), api.count(watch=True)) == (1, 1)
 
 
-@pytest.mark.parametrize("watch", [SLOW, raw(), status(500, "no")], ids=["429", "clean ends", "500"])
+async def test_the_end_of_a_watch_in_time_keeps_the_copy_current(api: FakeApiServer, server: ApiServer) -> None:
+    """The API server sends no bookmark if nothing has changed since the watch began."""
+    async with watched(server) as found:
+        for number in range(1, 50):
+            await until(partial(lambda number: api.count(watch=True) == number, number))
+            await until(lambda: found.reflector._watching_since == found.now)
+            found.now += 19
+            assert found.reflector.outdated is None
+            await api.end_watches()
+        assert api.count(watch=False) == 1
+
+
+@pytest.mark.parametrize("watch", [SLOW, raw(), status(500, "no")], ids=["429", "early ends", "500"])
 async def test_while_a_list_works_the_copy_is_current_whatever_the_watches_do(
     watch: Answer, api: FakeApiServer, server: ApiServer
 ) -> None:
@@ -146,12 +158,21 @@ async def test_a_list_that_hangs_counts_as_failed(api: FakeApiServer, server: Ap
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 
+    reset = asyncio.Event()
+
+    async def until_reset(request: web.Request) -> web.StreamResponse:
+        response = await raw()(request)
+        await reset.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    api.watches.extend([until_reset, *[SLOW] * 1000])
     async with watched(server, most_sleeps=1) as found:
         await until(lambda: found.reflector._watching_since is not None)
         api.lists.append(hang)
-        api.watches.extend([SLOW] * 1000)
         found.now = 29.99
-        await api.end_watches()
+        reset.set()
         await until(lambda: found.reflector.outdated is not None)
 
 
