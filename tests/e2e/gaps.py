@@ -23,6 +23,8 @@ class Gap:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         #: When the longest gap began and ended, by the signs of life around it.
         self.longest: tuple[float, float] = (0.0, 0.0)
+        #: All gaps in which it was seen not to live.
+        self.spans: list[tuple[float, float]] = []
         self.signs = 0
 
     def __enter__(self) -> "Gap":
@@ -40,13 +42,17 @@ class Gap:
         return self.longest[1] - self.longest[0]
 
     def _watch(self) -> None:
-        last = time.monotonic()
+        last, missed = time.monotonic(), False
         while not self._stopping.wait(self._every):
             asked = time.monotonic()
             if not self._alive():
+                missed = True
                 continue
             now = time.monotonic()
             self.signs += 1
+            if missed:
+                self.spans.append((last, now))
+                missed = False
             if now - last > self.seconds:
                 self.longest = (last, now)
             last = asked  # it may have ended before the answer came

@@ -25,7 +25,7 @@ from .manifests import SHOW, Json, container, gpu_pod
 from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
 from .processes import wait_until, whole_lines
-from .test_updates import denials, with_disconnected, within
+from .test_updates import Update, denials, outside_of, published
 
 GPU = 6
 CAP_SYS_PTRACE = 19
@@ -153,7 +153,7 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     before, ledger, old = lives(node, names), agent.ledger(), agent.newest()["metadata"]["uid"]
     deploy(node, deployment("arriving", 0, 10, 8))
     begun = time.monotonic()
-    with Gap(agent.offers) as gap:
+    with published(node.cluster) as publishing, Gap(agent.offers) as gap:
         agent.surge({})
         for replicas in range(1, 9):
             scale(node, "arriving", replicas)
@@ -168,10 +168,12 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     bare = [each for name, each in node.cluster.pods.all().items() if name.startswith("bare-")]
     refused = [each for each in [*bare, *of(node, "arriving", "Failed")] if each["status"]["phase"] == "Failed"]
     assert {each["status"]["reason"] for each in refused} <= {"UnexpectedAdmissionError"}
-    denied = denials(node.cluster)
-    gaps = [with_disconnected(gap.longest, begun, denied.values())]
-    outside = [each for each in refused if not within(gaps, created(each), denied[each["metadata"]["name"]][0])]
-    assert not outside, (gap.longest, denied)
+    appeared = {each["metadata"]["name"]: created(each) for each in refused}
+    denied = {name: found for name, found in denials(node.cluster, begun).items() if name in appeared}
+    assert set(denied) == set(appeared)
+    rolled = Update(begun, gap.spans, publishing.spans)
+    outside = outside_of([rolled], appeared, denied)
+    assert not outside, (outside, rolled)
     assert "waiting_for_other_agent" in {line["event"] for line in agent.log()}
     keep_figures({"rolling_update_gap_seconds": round(gap.seconds, 3), "rolling_update_refused_pods": len(refused)})
 

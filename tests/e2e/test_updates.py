@@ -7,8 +7,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from typing import Any, Final
@@ -19,9 +20,9 @@ from .agent import Agent
 from .api import PODS, phase
 from .cluster import Cluster
 from .gaps import Gap, keep_figures
-from .manifests import container, gpu_pod, pod
+from .manifests import CORE, MEMORY, container, gpu_pod, pod
 from .node import Node
-from .places import AGENT_STATE
+from .places import AGENT_STATE, NODE
 from .processes import wait_until, whole_lines
 
 UPDATES: Final = 20
@@ -31,8 +32,30 @@ ARRIVES_EVERY_SECONDS: Final = 0.25
 DENIED: Final = '"Pod admission denied"'
 #: What it says if the connection of the plugin has ended, and the kubelet has not noted yet that the devices are gone.
 DISCONNECTED: Final = ("code = Canceled", "code = Unavailable")
+#: What it says if its node object has too few devices. It publishes them once in a status period, so they may be missing there for longer.
+UNPUBLISHED: Final = "Node didn't have enough resource: tencent.com/"
+STATUS_PERIOD_SECONDS: Final = 1.0
+#: How long after a change of its node object the kubelet may still decide by the former one.
+NODE_WATCH_SECONDS: Final = 0.5
 #: From and to (monotonic clock, seconds).
 Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Update:
+    """When the former agent was asked to end; when the kubelet had no devices, and when its node object had none.
+
+    An older kubelet may lose them twice: the end of the former agent's stream disconnects the next one, which registers again.
+    """
+
+    asked: float
+    gaps: Sequence[Span]
+    unpublished: Sequence[Span]
+
+    @property
+    def seconds(self) -> float:
+        """How long the kubelet had no devices."""
+        return sum(end - begun for begun, end in self.gaps)
 
 
 class Arrivals:
@@ -68,8 +91,8 @@ class Arrivals:
                 return
 
 
-def denials(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Pod -> when (monotonic clock) the kubelet refused it, and the line of its log that says so."""
+def denials(cluster: Cluster, since: float) -> dict[str, tuple[float, str]]:
+    """Pod -> when (monotonic clock, not before `since`) the kubelet refused it, and the line of its log that says so."""
     ahead = time.time() - time.monotonic()
     year = datetime.now().astimezone().year
     found = {}
@@ -77,7 +100,9 @@ def denials(cluster: Cluster) -> dict[str, tuple[float, str]]:
         if DENIED in line:
             written = datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").astimezone()
             name = line.partition(' pod="')[2].partition('"')[0].rpartition("/")[2]
-            found[name] = written.timestamp() - ahead, line
+            at = written.timestamp() - ahead
+            if at >= since:
+                found[name] = at, line
     return found
 
 
@@ -94,56 +119,84 @@ def taking_turns(node: Node) -> Iterator[list[Agent]]:
             one.ensure()
 
 
-def update(former: Agent, following: Agent) -> tuple[float, Span]:
-    """Replaces an agent as a DaemonSet with a surge does: when it was asked to end, and in which span the kubelet had no devices."""
-    with Gap(former.offers, every_seconds=0.005) as gap:
+@contextmanager
+def published(cluster: Cluster) -> Iterator[Gap]:
+    """Watches whether the node object has the devices. Ends when the kubelet has published what it knows at the end of the block."""
+    api = cluster.admin()
+
+    def has_devices() -> bool:
+        found = api.request("GET", f"/api/v1/nodes/{NODE}")["status"]["allocatable"]
+        return all(found.get(resource, "0") != "0" for resource in (CORE, MEMORY))
+
+    with Gap(has_devices) as gap:
+        yield gap
+        time.sleep(1.5 * STATUS_PERIOD_SECONDS)
+        signs = gap.signs
+        wait_until("the node object has the devices", lambda: gap.signs > signs)
+    api.close()
+
+
+def update(cluster: Cluster, former: Agent, following: Agent) -> Update:
+    """Replaces an agent as a DaemonSet with a surge does."""
+    with published(cluster) as publishing, Gap(former.offers, every_seconds=0.005) as gap:
         following.start(wait=False)
         wait_until("the next agent waits only for the former one's end", following.is_ready)
         asked = time.monotonic()
         assert former.stop() == 0
         following.wait_offered()
-    return asked, gap.longest
+    return Update(asked, gap.spans, publishing.spans)
 
 
 def run_updates(node: Node, number: int) -> dict[str, Any]:
     """Runs this many updates while pods arrive; the figures."""
-    gaps: list[Span] = []
-    stops: list[float] = []
-    loads = []
+    updates: list[Update] = []
+    loads, begun = [], time.monotonic()
     with taking_turns(node) as agents:
         with Arrivals(node.cluster) as arrivals:
             for _ in range(number):
                 loads.append(os.getloadavg()[0])
                 before = list(arrivals.created)
-                stopped, gap = update(*agents)
-                stops.append(stopped)
-                gaps.append(gap)
+                updates.append(update(node.cluster, *agents))
                 agents.reverse()
                 node.cluster.delete(before[-200:])
         # The kubelet has decided on all of them before an agent is stopped without a successor.
         node.delete(list(arrivals.created))
         node.run([gpu_pod("later", 20, 20)])
         node.check()
-        refused = {name: found for name, found in denials(node.cluster).items() if name in arrivals.created}
-    gaps = [with_disconnected(gap, stopped, refused.values()) for gap, stopped in zip(gaps, stops, strict=True)]
-    outside = {name: line for name, (at, line) in refused.items() if not within(gaps, arrivals.created[name], at)}
-    lengths = [round(end - begun, 3) for begun, end in gaps]
+        refused = {name: found for name, found in denials(node.cluster, begun).items() if name in arrivals.created}
+    outside = outside_of(updates, arrivals.created, refused)
+    lengths = [round(each.seconds, 3) for each in updates]
     figures = {
         "gap_seconds": lengths,
         "median_gap_seconds": round(statistics.median(lengths), 3),
         "longest_gap_seconds": max(lengths),
         "pods": len(arrivals.created),
         "refused": len(refused),
+        "refused_by_published_status": sum(UNPUBLISHED in line for _, line in refused.values()),
         "machine_load": [round(min(loads), 1), round(max(loads), 1)],
     }
-    assert not outside, (outside, gaps, figures)
+    assert not outside, "\n".join(map(str, [*outside.items(), *updates, figures]))
     return figures
 
 
-def with_disconnected(gap: Span, stopped: float, refused: Iterable[tuple[float, str]]) -> Span:
-    """The gap from the first pod on that was refused because the former agent had closed its connection."""
-    early = [at for at, line in refused if stopped <= at < gap[0] and any(each in line for each in DISCONNECTED)]
-    return min([gap[0], *early]), gap[1]
+def outside_of(
+    updates: Sequence[Update], created: Mapping[str, float], refused: Mapping[str, tuple[float, str]]
+) -> dict[str, str]:
+    """The refused pods, with the lines of the log, for which no update is the reason. `created`: when, at the latest."""
+    gaps = [span for each in updates for span in with_disconnected(each, refused.values())]
+    unpublished = [(begun, end + NODE_WATCH_SECONDS) for each in updates for begun, end in each.unpublished]
+    return {
+        name: line
+        for name, (at, line) in refused.items()
+        if not within([*gaps, *unpublished] if UNPUBLISHED in line else gaps, created[name], at)
+    }
+
+
+def with_disconnected(update: Update, refused: Iterable[tuple[float, str]]) -> list[Span]:
+    """The gaps, the first one from the first pod on that was refused because the former agent had closed its connection."""
+    (begun, end), *others = update.gaps
+    early = [at for at, line in refused if update.asked <= at < begun and any(each in line for each in DISCONNECTED)]
+    return [(min([begun, *early]), end), *others]
 
 
 def within(gaps: Sequence[Span], created: float, refused: float) -> bool:
