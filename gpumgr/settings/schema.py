@@ -147,7 +147,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
     #: Without a driver: how long until systemd is notified READY with a status that says so.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    #: Memory of each GPU whose memory the driver does not report, such as GB10. Null: such a GPU is granted as a whole only.
+    #: Memory of a GPU if the driver does not report it, as of GB10. Null: such a GPU is granted as a whole only.
     unreported_memory_mebibytes: Annotated[int, Meta(ge=LEAST_UNREPORTED_MEBIBYTES, le=MOST_UNREPORTED_MEBIBYTES)] | None = None
     #: The driver's program that resets a GPU; a name is looked up in PATH.
     smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"

@@ -1,4 +1,4 @@
-"""A long run of two scheduler replicas on a full cluster whose API server fails again and again: no GPU may be given twice.
+"""A long run of two scheduler replicas on a full cluster. The API server fails again and again; no GPU may be given twice.
 
 `python -m tests.bench.soak_scheduler [--seconds N] [--nodes N] [--seed N]` prints one JSON object. Workers ask the replica that answers,
 with the names of all nodes in another order each time, and bind; pods end after seconds. Few GPUs are free, so most pods wait. Every half
