@@ -29,6 +29,7 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 #: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
 Rank = tuple[int, ...]
 _LAST: Final = 1 << 60
+_NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, entirely_free=False)
 
 
 class FreeCores(NamedTuple):
@@ -42,20 +43,18 @@ class FreeCores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
-    """`shares` has the GPUs of each container of the request. Of the policy least-fragmentation: `before` is the node without the pod, and
-    `taken` what the pod takes of it."""
+    """`shares` has the GPUs of each container of the request. `taken`, of the policy least-fragmentation: of the free cores of the node."""
 
     shares: tuple[Shares, ...]
     rank: Rank
-    before: FreeCores | None = None
     taken: FreeCores | None = None
 
-    def rank_with(self, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
-        """The rank on a node with `cpu_free` thousandths of CPU (None: not known) for a pod that requests `cpu_milli`. `cpu_per_core`: what
-        an average pod requests beside one core of a GPU."""
-        if self.before is None or self.taken is None:
+    def rank_with(self, before: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
+        """The rank on a node that has these free cores `before`, and `cpu_free` thousandths of CPU (None: not known), for a pod that
+        requests `cpu_milli`. `cpu_per_core`: what an average pod requests beside one core of a GPU."""
+        if self.taken is None:
             return self.rank
-        return (stranded(self.before, self.taken, cpu_free, cpu_milli, cpu_per_core), *self.rank)
+        return (stranded(before, self.taken, cpu_free, cpu_milli, cpu_per_core), *self.rank)
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
@@ -105,7 +104,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     """Room that the pod's containers have one after another. Nothing is changed."""
     constraints = request.constraints
     allowed = node.allowed(constraints)
-    use, chosen, score = PodUse(), list[Shares](), 0
+    use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
     for position, container in enumerate(request.containers):
         if position and container.kind == "init" and container == request.containers[position - 1]:
             chosen.append(chosen[-1])  # the kubelet gives it exactly what the one before it leaves
@@ -120,7 +119,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
                 wanted = max(same.containers, key=_size)
                 capacities, _ = _replica_capacities(node, used, use, allowed, same, range(len(node.gpus)), unused=unused)
         else:
-            capacities = _capacities(node, used, use, allowed, unused=constraints.unused)
+            capacities = vcuda = _capacities(node, used, use, allowed, vcuda, unused=constraints.unused)
             wanted, cores = request.chains[position]
             placement = None
             if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
@@ -140,9 +139,10 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         return NodeChoice(shares=tuple(chosen), rank=rank)
     shared = _shared(request, chosen)
     tight = sum(tight_cores(used[gpu], after[gpu]) for gpu in shared)
-    before, left = free_cores(node, used), free_cores(node, after)
-    taken = FreeCores(before.free - left.free, before.usable - left.usable, tight)
-    return NodeChoice(shares=tuple(chosen), rank=rank, before=before, taken=taken)
+    offered = [(node.gpus[gpu], used[gpu], after[gpu]) for gpu in use.taken if node.gpus[gpu].offered]
+    free = sum(max(0, CORES_PER_GPU - before.cores) - max(0, CORES_PER_GPU - held.cores) for _, before, held in offered)
+    usable = sum(usable_cores(gpu, before) - usable_cores(gpu, held) for gpu, before, held in offered)
+    return NodeChoice(shares=tuple(chosen), rank=rank, taken=FreeCores(free, usable, tight))
 
 
 def _find(
@@ -195,14 +195,17 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
     return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
 
 
-def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], *, unused: bool) -> list[GpuCapacity]:
-    result = []
-    for position, gpu in enumerate(node.gpus):
-        held = used[position] + use.held(position) if use.taken else used[position]
+def _capacities(
+    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
+) -> list[GpuCapacity]:
+    """`before`: those of the container before, which a pod's own use has changed since; empty for the first one."""
+    result = list(before) or [_NO_CAPACITY] * len(node.gpus)
+    for position in use.taken if before else range(len(node.gpus)):
+        gpu, held = node.gpus[position], used[position] + use.held(position) if before else used[position]
         if (unused and held != NOTHING) or gpu.mig:
             held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
         healthy = allowed[position] and gpu.offered
-        result.append(_capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy))
+        result[position] = _capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy)
     return result
 
 

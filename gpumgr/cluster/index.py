@@ -262,7 +262,9 @@ class ClusterIndex:
         found = [(name, self._found(name, request, policy)) for name in named]
         for name, choice in found:
             if isinstance(choice, NodeChoice):
-                ranked.append((choice.rank_with(self._nodes[name].cpu_free, request.cpu_milli, self._cpu_per_core), name))
+                place = self._profiles.places[name]
+                rank = choice.rank_with(place.profile.cores, place.cpu_free, request.cpu_milli, self._cpu_per_core)
+                ranked.append((rank, name))
         if ranked:
             return [name for _, name in sorted(ranked)[:most]]
         closest = [(count, name) for count, name in shape.misfits(nodes)] + [(1, name) for name in named]

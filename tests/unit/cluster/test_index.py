@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.cluster import shape
-from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.choose import NodeChoice, choose, free_cores
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares, used_on
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
@@ -268,7 +268,10 @@ def brute_force(
     for name in names:
         found = index.choose_on(name, "", wanted, policy)
         if isinstance(found, NodeChoice):
-            fits.append((found.rank_with(cpu_free(index, name, without_gpus), wanted.cpu_milli, 80), name))
+            state = index.node(name)
+            assert state is not None
+            before = free_cores(state, used_on(state, index.pods_on(name).values()))
+            fits.append((found.rank_with(before, cpu_free(index, name, without_gpus), wanted.cpu_milli, 80), name))
         else:
             misfits.append((name, found))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
