@@ -14,7 +14,7 @@ from gpumgr.claims.gates import Decision, decide
 from gpumgr.claims.objects import GATE, Key, UnboundPod, WatchedTemplate
 from gpumgr.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.claims.watches import ClaimWatches
-from gpumgr.kubeapi.client import API_FAILURES, ApiServer, Body, Method, PatchKind
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer, Body, Method, PatchKind
 from gpumgr.kubeapi.publisher.events import Event, EventSeries, pod_ref
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.settings.schema import ClaimsSettings
@@ -26,7 +26,7 @@ _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: Between two looks: each examines all claims while pods have the gate.
 _PAUSE_SECONDS: Final = 0.1
-#: The first and the longest pause after a refused write, for each object. Retry-After is kept to besides.
+#: The first and the longest pause after a refused write, for each object; Retry-After may be longer.
 _PAUSES_SECONDS: Final = (0.5, 60.0)
 #: Between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
@@ -217,13 +217,14 @@ class ClaimsController:
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None
-        again = self._clock() + pause * (0.8 + 0.4 * self._jitter()), min(2 * pause, _PAUSES_SECONDS[1])
+        slept, longer = pause * (0.8 + 0.4 * self._jitter()), min(2 * pause, _PAUSES_SECONDS[1])
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
                 done = await self._server.send(method, path, body, but=but, patch=patch)
         except API_FAILURES as error:
             self.writes[about, "error"] += 1
-            self._paused[about, key] = again
+            slept = max(slept, error.retry_after_seconds if isinstance(error, AnswerError) else 0.0)
+            self._paused[about, key] = self._clock() + slept, longer
             if (text := f"{type(error).__name__}: {error}") != self._logged:
                 self._logged = text
                 _log.warning("claims_write_failed", path=path, error=text, consequence="it is tried again")
@@ -232,5 +233,5 @@ class ClaimsController:
         self._logged = ""
         self._paused.pop((about, key), None)
         if not done:
-            self._paused[about, key] = again
+            self._paused[about, key] = self._clock() + slept, longer
         return done
