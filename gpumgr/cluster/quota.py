@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
 from gpumgr.cluster.index import ClusterIndex, Names, NodeSet, PlacedPod
-from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Used
+from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Used
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.evaluators.replicas import Scaling
@@ -47,6 +47,8 @@ class Held:
 
 #: Rejections that are kept, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
 _MAX_REJECTIONS: Final = 12_000
+#: Nodes with different GPUs that are tried before all of them are put in order.
+_FIRST_NODES: Final = 32
 NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
@@ -182,9 +184,21 @@ class Quotas:
         for each in self._classes.values():
             if each.uniform is not None:
                 refusal = self.refusal(namespace, _on_equal_gpus(each.uniform, request.containers))
-                if refusal is not None:
-                    reasons.setdefault(refusal, set()).update(each.names)
+            else:
+                closed = self.closed(namespace, each.gpus, request)
+                refusal = min(closed.values()) if len(closed) == len(each.gpus) else None
+            if refusal is not None:
+                reasons.setdefault(refusal, set()).update(each.names)
         return reasons
+
+    def closed(self, namespace: str, gpus: Set[_Gpu], request: PodRequest) -> Mapping[_Gpu, str]:
+        """The GPUs of which no container of the pod may have one, with the reason."""
+        parts = {replace(each, gpus=1) for each in request.containers}
+        found = {}
+        for gpu in gpus:
+            if all(self.refusal(namespace, _on_equal_gpus(gpu, (part,))) for part in parts):
+                found[gpu] = str(self.refusal(namespace, _on_equal_gpus(gpu, request.containers)))
+        return found
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
         """Why the namespace may not hold `wanted` besides what it holds, or None."""
@@ -335,10 +349,13 @@ def _ranked(
         return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
     if not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
         return ranked
-    # Nodes with different GPUs, where the quota depends on the choice.
-    ordered = index.order(request, policy, allowed, shape=shape)
-    assert not isinstance(ordered, Rejection), "it has nodes that fit"
-    left, refused = _chosen_within_quota(index, quotas, namespace, request, policy, ordered, most)
+    # Nodes with different GPUs, where the quota depends on the choice: first the best ones, since to order all of them takes long.
+    for count in (_FIRST_NODES + most, None):
+        ordered = index.order(request, policy, allowed, count, shape=shape)
+        assert not isinstance(ordered, Rejection), "it has nodes that fit"
+        left, refused = _chosen_within_quota(index, quotas, namespace, request, policy, ordered, most)
+        if len(left) == most or len(ordered) != count:
+            break
     nodes = {text: index.node_set(names).nodes for text, names in refused.items()}
     return left or _rejection(excluded | nodes, offered, 0, "")
 
@@ -366,13 +383,20 @@ def _chosen_within_quota(
     denied: dict[str, set[str]] = {}
     #: Nodes that differ only by name give one result.
     known: dict[Hashable, Rejection] = {}
+    closed: dict[Set[_Gpu], Mapping[_Gpu, str]] = {}
     for name in ordered:
         node, used = index.node(name), index.used(name)
         assert node is not None, "a node that fits is in the index"
-        alike = replace(
-            node, name=name if request.constraints.uuids else "", gpus=tuple(replace(gpu, uuid="") for gpu in node.gpus)
-        )
-        key = (alike.name, alike.gpus, alike.topology, alike.naming, alike.model_label, alike.pool, used)
+        gpus = _gpus(node)
+        kinds = frozenset(gpus)
+        if kinds not in closed:
+            closed[kinds] = quotas.closed(namespace, kinds, request)
+        open_gpus = [place for place, gpu in enumerate(gpus) if gpu not in closed[kinds]]
+        if closed[kinds] and not any(_may_have(node.gpus[place], used[place], request) for place in open_gpus):
+            denied.setdefault(min(closed[kinds].values()), set()).add(name)
+            continue
+        more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
+        key = (name if request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
         choice = known.get(key) or quotas.choose(namespace, node, used, request, policy)
         if isinstance(choice, NodeChoice):
             found.append((name, choice))
@@ -382,6 +406,12 @@ def _chosen_within_quota(
             known[key] = choice
             denied.setdefault(choice.text, set()).add(name)
     return found, denied
+
+
+def _may_have(gpu: GpuState, used: Amounts, request: PodRequest) -> bool:
+    """False: it has room for no container of the pod. MIG devices are not examined."""
+    wanted = (each.on(gpu.memory_mebibytes, gpu.scaling) for each in request.containers)
+    return bool(gpu.mig) or any(gpu.has_room(used, each) for each in wanted)
 
 
 def added_holdings(holdings: Iterable[Holding]) -> Holding:

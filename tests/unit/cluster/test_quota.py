@@ -183,7 +183,7 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
 
 def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
-    cluster = Cluster(Limit(cores=10), nodes=nodes)
+    cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
     tried: list[NodeState] = []
     choose = Quotas.choose
 
@@ -192,10 +192,20 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
         return choose(quotas, namespace, node, *rest)
 
     monkeypatch.setattr(Quotas, "choose", counted)
-    found = rank_within_quota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", [node.name for node in nodes])
+    names = [node.name for node in nodes]
+    found = rank_within_quota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names)
     assert isinstance(found, Rejection)
-    assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 10 cores; the pod needs 50"
-    assert len(tried) == 1
+    assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
+    assert len(tried) == 2, "once among the first nodes, once among all"
+    # Where the GPUs that the quota allows have no room, no choice is tried; and no node in vain before those with room.
+    for number in range(50):
+        gpu = f"GPU-mixed-{0 if number == 40 else 1}"
+        shares = (((gpu, Amounts(80, 256)),),)
+        cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(80, 1), shares=shares))
+    tried.clear()
+    found = rank_within_quota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names)
+    assert not isinstance(found, Rejection)
+    assert ([name for name, _ in found], len(tried)) == (["n40"], 1)
 
 
 def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
