@@ -12,6 +12,7 @@ from aiohttp import web
 from gpumgr.claims.controller import ClaimsController
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
@@ -143,11 +144,12 @@ async def running(
     replica: Replica | None = None,
     times: LeaseTimes | None = None,
     clock: Clock | None = None,
+    watch_times: WatchTimes = FAST,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
     clock = clock or Clock()
     server = await ApiServer.connect(dra.sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
-    watches = ClaimWatches(server, SchedulerSettings(), watch_times=FAST, clock=lambda: clock.now)
+    watches = ClaimWatches(server, SchedulerSettings(), watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     controller = ClaimsController(
         server,

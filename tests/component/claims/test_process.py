@@ -1,6 +1,7 @@
 """The whole process on the simulated API server, its metrics and probes."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -9,6 +10,7 @@ import pytest
 from gpumgr.claims.lifecycle import run_claims
 from gpumgr.claims.pages import FAMILIES, ClaimsPages
 from gpumgr.errors import InputError, SettingsError
+from gpumgr.kubeapi.reflector import prompt_watches
 from gpumgr.scheduler.pages import page_server
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ClaimsSettings, HttpSettings
@@ -58,6 +60,29 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
         assert lines['gpumgr_claims_writes_total{object="template",outcome="ok"}'] == "1"
         assert all(f"# TYPE {family.name} {family.kind}" in text for family in FAMILIES)
         assert [(await get(path))[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 404]
+        await server.stop()
+
+
+async def test_nothing_is_written_while_watches_and_lists_fail(dra: DraObjects, tmp_path: Path) -> None:
+    """A quota may have been used up, or a pod may have ended, and the controller does not know."""
+    times = replace(prompt_watches(30.0), pause_seconds=(0.005, 0.02))
+    async with running(dra, tmp_path, watch_times=times) as stage:
+        server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
+        await server.start()
+        host, port = server.address
+
+        async def ready() -> int:
+            async with aiohttp.ClientSession() as client, client.get(f"http://{host}:{port}/readyz") as answer:
+                return answer.status
+
+        assert (stage.controller.leads, await ready()) == (True, 200)
+        await dra.sim.stop()
+        stage.clock.now += 30
+        await until(lambda: stage.watches.problem is not None)
+        assert (stage.controller.leads, await ready()) == (False, 503)
+        await dra.sim.start()
+        await until(lambda: stage.watches.problem is None)
+        assert (stage.controller.leads, await ready()) == (True, 200)
         await server.stop()
 
 
