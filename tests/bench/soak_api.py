@@ -152,7 +152,10 @@ class SoakApi:
     async def _read(self, request: web.Request) -> web.StreamResponse:
         objects = self._objects[request.match_info["kind"]]
         if "watch" in request.query:
-            return await self._watch(request, objects)
+            response = web.StreamResponse()
+            with suppress(ConnectionResetError):  # the client has gone
+                return await self._watch(request, response, objects)
+            return response
         if self.lists_fail:
             return failure(503, "ServiceUnavailable", "the server is overloaded")
         version, _, first = request.query.get("continue", f"{objects.version}/0").partition("/")
@@ -162,12 +165,11 @@ class SoakApi:
         items = ",".join(texts[int(first) : end])
         return web.Response(text=f'{{"metadata":{head},"items":[{items}]}}', content_type="application/json")
 
-    async def _watch(self, request: web.Request, objects: _Objects) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, response: web.StreamResponse, objects: _Objects) -> web.StreamResponse:
         if self.watch_fault == "refused":
             return failure(429, "TooManyRequests", "slow down", {"Retry-After": "1"})
         loop, sent = asyncio.get_running_loop(), int(request.query["resourceVersion"])
         end = loop.time() + float(request.query["timeoutSeconds"])
-        response = web.StreamResponse()
         await response.prepare(request)
         first, marked = True, False
         while (now := loop.time()) < end:
