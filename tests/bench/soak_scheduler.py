@@ -156,19 +156,21 @@ class Soak:
             fault, seconds = self._source.choice(FAULTS), self._source.uniform(*FAULT_SECONDS)
             self.faults[fault] += 1
             stopped = self._leader.process
-            if fault == "stop":
-                stopped.send_signal(signal.SIGSTOP)
-            elif fault == "lease":
-                self.api.lease_lost = True
-            else:
-                self.api.watch_fault = fault.partition(",")[0]  # type: ignore[assignment]
-                self.api.lists_fail = "lists" in fault
-                if fault == "expired":
-                    self.api.expire()
-            await asyncio.sleep(seconds)
-            self.api.watch_fault, self.api.lists_fail, self.api.lease_lost = None, False, False
-            if fault == "stop":
-                stopped.send_signal(signal.SIGCONT)
+            try:
+                if fault == "stop":
+                    stopped.send_signal(signal.SIGSTOP)
+                elif fault == "lease":
+                    self.api.lease_lost = True
+                else:
+                    self.api.watch_fault = fault.partition(",")[0]  # type: ignore[assignment]
+                    self.api.lists_fail = "lists" in fault
+                    if fault == "expired":
+                        self.api.expire()
+                await asyncio.sleep(seconds)
+            finally:
+                self.api.watch_fault, self.api.lists_fail, self.api.lease_lost = None, False, False
+                if fault == "stop":
+                    stopped.send_signal(signal.SIGCONT)
 
     async def look(self) -> None:
         """Records the resident memory."""
