@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.cluster import shape
-from gpumgr.cluster.choose import NodeChoice, choose, free_cores
+from gpumgr.cluster.choose import FreeCores, NodeChoice, choose, free_cores, least_stranded, stranded
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares, used_on
 from gpumgr.cluster.node import NodeState
@@ -338,6 +338,35 @@ def any_node(draw: st.DrawFn, name: str) -> NodeState:
     scaling = draw(st.sampled_from([None, None, (2.0, 0.5)]))
     gpus = tuple(replace(gpu, scaling=scaling) for gpu in state.gpus)
     return replace(state, gpus=gpus, other=held, cpu_milli=draw(st.sampled_from([None, 4000, 9000, 30_000])))
+
+
+def test_a_node_short_of_cpu_wins_with_a_gpu_that_is_less_full() -> None:
+    """The search begins with the fullest GPUs, and must not end there: on node b the pod takes cores that no other pod could use."""
+    index, wanted = ClusterIndex(), replace(share(30, 1), cpu_milli=100)
+    for name, cores, cpu_milli in (("a", 70, 100_000), ("b", 50, 1000), ("c", 40, 100_000)):
+        index.set_node(replace(node_state(name, 1, other={"held": ((0, Amounts(cores, 256)),)}), cpu_milli=cpu_milli))
+    fits, _ = brute_force(index, wanted, "least-fragmentation", "abc", {})
+    assert fits == ["b", "a", "c"]
+    for most in (1, 2, None):
+        assert index.order(wanted, "least-fragmentation", "abc", most) == fits[:most]
+
+
+@given(
+    free=st.integers(0, 800),
+    usable=st.integers(0, 800),
+    taken=st.tuples(st.integers(0, 800), st.integers(0, 800), st.integers(-100, 800)),
+    cpu_free=st.none() | st.integers(0, 80_000),
+    cpu_milli=st.integers(0, 20_000),
+)
+def test_no_rank_is_below_the_one_with_which_nodes_are_left_out(
+    free: int, usable: int, taken: tuple[int, int, int], cpu_free: int | None, cpu_milli: int
+) -> None:
+    before = FreeCores(max(free, usable), usable)
+    pod = FreeCores(min(taken[0], before.free), min(taken[1], usable), taken[2])
+    if before.free - pod.free >= usable - pod.usable:  # as on any node
+        short = cpu_free is not None and cpu_free < usable * 80
+        found = stranded(before, pod, cpu_free, cpu_milli, 80)
+        assert least_stranded(pod, cpu_milli, 80, short_of_cpu=short) <= found
 
 
 @settings(max_examples=60, deadline=None)
