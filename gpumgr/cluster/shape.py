@@ -110,6 +110,10 @@ class Shape:
     def choice(self, profile: Profile) -> NodeChoice | Misfit:
         if (found := self._kept(profile)) is None:
             found = choose(profile.state, profile.used, self._gpu_request, self.policy)
+            if isinstance(
+                found, NodeChoice
+            ):  # the GPUs are chosen again on the node that is taken; those of 64 containers need much memory
+                found = NodeChoice(shares=(), rank=found.rank, taken=found.taken)
             if self._own is None:
                 profile.keep(self._key(profile), found)
             else:
