@@ -189,7 +189,7 @@ async def fill(api: SoakApi, nodes: int) -> None:
 async def measure(*, seconds: int, nodes: int, seed: int) -> Mapping[str, Any]:
     api = SoakApi(map(name_of, range(nodes)), seed)
     await fill(api, nodes)
-    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0)
+    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
