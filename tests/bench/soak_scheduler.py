@@ -1,8 +1,8 @@
 """A long run of two scheduler replicas on a full cluster. The API server fails again and again; no GPU may be given twice.
 
 `python -m tests.bench.soak_scheduler [--seconds N] [--nodes N] [--seed N]` prints one JSON object. Workers ask the replica that answers,
-with the names of all nodes in another order each time, and bind; pods end after seconds. Few GPUs are free, so most pods wait. Every half
-minute another fault lasts up to 50 s: watches that are refused (429), expired (410), silent or late, lists that fail, a Lease without an
+with the names of all nodes in another order each time, and bind; pods end after up to 3 minutes. Few GPUs are free, so most pods wait. About every
+two minutes another fault lasts for up to 120 s: watches that are refused (429), expired (410), silent or late, lists that fail, a Lease without an
 answer, a leader that is stopped (SIGSTOP) and continues. `resident_mib` is the most of both replicas in each tenth of the time.
 """
 
@@ -34,8 +34,8 @@ WORKERS: Final = 8
 ROOMY_NODES: Final = 60
 SHAPES: Final = ((100, 0), (50, 100), (50, 150), (30, 60), (20, 30))
 FAULTS: Final = ("refused", "expired", "silent", "late", "silent, lists fail", "lease", "stop")
-FAULT_EVERY_SECONDS, FAULT_SECONDS = 30.0, (3.0, 50.0)
-LIFE_SECONDS: Final = (2.0, 60.0)
+FAULT_EVERY_SECONDS, FAULT_SECONDS = 30.0, (3.0, 120.0)
+LIFE_SECONDS: Final = (2.0, 180.0)
 START_SECONDS: Final = 120.0
 
 
