@@ -17,7 +17,7 @@ import structlog
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
-from gpumgr.cluster.node import Used
+from gpumgr.cluster.node import NodeState, Used
 from gpumgr.cluster.quota import Quotas, added_holdings
 from gpumgr.cluster.shape import Rejection
 from gpumgr.cluster.victims import Cost, Eviction, Preemptor, find_eviction
@@ -32,6 +32,8 @@ _log = structlog.get_logger(__name__)
 #: and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
+#: A node as it was examined. The positions of a choice are those of this state.
+_There = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 
 @dataclass
@@ -130,17 +132,17 @@ class Preemption:
         """At most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have passed
         kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; one that changes in the meantime is not
         taken."""
-        found: list[tuple[int, Cost, int, str, Eviction, Mapping[str, PlacedPod]]] = []
+        found: list[tuple[int, Cost, int, str, Eviction, _There]] = []
         for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
-            pods = dict(self._index.pods_on(name))
+            there = self._there(name)
             eviction = await asyncio.to_thread(self._examination(pod, name, uids))
             if eviction is not None and eviction.victims:
                 # Budgets are known only for the victims that kube-scheduler proposes.
-                found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, pods))
+                found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, there))
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
-            if not bound and self._index.node(name) is not None and self._index.pods_on(name) == there:
+            if not bound and self._there(name) == there:
                 self._keep(placed_on(self._index, pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
                 uids = eviction.victims
                 _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(uids))
@@ -149,6 +151,9 @@ class Preemption:
 
     def keeps(self, uid: str) -> bool:
         return uid in self._kept
+
+    def _there(self, name: str) -> _There:
+        return self._index.node(name), dict(self._index.pods_on(name))
 
     def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:
         """Nodes with pods of a lower priority, the most promising ones."""

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.victims import Eviction, find_eviction
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.scheduler import preemption
@@ -93,29 +97,52 @@ async def test_without_node_cache_whole_pods_are_proposed(stage: Stage) -> None:
     assert answer == {"NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "uid-low-1"}], "NumPDBViolations": 3}}}
 
 
+def _cordoned(node: NodeState) -> NodeState:
+    return replace(node, gpus=(replace(node.gpus[0], cordoned=True), node.gpus[1]))
+
+
+def _unhealthy(node: NodeState) -> NodeState:
+    return replace(node, gpus=(replace(node.gpus[0], healthy=False), node.gpus[1]))
+
+
+def _reordered(node: NodeState) -> NodeState:
+    return replace(node, gpus=node.gpus[::-1])
+
+
+def _without_gpus(node: NodeState) -> NodeState:
+    return NodeState(name=node.name)
+
+
+@pytest.mark.parametrize("change", [None, _cordoned, _unhealthy, _reordered, _without_gpus])
 async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_taken(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, change: Callable[[NodeState], NodeState] | None
 ) -> None:
-    """A large node takes a second."""
+    """A large node takes a second. `change` None: one of its pods ends."""
     await full(stage)
     item = await stage.create(important("vip"))
     assert (await stage.filter(item, ["a"]))["NodeNames"] == []
-    loop, placed, change = asyncio.get_running_loop(), stage.index.placement("uid-low-0"), True
+    loop, before, placed = asyncio.get_running_loop(), stage.index.node("a"), stage.index.placement("uid-low-1")
+    assert before is not None
     assert placed is not None
+    changes: list[Callable[[], None]] = [
+        partial(stage.index.remove, placed.uid) if change is None else partial(stage.index.set_node, change(before))
+    ]
 
     def examined(*arguments: Any, **named: Any) -> Eviction | None:
         found, served = find_eviction(*arguments, **named), threading.Event()
-        if change:
-            loop.call_soon_threadsafe(stage.index.remove, "uid-low-0")
+        while changes:
+            loop.call_soon_threadsafe(changes.pop())
         loop.call_soon_threadsafe(served.set)
         assert served.wait(20)
         return found
 
     monkeypatch.setattr(preemption, "find_eviction", examined)
-    assert await preempt(stage, item, {"a": ["low-0"]}) == {}
-    change = False
+    with capture_logs() as logs:
+        assert await preempt(stage, item, {"a": ["low-0"]}) == {}
+    assert [line["event"] for line in logs] == [], "it did not fail"
+    stage.index.set_node(before)
     stage.index.bind(placed)
-    assert await preempt(stage, item, {"a": ["low-1"]}) == {"a": ["uid-low-1"]}
+    assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
 
 
 async def test_pods_that_do_not_preempt_get_no_victims(stage: Stage) -> None:
