@@ -47,7 +47,7 @@ REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: Between two reads of refused credentials: a read may run a program, and need not help.
 _RENEW_SECONDS: Final = 5.0
-#: The longest Retry-After that is kept to, and the writes that wait for theirs at most, so that memory is bounded.
+#: The longest Retry-After that is obeyed, and the most objects for which one is kept, so that memory is bounded.
 _MAX_RETRY_AFTER_SECONDS: Final = 120.0
 _MAX_HELD: Final = 10_000
 
@@ -76,28 +76,41 @@ class _Connection:
 class ApiServer:
     """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
 
-    def __init__(self, files: CredentialFiles, credentials: Credentials, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._clock = files, clock
+    def __init__(
+        self,
+        files: CredentialFiles,
+        credentials: Credentials,
+        clock: Callable[[], float] = time.monotonic,
+        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
+    ) -> None:
+        self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
         self._current = _Connection(credentials)
         #: Connections with earlier credentials that requests still use.
         self._earlier: set[_Connection] = set()
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
-        #: (Method, path) of a write that was refused with Retry-After -> when it may be sent again, and the status.
-        self._held: dict[tuple[Method, str], tuple[float, int]] = {}
+        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
+        #: path of a POST may be that of many objects.
+        self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
         #: Why the last renewal failed.
         self._unreadable: SettingsError | None = None
 
     @classmethod
     async def connect(
-        cls, kubeconfig: Path | None, *, remedy: str = _SET_IT, clock: Callable[[], float] = time.monotonic
+        cls,
+        kubeconfig: Path | None,
+        *,
+        remedy: str = _SET_IT,
+        clock: Callable[[], float] = time.monotonic,
+        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
     ) -> Self:
-        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet.
+        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer Retry-After
+        than `max_retry_after_seconds` counts as so long.
 
         Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
         """
         files = CredentialFiles(kubeconfig, remedy)
-        return cls(files, await files.read(), clock)
+        return cls(files, await files.read(), clock, max_retry_after_seconds)
 
     async def close(self) -> None:
         for each in (self._current, *self._earlier):
@@ -145,12 +158,13 @@ class ApiServer:
         `check` is called when the connection is there, immediately before the body is sent. If it raises, the body is not sent, and its
         error is the cause of an aiohttp.ClientConnectionError.
 
-        A write that was refused with Retry-After is not sent before that time; the others are.
+        A write that was refused with Retry-After is not sent before that time; writes of other objects are.
 
         Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
         credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
         """
-        self._check_held(method, path)
+        write = method, path, _name(body)
+        self._check_held(write)
         sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
         if body is not None:
             sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
@@ -166,30 +180,30 @@ class ApiServer:
                 if response.status == 401 and self._unreadable is not None:
                     raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
                 if method != "GET" and response.status >= 300 and (seconds := _retry_after(response)) > 0:
-                    self._hold(method, path, seconds, response.status)
+                    self._hold(write, seconds, response.status)
                 _detect_dead_peer(response)
                 yield response
         finally:
             connection.requests -= 1
             await self._close_unused()
 
-    def _hold(self, method: Method, path: str, seconds: float, status: int) -> None:
+    def _hold(self, write: tuple[Method, str, str], seconds: float, status: int) -> None:
         now = self._clock()
         if len(self._held) >= _MAX_HELD:
             self._held = {key: held for key, held in self._held.items() if held[0] > now}
         if len(self._held) < _MAX_HELD:
-            self._held[method, path] = now + min(seconds, _MAX_RETRY_AFTER_SECONDS), status
+            self._held[write] = now + min(seconds, self._max_retry_after_seconds), status
 
-    def _check_held(self, method: Method, path: str) -> None:
+    def _check_held(self, write: tuple[Method, str, str]) -> None:
         """Raises AnswerError."""
-        until, status = self._held.get((method, path), (-math.inf, 0))
+        until, status = self._held.get(write, (-math.inf, 0))
         if (left := until - self._clock()) > 0:
             raise AnswerError(
                 f"HTTP {status}: too early for another try",
                 status=status,
                 retry_after_seconds=left,
             )
-        self._held.pop((method, path), None)
+        self._held.pop(write, None)
 
     async def _send(
         self,
@@ -261,6 +275,11 @@ class ApiServer:
             if error.status != 404:
                 raise
             return None
+
+
+def _name(body: Body | None) -> str:
+    """Of the object that the body has; "" if it has none."""
+    return str((body.get("metadata") or {}).get("name") or "") if isinstance(body, Mapping) else ""
 
 
 async def _checked(data: bytes, check: Callable[[], None]) -> AsyncIterator[bytes]:

@@ -159,8 +159,10 @@ async def run_scheduler(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """One for the Lease alone: bindings that wait for a slow API server may use up all connections of the other. Raises SettingsError."""
-    return await ApiServer.connect(kubeconfig, remedy=REMEDY), await ApiServer.connect(kubeconfig, remedy=REMEDY)
+    """One for the Lease alone: bindings that wait for a slow API server may use up all connections of the other. A leader has less time
+    than Retry-After may ask for; its writes keep to the pauses of the election. Raises SettingsError."""
+    lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
+    return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 
 
 async def run_together(*daemons: Coroutine[Any, Any, object]) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import AnswerError, ApiServer, Body
+from gpumgr.scheduler.lifecycle import connections
 
 from .conftest import write_kubeconfig
 from .fake_api_server import FakeApiServer, status
@@ -49,6 +50,42 @@ async def test_a_refused_write_waits_and_the_others_do_not(
     await server.send("POST", PATH, {})
     await server.send("POST", PATH, {})
     assert len(api.written) == 5
+
+
+async def test_an_object_of_a_collection_waits_and_the_others_do_not(api: FakeApiServer, server: ApiServer) -> None:
+    """POST has the path of the collection; the name is in the body."""
+    collection = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaimtemplates"
+    one, two = ({"metadata": {"name": name}} for name in ("one", "two"))
+    api.writes.append(status(429, "slow down", {"Retry-After": "100"}))
+    with pytest.raises(AnswerError, match="slow down"):
+        await server.send("POST", collection, one)
+    with pytest.raises(AnswerError, match="too early"):
+        await server.send("POST", collection, one)
+    await server.send("POST", collection, two)
+    await server.send("POST", collection.replace("team", "other"), one)
+    assert len(api.written) == 3
+
+
+@pytest.mark.parametrize("body", [{"metadata": {"generateName": "one-"}}, {"metadata": None}, [{"op": "test"}]])
+async def test_a_write_whose_body_has_no_name_waits_by_its_path(api: FakeApiServer, server: ApiServer, body: Body) -> None:
+    api.writes.append(status(429, "slow down", {"Retry-After": "100"}))
+    for reason in ("slow down", "too early"):
+        with pytest.raises(AnswerError, match=reason):
+            await server.send("POST", PATH, body)
+
+
+async def test_the_lease_does_not_wait_longer_than_it_lasts(api: FakeApiServer, tmp_path: Path) -> None:
+    server, lease_server = await connections(write_kubeconfig(tmp_path / "kubeconfig", api.url))
+    api.writes.extend(status(429, "slow down", {"Retry-After": "100"}) for _ in range(2))
+    for each in (server, lease_server):
+        with pytest.raises(AnswerError, match="slow down"):
+            await each.send("PATCH", PATH, {})
+    with pytest.raises(AnswerError, match="too early"):
+        await server.send("PATCH", PATH, {})
+    await lease_server.send("PATCH", PATH, {})
+    assert len(api.written) == 3
+    for each in (server, lease_server):
+        await each.close()
 
 
 async def test_no_time_is_longer_than_two_minutes_and_a_text_is_none(api: FakeApiServer, server: ApiServer, clock: Clock) -> None:
