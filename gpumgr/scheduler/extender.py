@@ -110,6 +110,7 @@ class Extender:
             asked = self._asked(args)
         except UNREADABLE:
             return None
+        await self._preemption.keep_nominated()
         pod, names = asked
         if pod.wants_gpu and pod.refusal is None:
             policy, offered = pod.policy or self._settings.policy, self._index.node_set(names)
@@ -173,7 +174,8 @@ class Extender:
         except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
-        self._preemption.refresh()
+        if self.ready:
+            await self._preemption.keep_nominated()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
@@ -246,7 +248,7 @@ class Extender:
         """A pod that was rejected and fits by now."""
         if not (self.ready and self.answers):
             return None
-        self._preemption.refresh()
+        await self._preemption.keep_nominated()
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
@@ -270,6 +272,7 @@ class Extender:
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""
+        await self._preemption.keep_nominated()
         filtered = self._assumed.get(args.pod_uid)
         pod = self._watches.pending.get(args.pod_uid) or (filtered.pod if filtered else None)
         if pod is None:

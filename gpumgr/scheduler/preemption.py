@@ -61,11 +61,31 @@ class Preemption:
         self._kept: dict[str, _Kept] = {}
         #: Nominated pods that have been looked at: GPUs are kept once for each nomination.
         self._seen: set[str] = set()
+        self._keeping = asyncio.Lock()
 
     # -- kept GPUs ---------------------------------------------------------------------------------------------------------
 
+    async def keep_nominated(self) -> None:
+        """Keeps GPUs for nominated pods that the watch has shown for the first time. Before each verb, which waits until they are kept. A
+        thread examines the nodes; one that changes in the meantime is examined again before the next verb."""
+        async with self._keeping:
+            self.refresh()
+            nominated = self._watches.nominated
+            self._seen &= nominated.keys()
+            for uid, pod in [item for item in nominated.items() if item[0] not in self._seen]:
+                name = str(pod.nominated)
+                there, eviction = self._there(name), None
+                if self._index.placement(uid) is None:
+                    eviction = await asyncio.to_thread(self._examination(pod, name))
+                if nominated.get(uid) is not pod or self._there(name) != there:
+                    continue
+                self._seen.add(uid)
+                if eviction is not None and self._index.placement(uid) is None:
+                    until = self._clock() + self._settings.nomination_seconds
+                    self._keep(placed_on(self._index, pod, name, eviction.choice), until, nominated=True)
+
     def refresh(self) -> None:
-        """Follows what the watch has shown of nominated pods, and the time. Before each verb."""
+        """Follows what the watch has shown of pods for which GPUs are kept, and the time."""
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self._kept.items()):
             pod = nominated.get(uid)
@@ -80,14 +100,6 @@ class Preemption:
             elif pod is not None or kept.nominated:
                 self.release(uid)
                 self._seen.discard(uid)
-        new = nominated.keys() - self._seen
-        self._seen = set(nominated)
-        for uid in new:
-            pod, node = nominated[uid], str(nominated[uid].nominated)
-            if self._index.placement(uid) is None and (eviction := self._eviction(pod, node)) is not None:
-                self._keep(
-                    placed_on(self._index, pod, node, eviction.choice), now + self._settings.nomination_seconds, nominated=True
-                )
 
     def release(self, uid: str) -> None:
         self._kept.pop(uid, None)
@@ -167,9 +179,6 @@ class Preemption:
         gpus = (len(node.gpus) if (node := self._index.node(name)) else 0 for name in ordered)
         work = accumulate((each * len(self._index.pods_on(name)) for name, each in zip(ordered, gpus, strict=True)), initial=0)
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
-
-    def _eviction(self, pod: WatchedPod, name: str) -> Eviction | None:
-        return self._examination(pod, name)()
 
     def _examination(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Callable[[], Eviction | None]:
         """Of the node as it is now, without what is kept for the pod itself; it may run on a thread. A pod above its quota evicts pods of

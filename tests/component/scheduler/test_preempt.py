@@ -230,6 +230,69 @@ async def test_a_restart_keeps_the_gpus_of_nominated_pods(stage: Stage) -> None:
     assert sum(stage.cores("b")) == 100
 
 
+@pytest.mark.parametrize("verb", ["filter", "bind", "preempt", "retryable"])
+async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """A hundred pods with a nominated node take two seconds. Each verb waits for them, and they are examined once."""
+    loop, names = asyncio.get_running_loop(), []
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        served = threading.Event()
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        names.append(arguments[0].name)
+        return find_eviction(*arguments, **named)
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    probe = await stage.create(important("probe", priority=0))
+    for number, name in enumerate("bbba"):
+        await stage.create(important(f"vip-{number}", nominated=name))
+    await until(lambda: len(stage.watches.nominated) == 4 and "uid-probe" in stage.watches.pending)
+    called = {
+        "filter": lambda: stage.filter(probe, ["b"]),
+        "bind": lambda: stage.bind(probe, "b"),
+        "preempt": lambda: preempt(stage, probe, {}),
+        "retryable": stage.extender.retryable,
+    }[verb]
+    await asyncio.gather(called(), called())
+    assert [stage.index.is_assumed(f"uid-vip-{number}") for number in range(4)] == [True] * 4
+    assert sorted(names) == ["a", "b", "b", "b"]
+
+
+async def test_gpus_are_not_kept_as_they_were_found_if_the_node_or_the_nomination_changes_meanwhile(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stage.index.node("a")
+    assert before is not None
+    stage.index.set_node(replace(before, gpus=(before.gpus[0], replace(before.gpus[1], cordoned=True))))
+    loop = asyncio.get_running_loop()
+    changes: list[Callable[[], object]] = [
+        partial(stage.index.set_node, _reordered(before)),
+        partial(stage.index.set_node, _cordoned(before)),
+    ]
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        found, served = find_eviction(*arguments, **named), threading.Event()
+        if changes:
+            loop.call_soon_threadsafe(changes.pop())
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        return found
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    await stage.create(important("vip", nominated="a"))
+    await until(lambda: bool(stage.watches.nominated))
+    for kept in (False, False, True):
+        await stage.extender.retryable()
+        assert stage.index.is_assumed("uid-vip") == kept
+    changes.append(lambda: stage.watches.nominated.pop("uid-moved"))
+    await stage.create(important("moved", nominated="b"))
+    await until(lambda: "uid-moved" in stage.watches.nominated)
+    await stage.extender.retryable()
+    assert stage.index.placement("uid-moved") is None
+
+
 async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: Stage) -> None:
     await full(stage)
     other = important("other")
