@@ -131,7 +131,7 @@ class Quotas:
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
-        #: By request; with the state of index and limits, and the nodes that were offered. The least recently used one is first.
+        #: By the request's digest; with the state of index and limits, and the offered nodes. The least recently used one is first.
         self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
         self._used: dict[str, dict[GpuKind, Held]] = {}
         #: By namespace with limits: how often a pod of it has ended.
@@ -328,7 +328,7 @@ def _question(
     index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, offered: NodeSet
 ) -> tuple[Hashable, Hashable]:
     limits = quotas.limits.get(namespace)
-    return (namespace if limits is not None else None, request.without_cpu, policy), (index.version, limits, offered)
+    return (namespace if limits is not None else None, request.gpu_digest, policy), (index.version, limits, offered)
 
 
 def _ranked(

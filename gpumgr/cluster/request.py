@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from hashlib import blake2b
 from typing import Final, Literal, TypeVar
 
 from gpumgr.errors import Refusal
@@ -88,6 +89,11 @@ class PodRequest:
     def without_cpu(self) -> "PodRequest":
         """CPU decides which of the nodes that fit is the best, not whether a node fits: kube-scheduler checks that."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
+
+    @cached_property
+    def gpu_digest(self) -> bytes:
+        """Differs for requests that differ in more than CPU. Results are kept by it: constraints may have long texts."""
+        return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:

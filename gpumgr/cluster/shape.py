@@ -29,7 +29,7 @@ from gpumgr.cluster.choose import (
 from gpumgr.cluster.node import NOTHING
 from gpumgr.cluster.profiles import Place, Profile, Profiles, Room
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
-from gpumgr.evaluators.constraints import Constraints
+from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -110,10 +110,11 @@ class Shape:
     def choice(self, profile: Profile) -> NodeChoice | Misfit:
         if (found := self._kept(profile)) is None:
             found = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            if isinstance(
-                found, NodeChoice
-            ):  # the GPUs are chosen again on the node that is taken; those of 64 containers need much memory
+            # Computed again on the node that is taken or named: GPUs of 64 containers need much memory, and so do texts of users.
+            if isinstance(found, NodeChoice):
                 found = NodeChoice(shares=(), rank=found.rank, taken=found.taken)
+            else:
+                found = replace(found, constraints=UNCONSTRAINED)
             if self._own is None:
                 profile.keep(self._key(profile), found)
             else:

@@ -1,5 +1,6 @@
 """Quotas: what pods hold, which limits cover it, which nodes are denied, and the text."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpumgr.cluster.request import PodRequest
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import Amounts
-from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, constrained, node_state, request, share
 
 
 def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
@@ -245,3 +246,46 @@ def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
         index.set_node(labelled(f"b-{number}", 2, f"model-{number}"))
         index.remove_node(f"b-{number}")
     assert [sorted(each.names) for each in quotas._classes.values()] == [["a"]]
+
+
+class Text(str):
+    """A text of which a weak reference exists."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("field", ["use_models", "avoid_models", "use_uuids", "avoid_uuids"])
+@pytest.mark.parametrize("wanted", [share(40, 4), request(("app", 40, 4), ("app", 60, 4)), request(("app", 200, 0))])
+@pytest.mark.parametrize("namespace", ["team", "free"])
+def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted: PodRequest, namespace: str) -> None:
+    cluster = Cluster(Limit(cores=10))
+    text = Text("no such thing")
+    cluster.hold("a", wanted, uid="before")
+    reference = weakref.ref(text)
+    names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
+    asked = constrained(wanted, **{field: (text,)})
+    found = rank_within_quota(cluster.index, cluster.quotas, namespace, asked, "binpack", names)
+    assert isinstance(found, Rejection)
+    assert len(cluster.quotas.rejections) == 1
+    del text, asked
+    assert reference() is None
+
+
+def test_requests_have_one_digest_if_they_differ_by_cpu_only() -> None:
+    plain = share(40, 4)
+    others = [
+        request(("app", 40, 5)),
+        request(("init", 40, 4)),
+        request(("app", 40, 4), ("app", 40, 4)),
+        replace(plain, node_policy="spread"),
+        *(
+            constrained(plain, **{name: texts})
+            for name in ("use_models", "avoid_models")
+            for texts in (("a", "b"), ("a', 'b",), ("ab",), ())
+        ),
+        constrained(plain, unused=True),
+        constrained(plain, modes=()),
+    ]
+    different = list(dict.fromkeys([plain, *others]))
+    assert len({each.gpu_digest for each in different}) == len(different)
+    assert {replace(each, cpu_milli=500).gpu_digest for each in different} == {each.gpu_digest for each in different}
