@@ -198,10 +198,10 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
 def _capacities(
     node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
 ) -> list[GpuCapacity]:
-    """`before`: those of the container before, which a pod's own use has changed since; empty for the first one."""
+    """`before`: those of the vcuda container before, which a pod's own use has changed since; empty for the first one."""
     result = list(before) or [_NO_CAPACITY] * len(node.gpus)
     for position in use.taken if before else range(len(node.gpus)):
-        gpu, held = node.gpus[position], used[position] + use.held(position) if before else used[position]
+        gpu, held = node.gpus[position], used[position] + use.held(position) if use.taken else used[position]
         if (unused and held != NOTHING) or gpu.mig:
             held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
         healthy = allowed[position] and gpu.offered

@@ -13,7 +13,7 @@ from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.explain import explain_counted
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.profiles import Profiles
-from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.request import MAX_GPU_CONTAINERS, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -397,6 +397,12 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = added(used, taken)
     for pod in unknown:
+        if (
+            len(pod.request.containers) > MAX_GPU_CONTAINERS
+        ):  # a choice would take long: it has all GPUs until its agent reports them
+            full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes, slices=-1) for gpu in node.gpus)
+            used = added(used, dict(enumerate(full)))
+            continue
         # The agent, which has chosen, follows the constraints; an older one does not read them.
         anywhere = PodRequest(pod.request.containers)
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):

@@ -5,6 +5,7 @@ What users and agents write is checked; a bad text is a `problem`, not an error.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from typing import Any, Final, Literal
 
 from msgspec import UNSET
@@ -13,7 +14,15 @@ from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.allocator.pods import ContainerSpec
 from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
-from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
+from gpumgr.cluster.request import (
+    MAX_GPU_CONTAINERS,
+    NO_REQUEST,
+    ContainerRequest,
+    PodRequest,
+    Policy,
+    replica_request,
+    vcuda_request,
+)
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.mig import most_devices
 from gpumgr.evaluators.replicas import ReplicaRequest
@@ -212,20 +221,21 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     wanted = [each for each in view.containers if each.wants_gpu]
     if view.ended or not (wanted or hami):
         return base
-    decoded = convert(spec, PodSpec)
+    decoded, refusal = convert(spec, PodSpec), view.unreadable
     if hami is not None and (bare := _without_count(decoded, hami)):
-        text = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
-        return replace(base, containers=tuple(bare), refusal=text)
+        refusal = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
+        base = replace(base, containers=tuple(bare), refusal=refusal)
     if not wanted:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
     annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
-    request, policy, refusal = NO_REQUEST, None, view.unreadable
+    request, policy = NO_REQUEST, None
     try:
         request = _request(wanted)
         policy = policy_of(annotations)
     except Refusal as error:
         refusal = str(error)
+        request = _held(wanted) if node is not None else request
     node_policy = node_policy_of(annotations)
     promised = annotations.get(PREDICATE_NODE) if node is None else None
     pod = replace(
@@ -247,9 +257,10 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     if named is None or not pod.request.containers:
         return pod
     try:
-        return replace(pod, shares=_named_shares(pod, named, annotations))
+        pod = replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
-        return replace(pod, problem=str(error))
+        pod = replace(pod, problem=str(error))
+    return pod if pod.shares is not None else replace(pod, request=_largest(pod.request))
 
 
 def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
@@ -259,7 +270,7 @@ def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
 
 
 def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """Raises Refusal."""
+    """Raises Refusal for what no new pod may request."""
     replicas = [(each.name, each.kind, each.replicas) for each in wanted if each.replicas is not None]
     if replicas and any(each.cores or each.memory_blocks for each in wanted):
         text = (
@@ -269,6 +280,22 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
     if replicas:
         return replica_request(replicas)
     return vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+
+
+def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
+    """Of a refused pod that is on a node all the same: its agent grants the containers one by one, also too many and of both kinds."""
+    try:
+        return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
+    except Refusal:  # every agent refuses this container, and with it the pod
+        return NO_REQUEST
+
+
+def _largest(request: PodRequest) -> PodRequest:
+    """Of a pod with too many containers so many that it still has too many: it holds all GPUs of its node (see `used_on`), and thousands of
+    containers do not stop the event loop."""
+    containers = request.containers
+    largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
+    return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
 
 
 def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:

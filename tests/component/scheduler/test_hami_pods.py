@@ -209,6 +209,21 @@ async def test_a_pod_with_resources_of_both_kinds_is_refused(hami: Stage) -> Non
     assert "the scheduler supports pods with those of one kind" in str(await hami.filter(mixed))
 
 
+@pytest.mark.parametrize("other", [
+    {"tencent.com/vcuda-core": "100", "tencent.com/vcuda-memory": "0"},
+    {"nvidia.com/gpumem": "100"},
+])  # fmt: skip
+async def test_a_refused_pod_that_is_on_a_node_holds_what_its_containers_got(hami: Stage, other: dict[str, str]) -> None:
+    """Users may name the node. Its agent grants the containers one by one."""
+    bound = hami_pod("bound", {"gpu": 1}, {"gpu": 1})
+    bound["spec"] |= {"containers": [*bound["spec"]["containers"], *bound["spec"]["initContainers"]], "initContainers": []}
+    bound["spec"]["containers"][1]["resources"]["limits"] = other
+    bound["spec"]["nodeName"] = "a"
+    hami.sim.put_document(bound)
+    await until(lambda: hami.index.placement("uid-bound") is not None)
+    assert sorted(hami.cores("a")) == [100 if "tencent.com/vcuda-core" in other else 0, 100]
+
+
 @pytest.mark.hami_bug("B13: of several ResourceQuotas one holds")
 async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Quotas) -> None:
     """HAMi 2.10 uses the last one only, and counts no percentages."""

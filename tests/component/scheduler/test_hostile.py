@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from gpumgr.cluster.quota import Limit, NamespaceQuota
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.scheduler.objects import parse_node
 from gpumgr.sim.apiserver import SimApiServer
@@ -73,6 +75,27 @@ async def test_an_absurd_request_fits_nowhere_and_reserves_nothing(stage: Stage,
     stage.sim.put_document(pod("next-event", ("app", 10, 4), on="b"))
     await until(lambda: sum(stage.cores("b")) == 10)
     assert stage.cores("a") == [0, 0], "the agent refuses it"
+
+
+@pytest.mark.parametrize("init_containers", [64, 3000])
+async def test_a_pod_with_too_many_containers_that_is_on_a_node_holds_its_gpus(stage: Stage, init_containers: int) -> None:
+    """Users may name the node, and older versions had no limit. Without a placement it may have any GPU of the node."""
+    containers: list[tuple[ContainerKind, int | str, int | str]] = [("init", 1, 1)] * init_containers
+    stage.sim.put_document(pod("bound", ("init", 100, 0), *containers, on="a"))
+    await until(lambda: stage.index.placement("uid-bound") is not None)
+    assert min(stage.cores("a")) >= 100
+    assert (await stage.filter(pod("one", ("app", 1, 1)), ["a"]))["NodeNames"] == []
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=100),))}
+    assert "uses 100 of 100 cores; the pod needs 1" in str(await stage.filter(pod("one", ("app", 1, 1)), ["b"]))
+    assert (await stage.filter(pod("pending", *containers, ("app", 1, 1))))["NodeNames"] == []
+
+
+async def test_a_pod_with_too_many_containers_and_a_placement_holds_the_gpus_of_it(stage: Stage) -> None:
+    containers: list[tuple[ContainerKind, int | str, int | str]] = [("app", 1, 1)] * 65
+    shares = {f"c{number}": [["GPU-a-1", 1, 256]] for number in range(65)}
+    text = json.dumps({"version": 1, "node": "a", "containers": shares})
+    stage.sim.put_document(pod("bound", *containers, on="a", annotations={PLACEMENT_ANNOTATION: text}))
+    await until(lambda: stage.cores("a") == [0, 65])
 
 
 @pytest.mark.parametrize(
