@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,24 +15,28 @@ from gpumgr.web.connection import Connection
 _log = structlog.get_logger(__name__)
 
 _LOG_SECONDS: Final = 60.0
+#: Added to the age of a body, so that the size decides among those that arrive at one time.
+_YOUNG_SECONDS: Final = 0.01
 
 
 @dataclass(eq=False, slots=True)
 class _Body:
     request: web.BaseRequest
-    chunks: list[bytes] = field(default_factory=list)
+    began: float
+    data: bytearray = field(default_factory=bytearray)
     size: int = 0
-    arriving: bool = True
 
 
 class Bodies:
     """Each body has at most `most_bytes`, and those that are in memory have at most `total_bytes` together. If they exceed it, the
-    connection with the oldest unfinished body is closed: kube-scheduler and the API server send a body without a pause."""
+    connection with the unfinished body of the largest product of size and age is closed: kube-scheduler and the API server send a body
+    without a pause, and neither many large bodies nor many slow ones are a reason to close theirs. `clock` is monotonic, in seconds."""
 
-    def __init__(self, most_bytes: int, total_bytes: int) -> None:
-        self._most_bytes, self._total_bytes = most_bytes, total_bytes
-        #: The oldest first.
-        self._kept: dict[_Body, None] = {}
+    def __init__(self, most_bytes: int, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_bytes, self._total_bytes, self._clock = most_bytes, total_bytes, clock
+        #: The unfinished bodies, the oldest first; and the bytes of all.
+        self._arriving: dict[_Body, None] = {}
+        self._total = 0
         #: Connections that were closed, in all and when that was logged last.
         self.cut = 0
         self._logged = (-math.inf, 0)
@@ -40,38 +44,47 @@ class Bodies:
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
         """The whole body, as long as it is needed. Raises HTTPRequestEntityTooLarge, and ConnectionError if the connection was closed."""
-        body = _Body(request)
-        self._kept[body] = None
+        body = _Body(request, self._clock())
+        self._arriving[body] = None
         try:
             async for chunk in request.content.iter_any():
-                body.chunks.append(chunk)
-                body.size += len(chunk)
+                if body in self._arriving:
+                    self._add(body, chunk)
                 if body.size > self._most_bytes:
                     raise web.HTTPRequestEntityTooLarge(self._most_bytes)
-                self._make_room()
-            body.arriving = False
+            if body not in self._arriving:
+                raise ConnectionAbortedError
+            del self._arriving[body]
             if isinstance(request.protocol, Connection):
                 request.protocol.request_received()
-            body.chunks = [b"".join(body.chunks)]
-            yield body.chunks[0]
+            data = bytes(body.data)
+            body.data.clear()
+            yield data
         finally:
-            self._kept.pop(body, None)
+            self._arriving.pop(body, None)
+            self._total -= body.size
 
-    def _make_room(self) -> None:
-        excess = sum(each.size for each in self._kept) - self._total_bytes
-        for oldest in [each for each in self._kept if each.arriving] if excess > 0 else ():
-            excess -= oldest.size
-            del self._kept[oldest]
-            oldest.chunks.clear()
-            if oldest.request.transport is not None:
-                oldest.request.transport.abort()
-            self._log_cut(oldest.request)
-            if excess <= 0:
+    def _add(self, body: _Body, chunk: bytes) -> None:
+        body.data += chunk
+        body.size += len(chunk)
+        self._total += len(chunk)
+        if self._total <= self._total_bytes:
+            return
+        now = self._clock()
+        for each in sorted(self._arriving, key=lambda each: each.size * (now - each.began + _YOUNG_SECONDS), reverse=True):
+            del self._arriving[each]
+            self._total -= each.size
+            each.size = 0
+            each.data.clear()
+            if each.request.transport is not None:
+                each.request.transport.abort()
+            self._log_cut(each.request)
+            if self._total <= self._total_bytes:
                 return
 
     def _log_cut(self, request: web.BaseRequest) -> None:
         self.cut += 1
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._logged[0] + _LOG_SECONDS:
             count, self._logged = self.cut - self._logged[1], (now, self.cut)
             limit = f"bodies of requests take more than {self._total_bytes >> 20} MiB"

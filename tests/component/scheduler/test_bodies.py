@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -17,7 +19,7 @@ from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.server import make_application
 from gpumgr.settings.schema import WebhookSettings
 
-from .conftest import Stage, until
+from .conftest import Clock, Stage, until
 from .test_tls import client, files
 
 REVIEW = json.dumps({"request": {"uid": "u1", "object": {"spec": {"containers": []}}}}).encode()
@@ -51,7 +53,7 @@ async def webhook() -> AsyncIterator[VerbListener]:
     await listener.stop()
 
 
-async def test_the_oldest_unfinished_bodies_are_cut_and_whole_ones_are_answered(webhook: VerbListener) -> None:
+async def test_unfinished_bodies_are_cut_and_whole_ones_are_answered(webhook: VerbListener) -> None:
     """Clients without a credential send all but the last byte of many bodies."""
     size = MOST_BYTES
     count = 2 * TOTAL_BYTES // size
@@ -98,6 +100,107 @@ async def test_what_is_being_answered_is_not_cut() -> None:
     assert (await answer(long)).endswith(b"done")
     assert bodies.cut == 1
     await listener.stop()
+
+
+class Sender:
+    """A request; its body arrives as the test says."""
+
+    path, remote, protocol = "/", "10.0.0.1", None
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._chunks = asyncio.Queue[bytes]()
+        self.content, self.transport, self.cut = self, self, False
+        self.whole = asyncio.create_task(self._read(bodies))
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        while chunk := await self._chunks.get():
+            yield chunk
+
+    def abort(self) -> None:
+        self.cut = True
+
+    async def send(self, size: int) -> None:
+        """0: the end."""
+        self._chunks.put_nowait(b"x" * size)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def _read(self, bodies: Bodies) -> int:
+        async with bodies.of(cast(web.BaseRequest, self)) as body:
+            return len(body)
+
+
+async def test_many_large_bodies_do_not_cut_a_small_one_that_began_before() -> None:
+    clock = Clock()
+    bodies = Bodies(1000, 10_000, lambda: clock.now)
+    small = Sender(bodies)
+    await small.send(10)
+    clock.now += 0.1
+    large = [Sender(bodies) for _ in range(50)]
+    for each in large:
+        await each.send(999)
+    assert not small.cut
+    assert [each.cut for each in large] == [True] * 40 + [False] * 10
+    for each in (small, *large):
+        await each.send(0)
+    assert await small.whole == 10
+    results = await asyncio.gather(*(each.whole for each in large), return_exceptions=True)
+    assert [isinstance(each, ConnectionError) for each in results] == [each.cut for each in large]
+
+
+async def test_many_small_bodies_that_stay_do_not_cut_a_larger_one() -> None:
+    clock = Clock()
+    bodies = Bodies(1000, 10_000, lambda: clock.now)
+    small = [Sender(bodies) for _ in range(1000)]
+    for each in small:
+        await each.send(10)
+    clock.now += 1
+    for _ in range(3):
+        large = Sender(bodies)
+        await large.send(500)
+        await large.send(500)
+        await large.send(0)
+        assert await large.whole == 1000
+    assert sum(each.cut for each in small) == bodies.cut == 100
+    for each in small:
+        each.whole.cancel()
+
+
+async def test_a_body_that_is_cut_by_its_last_bytes_is_not_used() -> None:
+    bodies = Bodies(100, 150)
+    first, second = Sender(bodies), Sender(bodies)
+    await first.send(70)
+    await second.send(90)
+    await second.send(0)
+    with pytest.raises(ConnectionError):
+        await second.whole
+    await first.send(0)
+    assert await first.whole == 70
+    assert (first.cut, second.cut) == (False, True)
+
+
+async def calls_for_a_chunk(connections: int) -> int:
+    bodies, calls = Bodies(1000, 10_000), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    senders = [Sender(bodies) for _ in range(connections)]
+    for each in senders:
+        await each.send(1)
+    sys.setprofile(count)
+    try:
+        await senders[0].send(1)
+    finally:
+        sys.setprofile(None)
+    for each in senders:
+        each.whole.cancel()
+    return calls
+
+
+async def test_the_work_for_a_chunk_does_not_grow_with_the_connections() -> None:
+    assert await calls_for_a_chunk(1000) < 2 * await calls_for_a_chunk(10)
 
 
 async def test_a_client_that_leaves_amid_its_body_is_no_error(stage: Stage) -> None:
