@@ -211,12 +211,16 @@ class ClusterIndex:
         return node.used
 
     def node_set(self, names: Names) -> NodeSet:
-        """Of names of nodes; one that was made before nodes were numbered again has all nodes."""
+        """Of names of nodes, or as it is now: a node that has become known since is one of `nodes`. A set that was made before nodes were
+        numbered again has all nodes."""
         self.settle()
         numbering = self._profiles.numbering
         if isinstance(names, NodeSet):
+            there = [name for name in names.others if name in self._profiles.slots]
             nodes = names.nodes if names.numbering == numbering else -1
-            return names if not nodes & ~self._profiles.all else NodeSet(nodes & self._profiles.all, names.others, numbering)
+            if not (there or nodes & ~self._profiles.all):
+                return names
+            return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
         names = tuple(names)
         # The same names come in another order each time. Their hashes are secret, so that no two sets have one sum.
         content = numbering, self._profiles.memberships, len(names), sum(map(hash, names))

@@ -108,6 +108,8 @@ class Profiles:
     def _begin(self) -> None:
         self.places: dict[str, Place] = {}
         self.slots: dict[str, int] = {}
+        #: Those of removed nodes: a node that is made anew is in the sets that had it.
+        self._slots_left: dict[str, int] = {}
         self.by_slot: list[Place | None] = []
         #: Nodes by the number of their idle GPUs.
         self.by_idle_gpus: dict[int, int] = {}
@@ -147,9 +149,10 @@ class Profiles:
         if place is not None and place.profile is profile and place.short_of_cpu == short:
             place.state, place.cpu_free = state, cpu_free
             return
-        slot = len(self.by_slot) if place is None else place.slot
+        slot = self._slots_left.pop(state.name, len(self.by_slot)) if place is None else place.slot
         if place is None:
-            self.by_slot.append(None)
+            if slot == len(self.by_slot):
+                self.by_slot.append(None)
             self.slots[state.name] = slot
             self.memberships += 1
         else:
@@ -162,7 +165,8 @@ class Profiles:
             return
         self._leave(place)
         self.by_slot[place.slot] = None
-        self.all &= ~(1 << self.slots.pop(name))
+        self._slots_left[name] = self.slots.pop(name)
+        self.all &= ~(1 << place.slot)
         self.memberships += 1
         if len(self.by_slot) > 2 * len(self.places) + _UNUSED_SLOTS:
             left = list(self.places.values())

@@ -12,7 +12,7 @@ from gpumgr.cluster.quota import Limit, NamespaceQuota
 from gpumgr.scheduler import rejections
 from gpumgr.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 
-from .conftest import Stage, pod, until
+from .conftest import Stage, inventory, node, pod, until
 
 OWN = "/api/v1/namespaces/team/pods/extender"
 
@@ -90,6 +90,25 @@ async def test_only_the_nodes_that_were_offered_count(full: Stage) -> None:
     await until(lambda: full.index.placement("uid-other") is not None)
     full.clock.now = 10
     assert await fitting(full) is None
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_node_that_comes_or_is_made_anew_after_it_was_offered_is_a_reason(full: Stage, known: bool) -> None:
+    """kube-scheduler's watch may show a node first. And a pod that was rejected for it may fit on the node that replaces it."""
+    new = node("new", 1, inventory("new", 1))
+    if known:
+        full.sim.put_node(new)
+        assert await full.schedule(pod("third", ("app", 100, 0)), ["new"]) == "new"
+    assert await full.schedule(pod("waiting", ("app", 100, 0)), ["a", "new"]) is None
+    if known:
+        await end(full, "third")
+        full.sim.remove_node("uid-new")
+        await until(lambda: full.index.node("new") is None)
+    full.clock.now = 10
+    assert await fitting(full) is None
+    full.sim.put_node(new)
+    await until(lambda: bool(full.index.node("new")))
+    assert await fitting(full) == "waiting"
 
 
 async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Stage) -> None:

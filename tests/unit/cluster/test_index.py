@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from random import Random
 from typing import get_args
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from gpumgr.cluster import shape
 from gpumgr.cluster.choose import FreeCores, NodeChoice, choose, free_cores, least_stranded, stranded
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares, used_on
+from gpumgr.cluster.index import ClusterIndex, NodeSet, PlacedPod, named_shares, used_on
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
@@ -208,6 +209,25 @@ def test_a_set_of_nodes_is_one_object_whatever_the_order_and_small(index: Cluste
     index.set_node(node_state("node-7", 1))
     assert index.node_set(names) == index.node_set(names[::-1])
     assert sorted(index.names(index.node_set(names))) == sorted(names)
+
+
+def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None:
+    """A pod waits while nodes are removed and made anew."""
+    chance, index, names = Random(1), ClusterIndex(), [f"node-{number}" for number in range(8)]
+    known, kept = set[str](), list[tuple[set[str], NodeSet]]()
+    for _ in range(500):
+        offered = chance.sample(names, 4)
+        kept.append((set(offered), index.node_set(offered)))
+        name = chance.choice(names)
+        if name in known:
+            index.remove_node(name)
+        else:
+            index.set_node(node_state(name, chance.choice((1, 2))))
+        known ^= {name}
+        if chance.random() < 0.5:
+            index.settle()
+        for asked, nodes in kept:
+            assert asked & known <= set(index.names(nodes)) <= asked
 
 
 def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
