@@ -243,7 +243,11 @@ class ClusterIndex:
         return taken
 
     def names(self, offered: NodeSet) -> list[str]:
-        return [*self.node_set(offered).others, *(place.name for place in self._profiles.places_of(self.node_set(offered).nodes))]
+        """None of a set that was made before nodes were numbered again: it is not known which ones it had."""
+        found = self.node_set(offered)
+        if offered.numbering != found.numbering:
+            return []
+        return [*found.others, *(place.name for place in self._profiles.places_of(found.nodes))]
 
     def rank(
         self, request: PodRequest, policy: Policy, names: Names, most: int = 1, *, shape: Shape | None = None
