@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
 from typing import Final, NoReturn
 
 import structlog
@@ -263,7 +265,7 @@ class Extender:
         assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
         self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
         due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
-        await asyncio.gather(*map(self._look_up, due[:_MAX_LOOKS]))
+        await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     def prepare(self) -> None:
         """To be called between verbs: computes what the next ones need."""

@@ -112,6 +112,27 @@ async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: SimApiServer
         assert sim.requests.count("read") == 50
 
 
+async def test_pods_that_cannot_be_read_do_not_keep_others_from_their_look_up(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait the longest are next."""
+    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+        for number in range(50):
+            await stage.filter(pod(f"p{number}", ("app", 1, 1)))
+        sim.forbidden.add(("get", "pods"))
+        read, paths = stage.server.read, set[str]()
+
+        async def noted(_method: str, path: str) -> Json:
+            paths.add(path)
+            return await read("GET", path)
+
+        monkeypatch.setattr(stage.server, "read", noted)
+        for _ in range(3):
+            stage.clock.now += 60
+            await stage.extender.look_up_assumed()
+        assert (len(paths), stage.index.assumed_pods) == (50, 50)
+
+
 async def test_what_changed_during_a_look_up_stays(sim: SimApiServer, tmp_path: Path) -> None:
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
         item = pod("one", ("app", 200, 0))
