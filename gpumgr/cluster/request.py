@@ -146,10 +146,10 @@ def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaReques
 
 
 def too_many(containers: int) -> str | None:
-    """Why a pod may not have so many containers that request GPUs."""
+    """Why a pod may not have so many containers that request GPUs, as kube-scheduler shows it after a number of nodes."""
     if containers <= MAX_GPU_CONTAINERS:
         return None
-    return f"{containers} containers request GPUs, and gpumgr supports {MAX_GPU_CONTAINERS} in a pod; use several pods"
+    return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
 
 
 def _counted(containers: Iterable[_Container]) -> list[_Container]:

@@ -156,7 +156,7 @@ def test_a_tenant_cannot_forge_a_placement(callers: Callers, made: Callable[...,
 
 
 def test_a_pod_with_too_many_containers_is_refused(callers: Callers) -> None:
-    for count, outcome in ((64, ""), (65, "65 containers request GPUs, and gpumgr supports 64 in a pod")):
+    for count, outcome in ((64, ""), (65, "pod with 65 containers that request GPUs, at most 64 are supported")):
         many = outside("many")
         wanted = {"limits": {"tencent.com/vcuda-core": "1", "tencent.com/vcuda-memory": "1"}}
         many["spec"]["containers"] = [{**container(), "name": f"c{each}", "resources": wanted} for each in range(count)]

@@ -200,7 +200,7 @@ def test_pods_of_another_scheduler_and_with_hamis_label_stay_as_they_are(ruled: 
     [
         ([{"gpu": 1, "gpumem": "16Gi"}], {}, "container c0: nvidia.com/gpumem 16Gi is more than a GPU has; the number is in MiB"),
         ([{}, {"gpu": 1, "gpumem-percentage": 101}], {}, "container c1: nvidia.com/gpumem-percentage 101 must be 0 to 100"),
-        ([{"gpu": 1, "gpumem": 1}] * 65, {}, "65 containers request GPUs, and gpumgr supports 64 in a pod"),
+        ([{"gpu": 1, "gpumem": 1}] * 65, {}, "pod with 65 containers that request GPUs, at most 64 are supported"),
         ([{"gpu": 1, "gpucores": 150, "gpumem": 1000}], {}, "container c0: nvidia.com/gpucores 150 must be 0 to 100"),
         ([{"gpu": 1}], {"nodeName": "a"}, "spec.nodeName: a pod with nvidia.com/gpu must be placed by the scheduler"),
         (

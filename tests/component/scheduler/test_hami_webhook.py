@@ -134,7 +134,9 @@ async def test_a_pod_with_too_many_containers_is_refused(client: TestClient[Any,
         item = pod(*[{"example.com/a~b": 1, "mem": 4}] * (count - 1), {"mem": 4}, {"cpu": 1})
         answer = await (await client.post(PATH, json={"request": {"uid": "u1", "object": item}})).json()
         assert answer["response"]["allowed"] is allowed
-    assert answer["response"]["status"]["message"].startswith("65 containers request GPUs, and gpumgr supports 64 in a pod")
+    assert answer["response"]["status"]["message"].startswith(
+        "pod with 65 containers that request GPUs, at most 64 are supported"
+    )
 
 
 @pytest.mark.parametrize(

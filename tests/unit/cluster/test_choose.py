@@ -143,9 +143,9 @@ def test_a_pod_with_too_many_containers_is_refused_before_it_is_examined(count: 
         assert len(vcuda_request(vcuda).containers) == len(replica_request(replicas).containers) == count
         return
     with patch.object(request_module, "chain_needs", side_effect=AssertionError("examined")):
-        with pytest.raises(Refusal, match=f"{count} containers request GPUs, and gpumgr supports 64 in a pod"):
+        with pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"):
             vcuda_request(vcuda)
-        with pytest.raises(Refusal, match=f"{count} containers request GPUs, and gpumgr supports 64 in a pod"):
+        with pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"):
             replica_request(replicas)
 
 
