@@ -175,13 +175,11 @@ class ClusterIndex:
 
     def settle(self) -> None:
         """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
-        self._version += bool(self._stale)
         for name in self._stale:
             if name in self._nodes:
                 self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
             else:
                 self._profiles.remove(name)
-        self._taken.update(self._stale)
         self._stale.clear()
 
     # -- queries -----------------------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class ClusterIndex:
         return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
 
     def take_changed(self) -> NodeSet:
-        """What has changed since the last call; for one caller."""
+        """Nodes on which more may fit, or less, since the last call; for one caller. CPU does not count, as in `version`."""
         taken = self.node_set(self._taken)
         self._taken.clear()
         return taken
@@ -306,8 +304,7 @@ class ClusterIndex:
 
     @property
     def version(self) -> int:
-        """Differs after every change of nodes or placements."""
-        self.settle()
+        """Differs after every change that may let a request fit: not after those of CPU by pods without GPUs."""
         return self._version
 
     @property
@@ -360,12 +357,16 @@ class ClusterIndex:
         del self._nodes[name]
         for listener in self._listeners:
             listener.node_removed(name)
-        self.changed.add(name)
-        self._stale[name] = None
+        self._note(name)
 
     def _changed(self, name: str) -> None:
         self._nodes[name].used = None
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        self._version += 1
         self.changed.add(name)
+        self._taken.add(name)
         self._stale[name] = None
 
     def _count_cpu(self, name: str, cpu_milli: int) -> None:

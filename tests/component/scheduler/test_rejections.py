@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -145,7 +146,9 @@ async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whateve
     looks = 70 if look_seconds < 0 else 1
     for look in range(looks):
         full.clock.now = 10 + look
-        full.index.use_cpu("busy", "a", look + 1)
+        state = full.index.node("a")
+        assert state is not None
+        full.index.set_node(replace(state, pool=f"pool-{look}"))
         if await fitting(full) == "small":
             return
     pytest.fail(f"not found in {looks} looks")

@@ -2,14 +2,14 @@
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, rank_within_quota
-from gpumgr.cluster.request import PodRequest
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import Amounts
@@ -289,3 +289,48 @@ def test_requests_have_one_digest_if_they_differ_by_cpu_only() -> None:
     different = list(dict.fromkeys([plain, *others]))
     assert len({each.gpu_digest for each in different}) == len(different)
     assert {replace(each, cpu_milli=500).gpu_digest for each in different} == {each.gpu_digest for each in different}
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("wanted", [share(40, 4), request(("app", 40, 4), ("app", 60, 4)), request(("app", 200, 0))])
+@pytest.mark.parametrize("limit", [Limit(cores=1000), Limit(cores=0)])
+def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted: PodRequest, limit: Limit) -> None:
+    nodes = tuple(replace(node, cpu_milli=8000) for node in NODES)
+    cluster = Cluster(limit, nodes=nodes)
+    for node in nodes:
+        for gpu in range(4):
+            cluster.hold(node.name, request(("app", 100, 0)), "other", uid=f"{node.name}-{gpu}")
+
+    def asked() -> Rejection:
+        found = rank_within_quota(cluster.index, cluster.quotas, "team", replace(wanted, cpu_milli=500), policy, NAMES)
+        assert isinstance(found, Rejection)
+        return found
+
+    before = asked()
+    cluster.index.take_changed()
+    cluster.index.use_cpu("c1", "a", 8000)
+    cluster.index.use_cpu("c2", "b", 1000)
+    cluster.index.use_cpu("c1", "v", 500)
+    cluster.index.free_cpu("c2")
+    assert asked() is before
+    assert not len(cluster.index.take_changed())
+    cluster.quotas.rejections.clear()
+    assert asked() == before
+    if limit.cores:
+        for gpu in range(4):
+            cluster.index.remove(f"v-{gpu}")
+        assert cluster.index.names(cluster.index.take_changed()) == ["v"]
+        assert cluster.rank(wanted) == ["v"]
+
+
+def test_a_node_that_comes_and_goes_with_a_pod_without_gpus_is_a_change() -> None:
+    index = Cluster().index
+    index.take_changed()
+    versions = [index.version]
+    index.use_cpu("c", "new", 100)
+    versions.append(index.version)
+    assert index.names(index.take_changed()) == ["new"]
+    index.free_cpu("c")
+    versions.append(index.version)
+    assert index.names(index.take_changed()) == ["new"]
+    assert len(set(versions)) == 3
