@@ -1,9 +1,10 @@
 """A long run of two scheduler replicas on a full cluster. The API server fails again and again; no GPU may be given twice.
 
 `python -m tests.bench.soak_scheduler [--seconds N] [--nodes N] [--seed N]` prints one JSON object. Workers ask the replica that answers,
-with the names of all nodes in another order each time, and bind; pods end after up to 3 minutes. Few GPUs are free, so most pods wait. About every
-two minutes another fault lasts for up to 120 s: watches that are refused (429), expired (410), silent or late, lists that fail, a Lease without an
-answer, a leader that is stopped (SIGSTOP) and continues. `resident_mib` is the most of both replicas in each tenth of the time.
+with the names of all nodes in another order each time, and bind; pods end after up to 3 minutes. Few GPUs are free, so most pods wait.
+About every two minutes another fault lasts for up to 120 s: watches that are refused (429), expired (410), silent or late, lists that
+fail, a Lease without an answer, a leader that is stopped (SIGSTOP) and continues. `resident_mib` is the most of both replicas in each
+tenth of the time.
 """
 
 import asyncio
