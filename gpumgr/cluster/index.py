@@ -409,7 +409,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         if (
             len(pod.request.containers) > MAX_GPU_CONTAINERS
         ):  # a choice would take long: it has all GPUs until its agent reports them
-            full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes, slices=-1) for gpu in node.gpus)
+            full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
             used = added(used, dict(enumerate(full)))
             continue
         # The agent, which has chosen, follows the constraints; an older one does not read them.

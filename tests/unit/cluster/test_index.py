@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumgr.cluster import index as index_module
 from gpumgr.cluster import shape
 from gpumgr.cluster.choose import FreeCores, NodeChoice, choose, free_cores, least_stranded, stranded
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, NodeSet, PlacedPod, named_shares, used_on
-from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.node import NodeState, Shares
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.constraints import UNCONSTRAINED, Constraints
@@ -128,6 +129,23 @@ def test_a_pod_with_unknown_gpus_takes_likely_ones(index: ClusterIndex) -> None:
     index.bind(PlacedPod(uid="one", node="a", request=request(("app", 100, 0))))
     index.bind(PlacedPod(uid="two", node="a", request=share(50, 8), shares=((("GPU-gone", Amounts(50, 2048)),),)))
     assert [used.cores for used in index.used("a")] == [100, 50]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "other"), [(share(1, 1), {}), (hami(memory=1000), {"u": ((0, Amounts(14, 9728, slices=1)),)})]
+)
+def test_a_pod_with_too_many_containers_and_unknown_gpus_has_all_of_them(wanted: PodRequest, other: Mapping[str, Shares]) -> None:
+    """Also GPUs on which another pod has a MIG device. No choice is computed for it, which would take long."""
+    node = node_state("a", 2, other=other)
+    index = ClusterIndex()
+    index.set_node(with_mig(node) if other else node)
+    many = PodRequest(wanted.containers * 65)
+    with patch.object(index_module, "choose", side_effect=AssertionError("computed")):
+        index.bind(PlacedPod(uid="many", node="a", request=many))
+        index.settle()
+    assert isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
+    index.remove("many")
+    assert not isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
 
 
 def test_pods_of_a_node_that_comes_later_count(index: ClusterIndex) -> None:
