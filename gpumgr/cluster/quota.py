@@ -5,9 +5,10 @@ pods. It is recorded by namespace and kind of GPU, not by limit: new limits need
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
+from itertools import chain
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
@@ -47,6 +48,12 @@ class Held:
 
 #: Rejections that are kept, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
 _MAX_REJECTIONS: Final = 12_000
+#: Requests of which it is kept which nodes a quota denies, about 1 MB each at 5,000 nodes with different GPUs.
+_MAX_DENIED: Final = 16
+#: So often nodes that have changed in the meantime are examined in slices. And results that are kept for nodes that differ only by name:
+#: with thousands of them a garbage collection takes longer than a slice.
+_MAX_ROUNDS: Final = 8
+_MAX_ALIKE: Final = 256
 #: Nodes with different GPUs that are tried before all of them are put in order.
 _FIRST_NODES: Final = 32
 NONE_HELD: Final = Held()
@@ -125,6 +132,19 @@ class _Class:
     names: set[str] = field(default_factory=set)
 
 
+@dataclass
+class Denied:
+    """The nodes on which a quota denies one request. `names`: by the reason; they are those of `checked`: the version of the index, the
+    state of the quota, the nodes and how many of them are needed. `best`: so many that are allowed; empty: all nodes were examined.
+    `nodes`: what was found of each node at `state`, "" if it is allowed."""
+
+    state: Hashable = None
+    checked: Hashable = None
+    names: Mapping[str, Set[str]] = field(default_factory=dict)
+    best: list[str] = field(default_factory=list)
+    nodes: dict[str, tuple[NodeState, Used, str]] = field(default_factory=dict)
+
+
 class Quotas:
     """Follows a ClusterIndex as its listener. `limits`: by namespace; others have none. `problem`: why no limits are known at all."""
 
@@ -133,6 +153,7 @@ class Quotas:
         self.problem: str | None = None
         #: By the request's digest; with the state of index and limits, and the offered nodes. The least recently used one is first.
         self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
+        self._denied: OrderedDict[Hashable, Denied] = OrderedDict()
         self._used: dict[str, dict[GpuKind, Held]] = {}
         #: By namespace with limits: how often a pod of it has ended.
         self._freed: dict[str, int] = {}
@@ -166,6 +187,8 @@ class Quotas:
                 self.pod_placed(pod, node)
 
     def node_removed(self, name: str) -> None:
+        for each in self._denied.values():
+            each.nodes.pop(name, None)
         if (known := self._class_of.pop(name, None)) is not None:
             self._leave(known, name)
 
@@ -173,6 +196,15 @@ class Quotas:
         """Differs after a change that may allow the namespace more; None: it has no limits."""
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
+
+    def denied(self, namespace: str, request: PodRequest, policy: Policy) -> Denied:
+        """What is kept of one of the last requests."""
+        key = namespace, request.gpu_digest, policy
+        found = self._denied.setdefault(key, Denied())
+        self._denied.move_to_end(key)
+        if len(self._denied) > _MAX_DENIED:
+            self._denied.popitem(last=False)
+        return found
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -298,18 +330,50 @@ def rank_within_quota(
     most: int = 1,
     *,
     shape: Shape | None = None,
+    denied: Denied | None = None,
 ) -> list[tuple[str, NodeChoice]] | Rejection:
-    """As ClusterIndex.rank, without what the quota denies. `shape` as there."""
+    """As ClusterIndex.rank, without what the quota denies. `shape` as there; with it, `denied` is kept there and not for later calls."""
     offered = index.node_set(names)
     if (known := kept_rejection(index, quotas, namespace, request, policy, offered)) is not None:
         return known
-    found = _ranked(index, quotas, namespace, request, policy, offered, most, shape=shape)
+    denied = quotas.denied(namespace, request, policy) if denied is None else denied
+    found = _ranked(index, quotas, namespace, request, policy, offered, most, shape=shape, denied=denied)
     if shape is None and isinstance(found, Rejection):
         key, state = _question(index, quotas, namespace, request, policy, offered)
         quotas.rejections[key] = state, found
         if len(quotas.rejections) > _MAX_REJECTIONS:
             quotas.rejections.popitem(last=False)
     return found
+
+
+def examine_within_quota(
+    index: ClusterIndex,
+    quotas: Quotas,
+    namespace: str,
+    request: PodRequest,
+    policy: Policy,
+    names: Names,
+    most: int = 1,
+    *,
+    shape: Shape | None = None,
+    denied: Denied | None = None,
+) -> Iterator[None]:
+    """What takes long in `rank_within_quota`, in steps, with the same `shape` and `denied`."""
+    if kept_rejection(index, quotas, namespace, request, policy, index.node_set(names)) is not None:
+        return
+    yield from index.examine(request, policy, names, shape)
+    denied = quotas.denied(namespace, request, policy) if denied is None else denied
+    for _ in range(_MAX_ROUNDS):
+        allowed = _allowed(index, quotas, namespace, request, index.node_set(names))[1]
+        if namespace not in quotas.limits or not len(allowed):
+            return
+        ranked = index.rank(request, policy, allowed, most, shape=shape)
+        if isinstance(ranked, Rejection) or not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
+            return
+        yield
+        yield from _denials(index, quotas, namespace, request, policy, allowed, most, shape=shape, denied=denied)
+        if denied.checked == (index.version, quotas.state(namespace), allowed, most):
+            return
 
 
 def kept_rejection(
@@ -341,26 +405,35 @@ def _ranked(
     most: int,
     *,
     shape: Shape | None,
+    denied: Denied,
 ) -> list[tuple[str, NodeChoice]] | Rejection:
-    excluded = {text: index.node_set(nodes).nodes for text, nodes in quotas.excluded(namespace, request).items()}
-    allowed = reduce(NodeSet.without, excluded.values(), offered)
+    excluded, allowed = _allowed(index, quotas, namespace, request, offered)
     ranked = index.rank(request, policy, allowed, most, shape=shape) if len(allowed) else Rejection("")
     if isinstance(ranked, Rejection):
         return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
     if not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
         return ranked
-    # Nodes with different GPUs, where the quota depends on the choice: first the best ones, since to order all of them takes long.
-    for count in (_FIRST_NODES + most, None):
-        ordered = index.order(request, policy, allowed, count, shape=shape)
-        assert not isinstance(ordered, Rejection), "it has nodes that fit"
-        left, refused = _chosen_within_quota(index, quotas, namespace, request, policy, ordered, most)
-        if len(left) == most or len(ordered) != count:
-            break
-    nodes = {text: index.node_set(names).nodes for text, names in refused.items()}
-    return left or _rejection(excluded | nodes, offered, 0, "")
+    if denied.checked != (index.version, quotas.state(namespace), allowed, most):
+        for _ in _denials(index, quotas, namespace, request, policy, allowed, most, shape=shape, denied=denied):
+            pass
+    nodes = {text: index.node_set(names).nodes for text, names in denied.names.items()}
+    left = index.node_set(denied.best) if denied.best else reduce(NodeSet.without, nodes.values(), allowed)
+    ordered = index.order(request, policy, left, most, shape=shape) if len(left) else Rejection("")
+    if isinstance(ordered, Rejection):
+        return _rejection(excluded | nodes, offered, len(left), ordered.text)
+    found = [(name, _choice(index, quotas, namespace, request, policy, name)) for name in ordered]
+    return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
 
 
-def _rejection(excluded: Mapping[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
+def _allowed(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, offered: NodeSet
+) -> tuple[dict[str, int], NodeSet]:
+    """The nodes on which any choice exceeds the quota, by the reason; and the others."""
+    excluded = {text: index.node_set(nodes).nodes for text, nodes in quotas.excluded(namespace, request).items()}
+    return excluded, reduce(NodeSet.without, excluded.values(), offered)
+
+
+def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
     """`text`: why the `others` do not fit."""
     reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered.nodes))
     count = len(offered) - others
@@ -375,37 +448,85 @@ def _refused(index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRe
     return namespace in quotas.limits and bool(quotas.refusal(namespace, quotas.choice_holding(choice, request, node)))
 
 
-def _chosen_within_quota(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, ordered: Iterable[str], most: int
-) -> tuple[list[tuple[str, NodeChoice]], Mapping[str, Set[str]]]:
-    """The first `most` of these nodes on which the quota allows a choice; and the nodes before, by the reason of the quota."""
-    found: list[tuple[str, NodeChoice]] = []
-    denied: dict[str, set[str]] = {}
+def _choice(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, name: str
+) -> NodeChoice | Misfit | Rejection:
+    node = index.node(name)
+    assert node is not None, "a node that was offered is in the index"
+    return quotas.choose(namespace, node, index.used(name), request, policy)
+
+
+def _denials(
+    index: ClusterIndex,
+    quotas: Quotas,
+    namespace: str,
+    request: PodRequest,
+    policy: Policy,
+    allowed: NodeSet,
+    most: int,
+    *,
+    shape: Shape | None,
+    denied: Denied,
+) -> Iterator[None]:
+    """Fills `denied`, in steps of a choice. Nodes have different GPUs, and the quota depends on the choice: first the best ones, then all,
+    unless `most` of the best ones are allowed."""
+    version, state = index.version, quotas.state(namespace)
+    if denied.state != state:
+        denied.state, denied.nodes = state, {}
+    names: dict[str, set[str]] = {}
     #: Nodes that differ only by name give one result.
-    known: dict[Hashable, Rejection] = {}
+    alike: dict[Hashable, str] = {}
     closed: dict[Set[_Gpu], Mapping[_Gpu, str]] = {}
-    for name in ordered:
-        node, used = index.node(name), index.used(name)
-        assert node is not None, "a node that fits is in the index"
-        gpus = _gpus(node)
-        kinds = frozenset(gpus)
-        if kinds not in closed:
-            closed[kinds] = quotas.closed(namespace, kinds, request)
-        open_gpus = [place for place, gpu in enumerate(gpus) if gpu not in closed[kinds]]
-        if closed[kinds] and not any(_may_have(node.gpus[place], used[place], request) for place in open_gpus):
-            denied.setdefault(min(closed[kinds].values()), set()).add(name)
-            continue
-        more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
-        key = (name if request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
-        choice = known.get(key) or quotas.choose(namespace, node, used, request, policy)
-        if isinstance(choice, NodeChoice):
-            found.append((name, choice))
-            if len(found) == most:
-                break
-        elif isinstance(choice, Rejection):
-            known[key] = choice
-            denied.setdefault(choice.text, set()).add(name)
-    return found, denied
+    first = index.order(request, policy, allowed, _FIRST_NODES + most, shape=shape)
+    assert not isinstance(first, Rejection), "it has nodes that fit"
+    others = set(index.names(allowed)).difference(first) if len(first) == _FIRST_NODES + most else ()
+    yield
+    best: list[str] = []
+    for number, name in enumerate(chain(first, others)):
+        if len(best) == most and number <= len(first):
+            break
+        if (node := index.node(name)) is None:
+            continue  # removed in the meantime
+        used, known = index.used(name), denied.nodes.get(name)
+        if known is None or known[0] is not node or known[1] is not used:
+            kinds = frozenset(_gpus(node))
+            if kinds not in closed:
+                closed[kinds] = quotas.closed(namespace, kinds, request)
+            known = node, used, _denial(quotas, namespace, request, policy, node, used, closed[kinds], alike)
+            denied.nodes[name] = known
+        if known[2]:
+            names.setdefault(known[2], set()).add(name)
+        elif number < len(first):
+            best.append(name)
+        yield
+    if (version, state) == (index.version, quotas.state(namespace)):
+        denied.names, denied.checked = names, (version, state, allowed, most)
+        denied.best = best if len(best) == most else []
+
+
+def _denial(
+    quotas: Quotas,
+    namespace: str,
+    request: PodRequest,
+    policy: Policy,
+    node: NodeState,
+    used: Used,
+    closed: Mapping[_Gpu, str],
+    alike: dict[Hashable, str],
+) -> str:
+    """Why the quota denies the pod the GPUs of the node on which it has room, or ""."""
+    gpus = _gpus(node)
+    having = [gpus[place] for place, gpu in enumerate(node.gpus) if _may_have(gpu, used[place], request)] if closed else []
+    if having and all(gpu in closed for gpu in having):
+        return min(closed.values())
+    more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
+    key = (node.name if request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
+    if key not in alike:
+        if len(alike) == _MAX_ALIKE:
+            alike.clear()
+        choice = quotas.choose(namespace, node, used, request, policy)
+        alike[key] = choice.text if isinstance(choice, Rejection) else ""
+    return alike[key]
 
 
 def _may_have(gpu: GpuState, used: Amounts, request: PodRequest) -> bool:

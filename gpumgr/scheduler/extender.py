@@ -19,7 +19,7 @@ from gpumgr.allocator.pods import TERMINAL_PHASES
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, NodeSet, PlacedPod
-from gpumgr.cluster.quota import Quotas, kept_rejection, rank_within_quota
+from gpumgr.cluster.quota import Quotas, examine_within_quota, rank_within_quota
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
@@ -116,8 +116,10 @@ class Extender:
         pod, names = asked
         if pod.wants_gpu and pod.refusal is None:
             policy, offered = pod.policy or self._settings.policy, self._index.node_set(names)
-            if kept_rejection(self._index, self._quotas, pod.namespace, pod.request, policy, offered) is None:
-                await in_slices(self._index.examine(pod.request, policy, offered), SLICE_SECONDS)
+            steps = examine_within_quota(
+                self._index, self._quotas, pod.namespace, pod.request, policy, offered, self._settings.candidates
+            )
+            await in_slices(steps, SLICE_SECONDS)
         return asked
 
     def _asked(self, args: FilterArgs) -> _Asked:

@@ -9,7 +9,7 @@ from gpumgr.aio import in_slices
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.quota import Quotas, rank_within_quota
+from gpumgr.cluster.quota import Denied, Quotas, examine_within_quota, rank_within_quota
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.cluster.summary import covers, free_sum, in_total
@@ -50,7 +50,9 @@ class Reasons:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
             names, shape = await self._examined(request, policy)
-            within = rank_within_quota(self._index, self._quotas, pod.namespace, request, policy, names, shape=shape)
+            asked, denied = (self._index, self._quotas, pod.namespace, request, policy, names), Denied()
+            await in_slices(examine_within_quota(*asked, shape=shape, denied=denied), _SLICE_SECONDS)
+            within = rank_within_quota(*asked, shape=shape, denied=denied)
             if isinstance(within, Rejection):
                 return "quota", within.text
         return kind, ""

@@ -20,7 +20,7 @@ import structlog
 
 from gpumgr.aio import in_slices
 from gpumgr.cluster.index import ClusterIndex, NodeSet
-from gpumgr.cluster.quota import Quotas, rank_within_quota
+from gpumgr.cluster.quota import Quotas, examine_within_quota, rank_within_quota
 from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -120,7 +120,9 @@ class Rejections:
         fits = self._index.any_fits(request, each.policy, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits
-        found = rank_within_quota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
+        asked = self._index, self._quotas, each.pod.namespace, request, each.policy, nodes
+        await in_slices(examine_within_quota(*asked), _SLICE_SECONDS)
+        found = rank_within_quota(*asked)
         return not isinstance(found, Rejection)
 
 

@@ -2,13 +2,21 @@
 
 import asyncio
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from gpumgr.cluster.node import GpuState, homogeneous
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu
+from gpumgr.scheduler import extender, reasons, rejections
+from gpumgr.scheduler.objects import WatchedNode
+from gpumgr.scheduler.overview import ClusterOverview
 from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.units import Amounts
 
-from .conftest import Json, Stage, inventory, node, pod, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, until
 
 UID = "uid-gpuquota"
 
@@ -114,3 +122,53 @@ async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pyte
     stage.sim.remove_configmap(UID)
     await until(lambda: not stage.quotas.limits)
     assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
+@pytest.mark.parametrize("asked", ["filter", "retry", "page"])
+async def test_nodes_with_different_gpus_are_examined_in_slices(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """The quota allows the V100s, and these are full."""
+    for module, name in ((extender, "SLICE_SECONDS"), (rejections, "_SLICE_SECONDS"), (reasons, "_SLICE_SECONDS")):
+        monkeypatch.setattr(module, name, -1.0)
+    gpus = tuple(GpuState(model=model, memory_mebibytes=GPU_MEBIBYTES) for model in ("A100", "V100"))
+    names = [f"n{number}" for number in range(60)]
+    for number, name in enumerate(names):
+        used = {"old-a": ((0, Amounts(number, 256)),), "old-v": ((1, Amounts(45, 256)),)}
+        state = replace(homogeneous(name, 200, 2), gpus=gpus, other=used)
+        stage.index.set_node(state)
+        stage.watches.nodes[name] = WatchedNode(uid=name, state=state)
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"), Limit(cores=20, model="V100")))}
+    item = await stage.create(pod("one", ("app", 30, 4), ("app", 30, 4)))
+    await until(lambda: "uid-one" in stage.watches.pending)
+    if asked == "retry":
+        assert (await stage.filter(item, names))["NodeNames"] == []
+        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"), Limit(cores=21, model="V100")))}
+        stage.clock.now += 2
+    turns, choices, ended, choose = 0, list[int](), asyncio.Event(), Quotas.choose
+
+    def counted(*arguments: Any) -> Any:
+        choices.append(turns)
+        return choose(*arguments)
+
+    async def turn() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    counting = asyncio.create_task(turn())
+    if asked == "filter":
+        assert (await stage.filter(item, names))["NodeNames"] == []
+    elif asked == "retry":
+        assert await stage.extender.retryable() is None
+    else:
+        overview = ClusterOverview(stage.index, stage.watches.nodes)
+        await overview.refresh()
+        found = await reasons.Reasons(stage.index, overview, "binpack", stage.quotas).kind(stage.watches.pending["uid-one"])
+        assert found[0] == "quota"
+    ended.set()
+    await counting
+    assert len(choices) >= 40, "the others are too full in any case"
+    assert len(choices) == len(set(choices)), "each choice is a step of its own"

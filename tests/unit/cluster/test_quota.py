@@ -2,13 +2,14 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, rank_within_quota
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, examine_within_quota, rank_within_quota
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.chain import ContainerKind
@@ -197,7 +198,7 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
     found = rank_within_quota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names)
     assert isinstance(found, Rejection)
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
-    assert len(tried) == 2, "once among the first nodes, once among all"
+    assert len(tried) == 1
     # Where the GPUs that the quota allows have no room, no choice is tried; and no node in vain before those with room.
     for number in range(50):
         gpu = f"GPU-mixed-{0 if number == 40 else 1}"
@@ -206,7 +207,107 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
     tried.clear()
     found = rank_within_quota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names)
     assert not isinstance(found, Rejection)
-    assert ([name for name, _ in found], len(tried)) == (["n40"], 1)
+    assert ([name for name, _ in found], {node.name for node in tried}) == (["n40"], {"n40"})
+
+
+class Different:
+    """60 nodes, each with another use of its A100 and V100. The quota allows no V100, and 20 more cores of the A100s."""
+
+    WANTED = request(("app", 20, 4), ("app", 20, 4))
+
+    def __init__(self) -> None:
+        limits = Limit(cores=50, model="A100"), Limit(cores=0, model="V100")
+        nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(60))
+        self.cluster, self.names = Cluster(*limits, nodes=nodes), [node.name for node in nodes]
+        for number, name in enumerate(self.names):
+            for gpu, cores in enumerate((1 + number, 30 + number)):
+                shares = (((f"GPU-mixed-{gpu}", Amounts(cores, 256)),),)
+                uid = f"{name}-{gpu}"
+                self.cluster.index.bind(PlacedPod(uid=uid, node=name, request=share(cores, 1), shares=shares, namespace="free"))
+        shares = ((("GPU-mixed-0", Amounts(30, 256)),),)
+        self.cluster.index.bind(PlacedPod(uid="own", node="n59", request=share(30, 1), shares=shares, namespace="team"))
+
+    @property
+    def asked(self) -> tuple[ClusterIndex, Quotas, str, PodRequest, Policy, list[str]]:
+        return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names
+
+
+def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, tried, choose = Different(), list[NodeState](), Quotas.choose
+
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+        tried.append(node)
+        return choose(quotas, namespace, node, *rest)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    before, steps = 0, examine_within_quota(*stage.asked)
+    for _ in steps:
+        assert len(tried) - before <= 1
+        before = len(tried)
+    assert before == 60
+    assert isinstance(rank_within_quota(*stage.asked), Rejection)
+    # Afterwards only nodes that have changed are examined again.
+    for change in (partial(stage.cluster.index.remove, "n7-1"), partial(stage.cluster.index.set_node, NodeState(name="new"))):
+        change()
+        tried.clear()
+        assert isinstance(rank_within_quota(*stage.asked), Rejection)
+        assert {node.name for node in tried} <= {"n7"}
+    stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
+    found = rank_within_quota(*stage.asked)
+    assert not isinstance(found, Rejection)
+    assert [name for name, _ in found] == ["n7"]
+
+
+def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examined() -> None:
+    """It changes the order of the nodes, and not what the quota denies."""
+    stage = Different()
+    index, quotas, names = stage.cluster.index, stage.cluster.quotas, stage.names
+    for name in names:
+        model = "H100" if name in ("n50", "n51") else "A100"
+        index.set_node(replace(labelled("mixed", 2, model, "V100"), name=name, cpu_milli=16_000))
+    wanted = replace(stage.WANTED, cpu_milli=4000)
+    policy: Policy = "least-fragmentation"
+    asked = index, quotas, "team", wanted, policy, names
+    for _ in examine_within_quota(*asked):
+        pass
+    best = quotas.denied("team", wanted, policy).best
+    assert best
+    ordered = index.order(wanted, policy, names, 34)
+    assert not isinstance(ordered, Rejection)
+    for name in {*best, *ordered}:
+        index.use_cpu(f"cpu-{name}", name, 16_000)
+    assert index.order(wanted, policy, names, 1) != best
+    found = rank_within_quota(*asked)
+    assert not isinstance(found, Rejection)
+    assert [name for name, _ in found] == best
+
+
+@pytest.mark.parametrize("step", [0, 1, 20, 70, 115])
+@pytest.mark.parametrize("change", ["pod", "node", "gone", "limits", "none"])
+def test_changes_between_the_steps_count(step: int, change: str) -> None:
+    """The answer is that of the state after the last step, also if another call asks the same in between."""
+
+    def changed(stage: Different) -> None:
+        index, quotas = stage.cluster.index, stage.cluster.quotas
+        if change == "pod":
+            index.remove("own")
+        elif change == "node":
+            index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n40"))
+        elif change == "gone":
+            for uid in ("n3-0", "n3-1"):
+                index.remove(uid)
+            index.remove_node("n3")
+        elif change == "limits":
+            quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=0, model="V100"),))}
+
+    sliced, whole, number = Different(), Different(), 0
+    for number, _ in enumerate(examine_within_quota(*sliced.asked)):
+        if number == step:
+            changed(sliced)
+            next(examine_within_quota(*sliced.asked), None)
+    assert number > step
+    changed(whole)
+    assert rank_within_quota(*sliced.asked) == rank_within_quota(*whole.asked)
 
 
 def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
