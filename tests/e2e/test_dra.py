@@ -286,6 +286,7 @@ def test_a_failed_gpu_is_tainted_and_shown_in_the_pod(node: DraNode) -> None:
         wait_until("no taint", lambda: not taints())
 
 
+@pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("number", [40, 80])
 def test_many_pods_at_once(node: DraNode, number: int) -> None:
     """80 fill the node. A pod that kube-scheduler found no room for, because of an allocation that then failed, waits five minutes."""
