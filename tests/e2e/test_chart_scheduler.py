@@ -213,7 +213,8 @@ def test_policies_name_the_releases_accounts_and_those_that_are_exempt() -> None
             == f"ml-gpumgr-scheduler-{part}"
         )
         assert "kube-system" not in json.dumps(policy).replace(old, "")
-    agent = found["ValidatingAdmissionPolicy", "ml-gpumgr-scheduler-pods"]["spec"]["variables"][-1]["expression"]
+    variables = found["ValidatingAdmissionPolicy", "ml-gpumgr-scheduler-pods"]["spec"]["variables"]
+    (agent,) = [each["expression"] for each in variables if "serviceaccount" in each["expression"]]
     assert '"system:serviceaccount:gpus:ml-gpumgr"' in agent
     assert not any(kind.startswith("Validating") for kind, _ in rendered({"admissionPolicies": {"enabled": False}}))
 

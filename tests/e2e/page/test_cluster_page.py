@@ -53,6 +53,7 @@ class Watched:
     """As ClusterWatches, without watches."""
 
     synced: bool = True
+    problem: str | None = None
     nodes: dict[str, WatchedNode] = field(default_factory=dict)
     pending: dict[str, WatchedPod] = field(default_factory=dict)
 
