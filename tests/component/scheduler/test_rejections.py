@@ -99,6 +99,7 @@ async def test_a_node_that_comes_or_is_made_anew_after_it_was_offered_is_a_reaso
     new = node("new", 1, inventory("new", 1))
     if known:
         full.sim.put_node(new)
+        await until(lambda: bool(full.index.node("new")))
         assert await full.schedule(pod("third", ("app", 100, 0)), ["new"]) == "new"
     assert await full.schedule(pod("waiting", ("app", 100, 0)), ["a", "new"]) is None
     if known:
