@@ -30,7 +30,7 @@ _shielded: set[asyncio.Task[Any]] = set()
 
 
 async def in_slices(steps: Iterable[object], seconds: float) -> None:
-    """Takes all steps, each of which is work that holds the event loop. Others are served every so many seconds."""
+    """Runs all steps. Each step holds the event loop; after so many seconds other tasks get their turn."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + seconds:

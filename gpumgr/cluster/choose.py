@@ -33,7 +33,7 @@ _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, e
 
 
 class FreeCores(NamedTuple):
-    """Of all GPUs of a node that are offered: the free cores, and those of them that have memory, as their GPU's share of free memory.
+    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the part of them that has memory, by each GPU's free memory.
     `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
 
     free: int
@@ -241,8 +241,10 @@ def _replica_capacities(
     *,
     unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """Of the GPUs at these positions. `entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the
-    GPUs; here memory is in MiB, not blocks. Also the MIG device that the containers would have on each GPU."""
+    """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU.
+
+    `entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs. Memory is in MiB.
+    """
     result, devices = [], dict[int, Amounts]()
     for position in positions:
         gpu, held = node.gpus[position], used[position] + use.held(position)

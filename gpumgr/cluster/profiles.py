@@ -16,7 +16,7 @@ from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
 from gpumgr.topology.devices import Topology
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
-#: Stands for any UUID that no request names. No annotation contains it, since names in annotations are stripped.
+#: A placeholder for every UUID that no request names. Names in annotations are stripped, so none equals it.
 _SOME_UUID: Final = " "
 #: So many results are kept for each profile, about 600 bytes each; a new one replaces the oldest. There are few profiles of idle GPUs.
 _KEPT_CHOICES: Final = 16
@@ -24,7 +24,7 @@ _KEPT_BY_IDLE: Final = 64
 #: Slots of removed nodes before all nodes are numbered again.
 _UNUSED_SLOTS: Final = 1024
 
-#: The nodes with enough CPU for the cores that can be used, and those that are short of it, which have another lowest rank.
+#: Nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each group has its own lowest rank.
 Nodes = list[int]
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")

@@ -1,22 +1,21 @@
-"""Limits of namespaces, what their pods hold, and whether a pod may have more.
+"""Limits of namespaces, what their pods hold, and whether a pod may have more. `quota_rank` finds the nodes.
 
 What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision costs the same with any number of
 pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
-from itertools import chain
+from functools import lru_cache
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
-from gpumgr.cluster.index import ClusterIndex, Names, NodeSet, PlacedPod
-from gpumgr.cluster.node import NOTHING, GpuState, NodeState, PodUse, Used
+from gpumgr.cluster.explain import memory_text
+from gpumgr.cluster.index import PlacedPod
+from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Used
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.shape import Rejection, Shape
+from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.units import Amounts
 
@@ -46,16 +45,10 @@ class Held:
         )
 
 
-#: Rejections that are kept, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
+#: The number of kept rejections, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
 _MAX_REJECTIONS: Final = 12_000
-#: Requests of which it is kept which nodes a quota denies, about 1 MB each at 5,000 nodes with different GPUs.
+#: For so many requests the nodes are kept on which a quota denies them, about 1 MB each at 5,000 nodes with different GPUs.
 _MAX_DENIED: Final = 16
-#: So often nodes that have changed in the meantime are examined in slices. And results that are kept for nodes that differ only by name:
-#: with thousands of them a garbage collection takes longer than a slice.
-_MAX_ROUNDS: Final = 8
-_MAX_ALIKE: Final = 256
-#: Nodes with different GPUs that are tried before all of them are put in order.
-_FIRST_NODES: Final = 32
 NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
@@ -120,15 +113,15 @@ class NamespaceQuota:
 
 
 #: What counts of a GPU: kind, memory in MiB, and see GpuState.scaling.
-_Gpu = tuple[GpuKind, int, Scaling | None]
+CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 @dataclass
 class _Class:
     """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are like this one."""
 
-    gpus: frozenset[_Gpu]
-    uniform: _Gpu | None
+    gpus: frozenset[CountedGpu]
+    uniform: CountedGpu | None
     names: set[str] = field(default_factory=set)
 
 
@@ -158,7 +151,7 @@ class Quotas:
         #: By namespace with limits: how often a pod of it has ended.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
-        self._classes: dict[frozenset[_Gpu], _Class] = {}
+        self._classes: dict[frozenset[CountedGpu], _Class] = {}
         self._class_of: dict[str, _Class] = {}
 
     # -- what the index reports --------------------------------------------------------------------------------------------
@@ -174,7 +167,7 @@ class Quotas:
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
         """A node without GPUs has been removed, perhaps for a moment: what its pods held there still counts."""
-        gpus = frozenset(_gpus(node))
+        gpus = frozenset(gpus_of(node))
         found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
         before = self._class_of.get(node.name)
         found.names.add(node.name)
@@ -206,6 +199,20 @@ class Quotas:
             self._denied.popitem(last=False)
         return found
 
+    def rejection(self, key: Hashable, state: Hashable) -> Rejection | None:
+        """The last answer to this question, if it was given at this state."""
+        known = self.rejections.get(key)
+        if known is None or known[0] != state:
+            return None
+        self.rejections.move_to_end(key)
+        return known[1]
+
+    def keep_rejection(self, key: Hashable, state: Hashable, rejection: Rejection) -> None:
+        """Displaces the least recently used one."""
+        self.rejections[key] = state, rejection
+        if len(self.rejections) > _MAX_REJECTIONS:
+            self.rejections.popitem(last=False)
+
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
     def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
@@ -223,8 +230,8 @@ class Quotas:
                 reasons.setdefault(refusal, set()).update(each.names)
         return reasons
 
-    def closed(self, namespace: str, gpus: Set[_Gpu], request: PodRequest) -> Mapping[_Gpu, str]:
-        """The GPUs of which no container of the pod may have one, with the reason."""
+    def closed(self, namespace: str, gpus: Set[CountedGpu], request: PodRequest) -> Mapping[CountedGpu, str]:
+        """The GPUs that no container of the pod may have, with the reason."""
         parts = {replace(each, gpus=1) for each in request.containers}
         found = {}
         for gpu in gpus:
@@ -238,7 +245,7 @@ class Quotas:
         return found[0] if found is not None else None
 
     def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, Set[GpuKind]] | None:
-        """Also the kinds of GPUs of which it is too much."""
+        """The reason, and the kinds of GPUs that exceed the limit."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
@@ -257,11 +264,12 @@ class Quotas:
     ) -> NodeChoice | Misfit | Rejection:
         """The choice on this node among the GPUs that the quota allows. The quota's Rejection, if the pod has room on others only.
 
-        As long as a choice is too much, one of its GPUs that count is closed, and with it those that count alike if the pod needs one.
+        While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
+        needs one GPU only, all GPUs that count in the same way are closed with it.
         """
         refused: tuple[str, Set[GpuKind]] | None = None
         one = sum(each.gpus for each in request.containers) == 1
-        gpus = _gpus(node)
+        gpus = gpus_of(node)
         while True:
             choice = choose(node, used, request, policy)
             if isinstance(choice, Misfit):
@@ -300,11 +308,11 @@ class Quotas:
         places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
             places = [list(range(each.gpus)) for each in pod.request.containers]
-        return _holding(_gpus(node), pod.request.containers, places)
+        return _holding(gpus_of(node), pod.request.containers, places)
 
     def choice_holding(self, choice: NodeChoice, request: PodRequest, node: NodeState) -> Holding:
         """What a pod would hold with this choice."""
-        return _holding(_gpus(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
+        return _holding(gpus_of(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
 
     def _leave(self, left: _Class, name: str) -> None:
         left.names.discard(name)
@@ -318,221 +326,6 @@ class Quotas:
         _add(used, holding, sign)
         if not used:
             del self._used[namespace]
-
-
-def rank_within_quota(
-    index: ClusterIndex,
-    quotas: Quotas,
-    namespace: str,
-    request: PodRequest,
-    policy: Policy,
-    names: Names,
-    most: int = 1,
-    *,
-    shape: Shape | None = None,
-    denied: Denied | None = None,
-) -> list[tuple[str, NodeChoice]] | Rejection:
-    """As ClusterIndex.rank, without what the quota denies. `shape` as there; with it, `denied` is kept there and not for later calls."""
-    offered = index.node_set(names)
-    if (known := kept_rejection(index, quotas, namespace, request, policy, offered)) is not None:
-        return known
-    denied = quotas.denied(namespace, request, policy) if denied is None else denied
-    found = _ranked(index, quotas, namespace, request, policy, offered, most, shape=shape, denied=denied)
-    if shape is None and isinstance(found, Rejection):
-        key, state = _question(index, quotas, namespace, request, policy, offered)
-        quotas.rejections[key] = state, found
-        if len(quotas.rejections) > _MAX_REJECTIONS:
-            quotas.rejections.popitem(last=False)
-    return found
-
-
-def examine_within_quota(
-    index: ClusterIndex,
-    quotas: Quotas,
-    namespace: str,
-    request: PodRequest,
-    policy: Policy,
-    names: Names,
-    most: int = 1,
-    *,
-    shape: Shape | None = None,
-    denied: Denied | None = None,
-) -> Iterator[None]:
-    """What takes long in `rank_within_quota`, in steps, with the same `shape` and `denied`."""
-    if kept_rejection(index, quotas, namespace, request, policy, index.node_set(names)) is not None:
-        return
-    yield from index.examine(request, policy, names, shape)
-    denied = quotas.denied(namespace, request, policy) if denied is None else denied
-    for _ in range(_MAX_ROUNDS):
-        allowed = _allowed(index, quotas, namespace, request, index.node_set(names))[1]
-        if namespace not in quotas.limits or not len(allowed):
-            return
-        ranked = index.rank(request, policy, allowed, most, shape=shape)
-        if isinstance(ranked, Rejection) or not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
-            return
-        yield
-        yield from _denials(index, quotas, namespace, request, policy, allowed, most, shape=shape, denied=denied)
-        if denied.checked == (index.version, quotas.state(namespace), allowed, most):
-            return
-
-
-def kept_rejection(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, offered: NodeSet
-) -> Rejection | None:
-    """The answer to the same question at the same state of the index and the quotas."""
-    key, state = _question(index, quotas, namespace, request, policy, offered)
-    known = quotas.rejections.get(key)
-    if known is None or known[0] != state:
-        return None
-    quotas.rejections.move_to_end(key)
-    return known[1]
-
-
-def _question(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, offered: NodeSet
-) -> tuple[Hashable, Hashable]:
-    limits = quotas.limits.get(namespace)
-    return (namespace if limits is not None else None, request.gpu_digest, policy), (index.version, limits, offered)
-
-
-def _ranked(
-    index: ClusterIndex,
-    quotas: Quotas,
-    namespace: str,
-    request: PodRequest,
-    policy: Policy,
-    offered: NodeSet,
-    most: int,
-    *,
-    shape: Shape | None,
-    denied: Denied,
-) -> list[tuple[str, NodeChoice]] | Rejection:
-    excluded, allowed = _allowed(index, quotas, namespace, request, offered)
-    ranked = index.rank(request, policy, allowed, most, shape=shape) if len(allowed) else Rejection("")
-    if isinstance(ranked, Rejection):
-        return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
-    if not any(_refused(index, quotas, namespace, request, *each) for each in ranked):
-        return ranked
-    if denied.checked != (index.version, quotas.state(namespace), allowed, most):
-        for _ in _denials(index, quotas, namespace, request, policy, allowed, most, shape=shape, denied=denied):
-            pass
-    nodes = {text: index.node_set(names).nodes for text, names in denied.names.items()}
-    left = index.node_set(denied.best) if denied.best else reduce(NodeSet.without, nodes.values(), allowed)
-    ordered = index.order(request, policy, left, most, shape=shape) if len(left) else Rejection("")
-    if isinstance(ordered, Rejection):
-        return _rejection(excluded | nodes, offered, len(left), ordered.text)
-    found = [(name, _choice(index, quotas, namespace, request, policy, name)) for name in ordered]
-    return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
-
-
-def _allowed(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, offered: NodeSet
-) -> tuple[dict[str, int], NodeSet]:
-    """The nodes on which any choice exceeds the quota, by the reason; and the others."""
-    excluded = {text: index.node_set(nodes).nodes for text, nodes in quotas.excluded(namespace, request).items()}
-    return excluded, reduce(NodeSet.without, excluded.values(), offered)
-
-
-def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
-    """`text`: why the `others` do not fit."""
-    reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered.nodes))
-    count = len(offered) - others
-    rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
-    whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
-    return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
-
-
-def _refused(index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, name: str, choice: NodeChoice) -> bool:
-    node = index.node(name)
-    assert node is not None, "a node with a choice is in the index"
-    return namespace in quotas.limits and bool(quotas.refusal(namespace, quotas.choice_holding(choice, request, node)))
-
-
-def _choice(
-    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, name: str
-) -> NodeChoice | Misfit | Rejection:
-    node = index.node(name)
-    assert node is not None, "a node that was offered is in the index"
-    return quotas.choose(namespace, node, index.used(name), request, policy)
-
-
-def _denials(
-    index: ClusterIndex,
-    quotas: Quotas,
-    namespace: str,
-    request: PodRequest,
-    policy: Policy,
-    allowed: NodeSet,
-    most: int,
-    *,
-    shape: Shape | None,
-    denied: Denied,
-) -> Iterator[None]:
-    """Fills `denied`, in steps of a choice. Nodes have different GPUs, and the quota depends on the choice: first the best ones, then all,
-    unless `most` of the best ones are allowed."""
-    version, state = index.version, quotas.state(namespace)
-    if denied.state != state:
-        denied.state, denied.nodes = state, {}
-    names: dict[str, set[str]] = {}
-    #: Nodes that differ only by name give one result.
-    alike: dict[Hashable, str] = {}
-    closed: dict[Set[_Gpu], Mapping[_Gpu, str]] = {}
-    first = index.order(request, policy, allowed, _FIRST_NODES + most, shape=shape)
-    assert not isinstance(first, Rejection), "it has nodes that fit"
-    others = set(index.names(allowed)).difference(first) if len(first) == _FIRST_NODES + most else ()
-    yield
-    best: list[str] = []
-    for number, name in enumerate(chain(first, others)):
-        if len(best) == most and number <= len(first):
-            break
-        if (node := index.node(name)) is None:
-            continue  # removed in the meantime
-        used, known = index.used(name), denied.nodes.get(name)
-        if known is None or known[0] is not node or known[1] is not used:
-            kinds = frozenset(_gpus(node))
-            if kinds not in closed:
-                closed[kinds] = quotas.closed(namespace, kinds, request)
-            known = node, used, _denial(quotas, namespace, request, policy, node, used, closed[kinds], alike)
-            denied.nodes[name] = known
-        if known[2]:
-            names.setdefault(known[2], set()).add(name)
-        elif number < len(first):
-            best.append(name)
-        yield
-    if (version, state) == (index.version, quotas.state(namespace)):
-        denied.names, denied.checked = names, (version, state, allowed, most)
-        denied.best = best if len(best) == most else []
-
-
-def _denial(
-    quotas: Quotas,
-    namespace: str,
-    request: PodRequest,
-    policy: Policy,
-    node: NodeState,
-    used: Used,
-    closed: Mapping[_Gpu, str],
-    alike: dict[Hashable, str],
-) -> str:
-    """Why the quota denies the pod the GPUs of the node on which it has room, or ""."""
-    gpus = _gpus(node)
-    having = [gpus[place] for place, gpu in enumerate(node.gpus) if _may_have(gpu, used[place], request)] if closed else []
-    if having and all(gpu in closed for gpu in having):
-        return min(closed.values())
-    more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
-    key = (node.name if request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
-    if key not in alike:
-        if len(alike) == _MAX_ALIKE:
-            alike.clear()
-        choice = quotas.choose(namespace, node, used, request, policy)
-        alike[key] = choice.text if isinstance(choice, Rejection) else ""
-    return alike[key]
-
-
-def _may_have(gpu: GpuState, used: Amounts, request: PodRequest) -> bool:
-    """False: it has room for no container of the pod. MIG devices are not examined."""
-    wanted = (each.on(gpu.memory_mebibytes, gpu.scaling) for each in request.containers)
-    return bool(gpu.mig) or any(gpu.has_room(used, each) for each in wanted)
 
 
 def added_holdings(holdings: Iterable[Holding]) -> Holding:
@@ -561,7 +354,8 @@ def _sum(holding: Holding, limit: Limit) -> Held:
     return total
 
 
-def _gpus(node: NodeState) -> list[_Gpu]:
+def gpus_of(node: NodeState) -> list[CountedGpu]:
+    """The GPUs of a node by position; one without a model if the node has none."""
     gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes, gpu.scaling) for gpu in node.gpus]
     return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
 
@@ -572,12 +366,12 @@ def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[Cont
 
 
 @lru_cache(maxsize=4096)
-def _on_equal_gpus(gpu: _Gpu, containers: tuple[ContainerRequest, ...]) -> Holding:
+def _on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
     """The choice has no influence: the kubelet reuses devices of init containers wherever they are."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 
-def _holding(gpus: Sequence[_Gpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
+def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
     """`places`: positions of the GPUs of each container; a position after the last one of `gpus` is like the last one."""
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):

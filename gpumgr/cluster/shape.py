@@ -1,4 +1,4 @@
-"""What one request finds among the nodes: those that fit in their order, or the kinds of misfits.
+"""Compares one request with the nodes: the fitting nodes in order, or the reasons why no node fits.
 
 Nothing is kept for a request but choices per profile (`gpumgr.cluster.profiles`), so the costs do not depend on how many different requests
 there are. Groups of nodes are compared by the lowest rank that one of them can have; only nodes that may be among the best are looked at.

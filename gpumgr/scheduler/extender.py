@@ -19,7 +19,8 @@ from gpumgr.allocator.pods import TERMINAL_PHASES
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, NodeSet, PlacedPod
-from gpumgr.cluster.quota import Quotas, examine_within_quota, rank_within_quota
+from gpumgr.cluster.quota import Quotas
+from gpumgr.cluster.quota_rank import RankWithinQuota
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
@@ -115,11 +116,8 @@ class Extender:
         await self._preemption.keep_nominated()
         pod, names = asked
         if pod.wants_gpu and pod.refusal is None:
-            policy, offered = pod.policy or self._settings.policy, self._index.node_set(names)
-            steps = examine_within_quota(
-                self._index, self._quotas, pod.namespace, pod.request, policy, offered, self._settings.candidates
-            )
-            await in_slices(steps, SLICE_SECONDS)
+            question = self._question(pod, self._index.node_set(names), self._settings.candidates)
+            await in_slices(question.examine(), SLICE_SECONDS)
         return asked
 
     def _asked(self, args: FilterArgs) -> _Asked:
@@ -146,10 +144,10 @@ class Extender:
             return self._as_sent(args, pod, names)
         self._forget(pod.uid)
         offered = self._index.node_set(names)
-        ranked = self._ranked(pod, offered, candidates)
+        ranked = self._question(pod, offered, candidates).rank()
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
-                ranked = self._ranked(pod, offered, candidates) if more else ranked
+                ranked = self._question(pod, offered, candidates).rank() if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
             self._rejections.add(pod, pod.policy or self._settings.policy, offered)
@@ -166,10 +164,9 @@ class Extender:
             self._preemption.restore(pod.uid)
         return self._passed(args, [name for name, _ in ranked])
 
-    def _ranked(self, pod: WatchedPod, names: NodeSet, most: int) -> list[tuple[str, NodeChoice]] | Rejection:
-        return rank_within_quota(
-            self._index, self._quotas, pod.namespace, pod.request, pod.policy or self._settings.policy, names, most
-        )
+    def _question(self, pod: WatchedPod, names: NodeSet, most: int) -> RankWithinQuota:
+        policy = pod.policy or self._settings.policy
+        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""

@@ -9,7 +9,8 @@ from gpumgr.aio import in_slices
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.quota import Denied, Quotas, examine_within_quota, rank_within_quota
+from gpumgr.cluster.quota import Denied, Quotas
+from gpumgr.cluster.quota_rank import RankWithinQuota
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.cluster.summary import covers, free_sum, in_total
@@ -50,10 +51,11 @@ class Reasons:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
             names, shape = await self._examined(request, policy)
-            asked, denied = (self._index, self._quotas, pod.namespace, request, policy, names), Denied()
-            await in_slices(examine_within_quota(*asked, shape=shape, denied=denied), _SLICE_SECONDS)
-            within = rank_within_quota(*asked, shape=shape, denied=denied)
-            if isinstance(within, Rejection):
+            question = RankWithinQuota(
+                self._index, self._quotas, pod.namespace, request, policy, names, shape=shape, denied=Denied()
+            )
+            await in_slices(question.examine(), _SLICE_SECONDS)
+            if isinstance(within := question.rank(), Rejection):
                 return "quota", within.text
         return kind, ""
 

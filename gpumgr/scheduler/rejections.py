@@ -20,7 +20,8 @@ import structlog
 
 from gpumgr.aio import in_slices
 from gpumgr.cluster.index import ClusterIndex, NodeSet
-from gpumgr.cluster.quota import Quotas, examine_within_quota, rank_within_quota
+from gpumgr.cluster.quota import Quotas
+from gpumgr.cluster.quota_rank import RankWithinQuota
 from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.kubeapi.client import API_FAILURES, ApiServer
@@ -120,10 +121,9 @@ class Rejections:
         fits = self._index.any_fits(request, each.policy, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits
-        asked = self._index, self._quotas, each.pod.namespace, request, each.policy, nodes
-        await in_slices(examine_within_quota(*asked), _SLICE_SECONDS)
-        found = rank_within_quota(*asked)
-        return not isinstance(found, Rejection)
+        question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
+        await in_slices(question.examine(), _SLICE_SECONDS)
+        return not isinstance(question.rank(), Rejection)
 
 
 async def retry_waiting_pods(

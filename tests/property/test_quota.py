@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, added_holdings, rank_within_quota
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, added_holdings
+from gpumgr.cluster.quota_rank import RankWithinQuota
 from gpumgr.cluster.request import PodRequest
 from gpumgr.cluster.shape import Rejection
 from tests.cluster_states import node_state, request, share
@@ -60,7 +61,7 @@ class Namespaces(RuleBasedStateMachine):
     def filter(self, wanted: PodRequest, namespace: str, names: set[str]) -> None:
         uid = f"{namespace}-{len(self.pods)}"
         self.pods[uid] = wanted
-        ranked = rank_within_quota(self.index, self.quotas, namespace, wanted, "binpack", sorted(names))
+        ranked = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", sorted(names)).rank()
         if isinstance(ranked, Rejection):
             assert 0 < len(ranked.text) <= 300
             return

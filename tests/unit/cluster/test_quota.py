@@ -9,7 +9,8 @@ import pytest
 
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, examine_within_quota, rank_within_quota
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas
+from gpumgr.cluster.quota_rank import RankWithinQuota
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.chain import ContainerKind
@@ -48,7 +49,7 @@ class Cluster:
 
     def rank(self, wanted: PodRequest, namespace: str = "team", most: int = 9) -> list[str] | str:
         names = [name for name in [*NAMES, "mixed"] if self.index.node(name) is not None]
-        found = rank_within_quota(self.index, self.quotas, namespace, wanted, "binpack", names, most)
+        found = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", names, most).rank()
         return found.text if isinstance(found, Rejection) else sorted(name for name, _ in found)
 
 
@@ -169,7 +170,7 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
 ) -> None:
     mixed = labelled("mixed", len(models), *models)
     cluster = Cluster(limit, nodes=(mixed,))
-    found = rank_within_quota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["mixed"])
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["mixed"]).rank()
     if gpus is None:
         assert isinstance(found, Rejection)
         assert found.text.startswith("for the quota of 1 node: namespace team uses 0")
@@ -195,7 +196,7 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Quotas, "choose", counted)
     names = [node.name for node in nodes]
-    found = rank_within_quota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names)
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
     assert isinstance(found, Rejection)
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
     assert len(tried) == 1
@@ -205,7 +206,7 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
         shares = (((gpu, Amounts(80, 256)),),)
         cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(80, 1), shares=shares))
     tried.clear()
-    found = rank_within_quota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names)
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names).rank()
     assert not isinstance(found, Rejection)
     assert ([name for name, _ in found], {node.name for node in tried}) == (["n40"], {"n40"})
 
@@ -240,20 +241,20 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest
         return choose(quotas, namespace, node, *rest)
 
     monkeypatch.setattr(Quotas, "choose", counted)
-    before, steps = 0, examine_within_quota(*stage.asked)
+    before, steps = 0, RankWithinQuota(*stage.asked).examine()
     for _ in steps:
         assert len(tried) - before <= 1
         before = len(tried)
     assert before == 60
-    assert isinstance(rank_within_quota(*stage.asked), Rejection)
+    assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
     # Afterwards only nodes that have changed are examined again.
     for change in (partial(stage.cluster.index.remove, "n7-1"), partial(stage.cluster.index.set_node, NodeState(name="new"))):
         change()
         tried.clear()
-        assert isinstance(rank_within_quota(*stage.asked), Rejection)
+        assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
         assert {node.name for node in tried} <= {"n7"}
     stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
-    found = rank_within_quota(*stage.asked)
+    found = RankWithinQuota(*stage.asked).rank()
     assert not isinstance(found, Rejection)
     assert [name for name, _ in found] == ["n7"]
 
@@ -268,7 +269,7 @@ def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examine
     wanted = replace(stage.WANTED, cpu_milli=4000)
     policy: Policy = "least-fragmentation"
     asked = index, quotas, "team", wanted, policy, names
-    for _ in examine_within_quota(*asked):
+    for _ in RankWithinQuota(*asked).examine():
         pass
     best = quotas.denied("team", wanted, policy).best
     assert best
@@ -277,7 +278,7 @@ def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examine
     for name in {*best, *ordered}:
         index.use_cpu(f"cpu-{name}", name, 16_000)
     assert index.order(wanted, policy, names, 1) != best
-    found = rank_within_quota(*asked)
+    found = RankWithinQuota(*asked).rank()
     assert not isinstance(found, Rejection)
     assert [name for name, _ in found] == best
 
@@ -301,13 +302,13 @@ def test_changes_between_the_steps_count(step: int, change: str) -> None:
             quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=0, model="V100"),))}
 
     sliced, whole, number = Different(), Different(), 0
-    for number, _ in enumerate(examine_within_quota(*sliced.asked)):
+    for number, _ in enumerate(RankWithinQuota(*sliced.asked).examine()):
         if number == step:
             changed(sliced)
-            next(examine_within_quota(*sliced.asked), None)
+            next(RankWithinQuota(*sliced.asked).examine(), None)
     assert number > step
     changed(whole)
-    assert rank_within_quota(*sliced.asked) == rank_within_quota(*whole.asked)
+    assert RankWithinQuota(*sliced.asked).rank() == RankWithinQuota(*whole.asked).rank()
 
 
 def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
@@ -365,7 +366,7 @@ def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted:
     reference = weakref.ref(text)
     names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
     asked = constrained(wanted, **{field: (text,)})
-    found = rank_within_quota(cluster.index, cluster.quotas, namespace, asked, "binpack", names)
+    found = RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names).rank()
     assert isinstance(found, Rejection)
     assert len(cluster.quotas.rejections) == 1
     del text, asked
@@ -403,7 +404,7 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
             cluster.hold(node.name, request(("app", 100, 0)), "other", uid=f"{node.name}-{gpu}")
 
     def asked() -> Rejection:
-        found = rank_within_quota(cluster.index, cluster.quotas, "team", replace(wanted, cpu_milli=500), policy, NAMES)
+        found = RankWithinQuota(cluster.index, cluster.quotas, "team", replace(wanted, cpu_milli=500), policy, NAMES).rank()
         assert isinstance(found, Rejection)
         return found
 
