@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.allocator.quarantine import Process
-
-__all__ = ["HostProcesses", "Process", "environment", "is_running", "mount_tables", "parent_pid", "start_time_ticks"]
+from gpumgr.units import Process
 
 PROC: Final = Path("/proc")
 _MOST_ENVIRONMENT_BYTES: Final = 1 << 20

@@ -38,6 +38,8 @@ VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
 #: Beginning of a GPU's UUID (8 hex digits or more); what a device id calls its GPU.
 GpuName = str
+#: (pid, start time in clock ticks since boot): together they are unique.
+Process = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +86,14 @@ def other_resource(resource: Resource) -> Resource:
 def blocks_of(memory_bytes: int) -> int:
     """Whole 256 MiB blocks in `memory_bytes`; the rest is not offered (floored for each GPU, never pooled)."""
     return memory_bytes // BLOCK_BYTES
+
+
+def ratio(value: float | None) -> float | None:
+    """The value, limited to 0..1."""
+    return None if value is None else min(1.0, max(0.0, value))
+
+
+def percent(value: float | None) -> float | None:
+    """The ratio in percent, as gpu-manager's and HAMi's metrics have it."""
+    share = ratio(value)
+    return None if share is None else round(100 * share, 6)

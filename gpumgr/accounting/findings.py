@@ -5,8 +5,8 @@ from typing import Final
 
 import structlog
 
+from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.enforcement.backend import Finding, FindingCode
 
 log = structlog.get_logger(__name__)
 

@@ -18,12 +18,11 @@ from gpumgr.accounting.container_events import AgentRecords, ContainerEvents
 from gpumgr.accounting.findings import OVER_LIMIT, FindingsReporter
 from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.ports import Pods
+from gpumgr.agent.ports import Finding, Pods, RunningContainer
 from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
-from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.topology.devices import Gpu, NodeSample
 from gpumgr.units import MEMORY_RESOURCE
 from gpumgr.usage.allocation_index import AllocationIndex

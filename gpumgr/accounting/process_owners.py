@@ -14,8 +14,8 @@ import structlog
 
 from gpumgr.accounting.background_call import BackgroundCall
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.quarantine import Process
 from gpumgr.errors import CriError
+from gpumgr.units import Process
 from gpumgr.usage.allocation_index import AllocationIndex
 from gpumgr.usage.containers import Container
 

@@ -10,12 +10,12 @@ from gpumgr.allocator.instances import MigStrategy, offered_instances
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.node_devices import NodeDevices, node_devices
-from gpumgr.allocator.quarantine import Process, Quarantine
+from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.evaluators.mig import without_places
 from gpumgr.evaluators.replicas import Scaling
 from gpumgr.evaluators.select import Policy
 from gpumgr.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
-from gpumgr.units import GpuName
+from gpumgr.units import GpuName, Process
 
 #: All memory slices.
 _EVERYWHERE: Final = -1

@@ -1,6 +1,7 @@
 """The interfaces that the agent needs from other packages. They implement these; the agent imports none of them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gpumgr.allocator.gpu_share import GpuShare, Terms
@@ -9,9 +10,9 @@ from gpumgr.allocator.ledger import Allocation, AllocationId, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import PodKey, PodSandbox, PodView
-from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.units import Resource
+from gpumgr.units import Process, Resource
+from gpumgr.usage.containers import Container
 
 
 class Checkpoint(Protocol):
@@ -102,6 +103,39 @@ class Meter(Protocol):
     """Metrics of the reconciler."""
 
     def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
+
+
+#: tampered: the container changed its limits (they were corrected). unregistered: a process uses the GPU without the mechanism.
+#: broken: the mechanism does not work for this container. over_limit: more memory is in use than was granted.
+FindingCode = Literal["tampered", "unregistered", "broken", "over_limit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A problem to report to the operator and the pod's owner; `message` is one sentence with what to do."""
+
+    allocation: AllocationId
+    code: FindingCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningContainer:
+    """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending. `others`: further
+    containers that run with the same ResourceClaim; the pids are those of all of them.
+
+    `gpu_pids`: those of them that have a context on one of its GPUs.
+    """
+
+    tenant: GpuShare
+    container: Container
+    pids: tuple[int, ...] = ()
+    gpu_pids: frozenset[int] = frozenset()
+    others: tuple[Container, ...] = ()
+
+    @property
+    def containers(self) -> tuple[Container, ...]:
+        return (self.container, *self.others)
 
 
 #: Receives each device list for the kubelet.

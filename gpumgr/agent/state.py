@@ -16,12 +16,12 @@ from gpumgr.allocator import quarantine
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Process, Quarantine
+from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Quarantine
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.evaluators.select import Policy
 from gpumgr.foreign_text import UnreadableText, decode_json
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
-from gpumgr.units import GpuName
+from gpumgr.units import GpuName, Process
 
 log = structlog.get_logger(__name__)
 

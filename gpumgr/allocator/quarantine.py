@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpumgr.units import GpuName
+from gpumgr.units import GpuName, Process
 
-#: (pid, start time in clock ticks since boot): together they are unique.
-Process = tuple[int, int]
 #: How long the processes of an ended container may remain before they are reported.
 EXPECTED_SECONDS: Final = 10.0
 

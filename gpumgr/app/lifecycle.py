@@ -30,10 +30,10 @@ from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.errors import CheckpointError, NvmlError
+from gpumgr.event_loop import report_event_loop_lag
 from gpumgr.heap import return_memory
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
-from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import inner_names, replicas

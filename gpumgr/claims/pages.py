@@ -9,7 +9,7 @@ from aiohttp import web
 import gpumgr
 from gpumgr.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.claims.watches import ClaimWatches
-from gpumgr.metrics.text_format import Family, counter, gauge, page, render_all
+from gpumgr.prometheus_text import Family, counter, gauge, page, render_all
 from gpumgr.scheduler.pages import Routes
 
 _BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")

@@ -20,9 +20,9 @@ from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.quota import GpuKind, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes, prompt_watches
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels
 from gpumgr.scheduler.watches import ClusterWatches
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import CORES_PER_GPU
 

@@ -13,12 +13,12 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Runs
-from gpumgr.allocator.quarantine import Process
 from gpumgr.cri.cgroup_path import container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import InitProcess
 from gpumgr.errors import CriError
+from gpumgr.units import Process
 from gpumgr.usage.containers import Container
 
 _log = structlog.get_logger(__name__)

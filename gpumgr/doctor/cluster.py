@@ -16,8 +16,8 @@ from gpumgr.doctor.examine import Check, CheckResult, error, ok, skipped, warnin
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import CORE_RESOURCE
 
 #: Nodes with node.profile hami offer these resources only.

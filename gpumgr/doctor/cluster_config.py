@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from gpumgr.foreign_text import UnreadableText, decode_yaml
-from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _MAX_BYTES: Final = 1 << 20

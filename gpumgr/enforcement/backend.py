@@ -6,49 +6,16 @@ is on disk or in separate processes, and `recover` takes it over.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.units import Resource
-from gpumgr.usage.containers import Container
 
 BackendName = Literal["mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
-
-#: tampered: the container changed its limits (they were corrected). unregistered: a process uses the GPU without the mechanism.
-#: broken: the mechanism does not work for this container. over_limit: more memory is in use than was granted.
-FindingCode = Literal["tampered", "unregistered", "broken", "over_limit"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A problem to report to the operator and the pod's owner; `message` is one sentence with what to do."""
-
-    allocation: AllocationId
-    code: FindingCode
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningContainer:
-    """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending. `others`: further
-    containers that run with the same ResourceClaim; the pids are those of all of them.
-
-    `gpu_pids`: those of them that have a context on one of its GPUs.
-    """
-
-    tenant: GpuShare
-    container: Container
-    pids: tuple[int, ...] = ()
-    gpu_pids: frozenset[int] = frozenset()
-    others: tuple[Container, ...] = ()
-
-    @property
-    def containers(self) -> tuple[Container, ...]:
-        return (self.container, *self.others)
 
 
 class Backend:

@@ -27,10 +27,11 @@ from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import NvmlError, Refusal
 from gpumgr.proc import PROC

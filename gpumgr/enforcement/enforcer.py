@@ -8,13 +8,14 @@ from typing import Final
 
 import structlog
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.gpu_share import GpuShare, Terms
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.response import ContainerResponse, merged
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import Backend, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mechanism_choice import (
     NO_MECHANISM,
     MechanismChoice,

@@ -13,7 +13,7 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS
 from gpumgr.kubeapi.pods import parse_pod
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
-from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.hami_resources import ReplicaResources
 
 #: Takes the pod before and after a change; None means that it does not exist.
 OnChange = Callable[[PodView | None, PodView | None], None]

@@ -13,8 +13,9 @@ from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS, slices_in
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, ReplicaResources, placed_by_hami, replica_request
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
 from gpumgr.kubeapi.selection import constraints_of
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport, OutboxState
-from gpumgr.metrics.gpus import current_shares
-from gpumgr.metrics.text_format import RenderedFamily, counter, gauge, label_text, render
+from gpumgr.allocator.holdings import current_shares
+from gpumgr.prometheus_text import RenderedFamily, counter, gauge, label_text, render
 
 _UP: Final = gauge("nvml_up", "1 while the driver's library answers.")
 _READY: Final = gauge("agent_ready", "1 while the node can take pods with GPUs.")

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.holdings import holdings
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.metrics.event_loop import yielding_gil
-from gpumgr.metrics.gpus import holdings, ratio
-from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, gauge, render
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.event_loop import yielding_gil
+from gpumgr.prometheus_text import Family, LabelCache, RenderedFamily, gauge, render
+from gpumgr.units import CORES_PER_GPU, ratio
 from gpumgr.usage.node_use import ContainerUse
 
 #: Of every series about one container on one GPU.

@@ -16,9 +16,9 @@ from typing import Final
 
 from gpumgr.accept import accepts_gzip, ranked
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.metrics.event_loop import yielding_gil
+from gpumgr.event_loop import yielding_gil
 from gpumgr.metrics.registry import Metrics
-from gpumgr.metrics.text_format import page
+from gpumgr.prometheus_text import page
 
 #: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0

@@ -11,10 +11,9 @@ from typing import Final
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.metrics.event_loop import yielding_gil
-from gpumgr.metrics.gpus import percent
-from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
+from gpumgr.event_loop import yielding_gil
+from gpumgr.prometheus_text import Family, LabelCache, RenderedFamily, render
+from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, percent
 
 #: Labels of every series, before the label of the GPU.
 HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")

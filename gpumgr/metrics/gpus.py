@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, render
+from gpumgr.allocator.holdings import current_shares, granted_mebibytes
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.prometheus_text import Family, RenderedFamily, gauge, label_text, render
 from gpumgr.topology.devices import GpuSample, NodeSample
-from gpumgr.units import CORES_PER_GPU, GpuName
+from gpumgr.units import CORES_PER_GPU, GpuName, ratio
 from gpumgr.usage.node_use import GpuUse
 
 _INFO: Final = gauge(
@@ -40,17 +40,6 @@ _MEMORY: Final = gauge(
     "gpu_memory_allocated_bytes", "Memory that containers hold; all of it on a GPU that one container has whole.", "gpu"
 )
 _SHARERS: Final = gauge("gpu_shared_containers", "Containers that share the GPU (0: none, or one container has it whole).", "gpu")
-
-
-def ratio(value: float | None) -> float | None:
-    """The value, limited to 0..1."""
-    return None if value is None else min(1.0, max(0.0, value))
-
-
-def percent(value: float | None) -> float | None:
-    """The ratio in percent, as gpu-manager's and HAMi's metrics have it."""
-    share = ratio(value)
-    return None if share is None else round(100 * share, 6)
 
 
 _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] = (
@@ -160,17 +149,6 @@ def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
     yield render(_SHARERS, {_gpu(card.uuid): sharers.get(card.name, 0) for card in gpu_registry})
 
 
-def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
-    """Memory that containers hold on each GPU; all memory of a GPU that a container has whole."""
-    return {gpu.name: gpu.memory_mebibytes - ledger.available(gpu.name).memory_mebibytes for gpu in ledger.gpu_registry.gpus}
-
-
-def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU; an init container's counts until its pod's next container has replaced it."""
-    started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
-    return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
-
-
 def _sharers(ledger: Ledger) -> dict[GpuName, int]:
     """GPU -> number of containers with a part of it."""
     count: dict[GpuName, int] = {}
@@ -178,10 +156,3 @@ def _sharers(ledger: Ledger) -> dict[GpuName, int]:
         for gpu in allocation.places:
             count[gpu] = count.get(gpu, 0) + 1
     return count
-
-
-def holdings(allocation: Allocation, gpu_registry: GpuRegistry) -> Iterator[tuple[RegisteredGpu, int, int]]:
-    """The allocation's GPUs, with its cores and its MiB on each; all memory of a GPU that it has whole."""
-    for name in allocation.places:
-        amounts = allocation.amounts_on(name)
-        yield gpu_registry.by_name[name], amounts.cores, amounts.memory_mebibytes

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.holdings import granted_mebibytes, holdings
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
 from gpumgr.evaluators.constraints import device_type
-from gpumgr.metrics.event_loop import yielding_gil
-from gpumgr.metrics.gpus import granted_mebibytes, holdings, percent
-from gpumgr.metrics.text_format import Family, RenderedFamily, label_text, render
+from gpumgr.event_loop import yielding_gil
+from gpumgr.prometheus_text import Family, RenderedFamily, label_text, render
 from gpumgr.topology.devices import Gpu, GpuSample
-from gpumgr.units import CORES_PER_GPU, GpuName
+from gpumgr.units import CORES_PER_GPU, GpuName, percent
 from gpumgr.usage.node_use import ContainerUse
 
 _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")

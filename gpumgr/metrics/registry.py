@@ -11,14 +11,15 @@ from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
+from gpumgr import prometheus_text
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.pods import PodView
 from gpumgr.errors import RefusalCode
-from gpumgr.metrics import agent, containers, gpus, text_format
+from gpumgr.metrics import agent, containers, gpus
 from gpumgr.metrics.containers import CONTAINER_LABELS, render_containers
 from gpumgr.metrics.gpu_manager import HOLDER_LABELS, render_gpu_manager
 from gpumgr.metrics.hami import render_hami
-from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render_metric
+from gpumgr.prometheus_text import Family, LabelCache, RenderedFamily, render_metric
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
@@ -123,12 +124,12 @@ class Metrics:
         self._lag = self._histogram("event_loop_lag_seconds", about, buckets=_LAG_BUCKETS)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        family = self._declare(text_format.gauge(name, about, *labels))
+        family = self._declare(prometheus_text.gauge(name, about, *labels))
         return Gauge(family.name, about, labels, registry=self._registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         """`name` ends in `_total`."""
-        family = self._declare(text_format.counter(name, about, *labels))
+        family = self._declare(prometheus_text.counter(name, about, *labels))
         return Counter(family.name, about, labels, registry=self._registry)
 
     def _histogram(self, name: str, about: str, *labels: str, buckets: Sequence[float]) -> Histogram:

@@ -15,10 +15,10 @@ import msgspec
 
 from gpumgr.errors import InputError
 from gpumgr.foreign_text import UnreadableText, convert
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.migrate.hami_plugin import plugin_settings
 from gpumgr.migrate.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import LEAST_UNREPORTED_MEBIBYTES, MOST_UNREPORTED_MEBIBYTES
 from gpumgr.settings.tree import legible
 

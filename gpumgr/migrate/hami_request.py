@@ -13,8 +13,9 @@ from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER, decode_register
 from gpumgr.kubeapi.pods import quantity_or_0
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources, placed_by_hami, replica_request
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, placed_by_hami, replica_request
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 

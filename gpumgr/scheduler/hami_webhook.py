@@ -14,8 +14,8 @@ from aiohttp import web
 from gpumgr.cluster.request import too_many
 from gpumgr.foreign_text import decode_answer
 from gpumgr.kubeapi.pods import quantity_or_0
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.bodies import Bodies
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"

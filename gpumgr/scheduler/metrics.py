@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, di
 import gpumgr
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.summary import GPU_PARTS, PARTS, Totals
-from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, page, render_all, render_metric
+from gpumgr.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
 from gpumgr.scheduler.api import KINDS, Kind
 from gpumgr.scheduler.objects import Inventory
 from gpumgr.scheduler.overview import ClusterOverview

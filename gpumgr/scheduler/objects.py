@@ -34,9 +34,9 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_placement,
 )
 from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import node_policy_of, policy_of
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 

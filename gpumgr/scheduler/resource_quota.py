@@ -9,7 +9,7 @@ from typing import Any
 
 from gpumgr.cluster.quota import Limit
 from gpumgr.kubeapi.pods import parse_quantity
-from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.hami_resources import ReplicaResources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from gpumgr.cluster.quota import Quotas
 from gpumgr.foreign_text import decode_stored
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes, prompt_watches
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
 from gpumgr.scheduler.quota_sources import QuotaSources, QuotaTexts
 from gpumgr.scheduler.resource_quota import WatchedResourceQuota, parse_resource_quota
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import VCUDA_NAMES
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.settings import Settings
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
 
 

@@ -1,6 +1,6 @@
 """Every setting: name, type, bounds, default and meaning. `config/gpumgr.yaml` documents the same; a test compares them.
 
-What pods request by HAMi's resources has its keys from `gpumgr.kubeapi.replica_requests`.
+What pods request by HAMi's resources has its keys from `gpumgr.settings.hami_resources`.
 """
 
 import socket
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, inspect
 
-from gpumgr.kubeapi.replica_requests import ReplicaResources
+from gpumgr.settings.hami_resources import ReplicaResources
 
 _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Process
+from gpumgr.allocator.quarantine import EXPECTED_SECONDS
+from gpumgr.units import Process
 from gpumgr.usage.allocation_index import AllocationIndex
 from gpumgr.usage.containers import Container
 from gpumgr.usage.node_use import NodeUse

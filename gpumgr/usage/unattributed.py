@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from gpumgr.allocator.quarantine import Process
-from gpumgr.units import GpuName
+from gpumgr.units import GpuName, Process
 from gpumgr.usage.node_use import NodeUse, UnattributedProcess
 
 #: Unattributed processes that were reported -> the GPUs on which each was seen last.

@@ -9,9 +9,9 @@ import ssl
 import sys
 from pathlib import Path
 
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.hami_webhook import PATH, webhook_application
 from gpumgr.scheduler.listening import VerbListener
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.credentials import Certificates
 from tests.bench.figures import log_to_stderr

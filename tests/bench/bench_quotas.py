@@ -9,9 +9,9 @@ import time
 from typing import NoReturn
 
 from gpumgr.cluster.quota import Quotas
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.quota_sources import QuotaSources, QuotaTexts
 from gpumgr.scheduler.resource_quota import parse_resource_quota
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.simulate.tables import read_pods
 from tests.bench.figures import Stopwatch, log_to_stderr
 from tests.bench.held import HeldTimes

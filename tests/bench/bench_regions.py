@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from gpumgr.metrics.registry import Metrics
-from gpumgr.metrics.text_format import page
+from gpumgr.prometheus_text import page
 from tests.unit.metrics.pages import full_picture
 from tests.unit.metrics.pictures import uuid_of
 

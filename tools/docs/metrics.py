@@ -6,7 +6,7 @@ from gpumgr.claims import pages as claims
 from gpumgr.metrics import gpu_manager
 from gpumgr.metrics.hami import render_hami
 from gpumgr.metrics.registry import catalogue
-from gpumgr.metrics.text_format import Family
+from gpumgr.prometheus_text import Family
 from gpumgr.scheduler import metrics as scheduler
 from tests.unit.metrics.pages import full_picture
 from tools.docs.markdown import code, table

@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.hami_core import priorities, seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal

@@ -12,8 +12,8 @@ from typing import Final
 
 import structlog
 
+from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
 from gpumgr.enforcement.hami_core import layout, repairs, seed
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair

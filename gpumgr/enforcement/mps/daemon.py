@@ -25,7 +25,8 @@ from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces
 from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
-from gpumgr.proc import Process, is_running, start_time_ticks
+from gpumgr.proc import is_running, start_time_ticks
+from gpumgr.units import Process
 
 _START_SECONDS: Final = 10.0
 #: How long the trial of a new client may take. On an H200 a context takes less than a second.

@@ -18,7 +18,8 @@ from typing import Final
 
 from gpumgr.enforcement.mps.commands import SERVER
 from gpumgr.errors import MpsError
-from gpumgr.proc import PROC, Process, is_running, start_time_ticks
+from gpumgr.proc import PROC, is_running, start_time_ticks
+from gpumgr.units import Process
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.

@@ -6,9 +6,10 @@ A GPU of MPS gives CUDA contexts through its daemon only, so these containers us
 from collections.abc import Sequence
 from typing import Final
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import Share
 from gpumgr.enforcement.unlimited import ReportUnlimited, Unlimited

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files

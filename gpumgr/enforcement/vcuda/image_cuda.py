@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.aio import DaemonCalls
-from gpumgr.enforcement.backend import Finding, RunningContainer
 
 #: libcudart asks cuGetProcAddress from 11.3 on, and gets the library's 32-bit functions of CUDA 2.
 _NEWEST: Final = (11, 2)

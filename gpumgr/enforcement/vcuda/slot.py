@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.operator_library import make_folder
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import INIT_PID, pack_config, pack_pids, unpack_pids

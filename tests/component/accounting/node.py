@@ -10,14 +10,14 @@ from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
-from gpumgr.allocator.quarantine import Process
 from gpumgr.app.over_limit import OverLimitReporter
-from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.errors import CriError
 from gpumgr.topology.devices import NodeSample
+from gpumgr.units import Process
 from gpumgr.usage.containers import Container
 from gpumgr.usage.node_use import NodeUse
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods

@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 from gpumgr.accounting.findings import SAME_FINDING_SECONDS
 from gpumgr.accounting.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimit
 from gpumgr.accounting.process_owners import RETRY_SECONDS
+from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.allocator.ledger import Allocation, ClaimRequest
 from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.allocator.quarantine import EXPECTED_SECONDS
-from gpumgr.enforcement.backend import Finding, FindingCode
 from gpumgr.units import BLOCK_BYTES, Amounts
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
 from tests.unit.usage.samples import MIB, container, nameless, sample

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.allocator.quarantine import Process
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.rpc.server import DrainingServer
+from gpumgr.units import Process
 from tests.cri_api import cri
 
 UID = "0c1c3a5e-6f2b-4d8e-9b57-3f1a2c4d5e6f"

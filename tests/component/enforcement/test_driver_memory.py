@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import Backend, RunningContainer
+from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.errors import Refusal
 from gpumgr.nvml.driver import Nvml

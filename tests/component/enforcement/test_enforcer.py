@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare, Terms
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.enforcement.unlimited import Unlimited

@@ -8,7 +8,8 @@ import pytest
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.pods import parse_pod, parse_quantity
-from gpumgr.kubeapi.replica_requests import ReplicaResources, placed_by_hami, replica_request
+from gpumgr.kubeapi.replica_requests import placed_by_hami, replica_request
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.units import Amounts
 
 RESOURCES = ReplicaResources()

@@ -17,9 +17,9 @@ from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.kubeapi.unreadable import REASON
 from gpumgr.scheduler.watches import ClusterWatches
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
 from .conftest import FAST, Start, write_kubeconfig

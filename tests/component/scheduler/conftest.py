@@ -19,13 +19,13 @@ from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kubeapi.reflector import WatchTimes
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.topology.matrix import topology_from_matrix

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.bodies import Bodies
 from gpumgr.scheduler.hami_webhook import MOST_BYTES, PATH, TOTAL_BYTES, webhook_application
 from gpumgr.scheduler.lifecycle import certificates
 from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.server import make_application
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
 from .conftest import Clock, Stage, until

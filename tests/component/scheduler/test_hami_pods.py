@@ -11,8 +11,8 @@ from aiohttp import web
 from gpumgr.cluster.node import NodeState
 from gpumgr.kubeapi.cluster_annotations import InventoryGpu, mig_rows
 from gpumgr.kubeapi.pods import parse_pod
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.objects import parse_node
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects

@@ -10,9 +10,9 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from gpumgr.errors import InputError
-from gpumgr.kubeapi.replica_requests import ReplicaResources
 from gpumgr.scheduler.hami_webhook import PATH, patches, webhook_application
 from gpumgr.scheduler.lifecycle import webhook
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import NodeSettings, Settings, WebhookSettings
 
 HAMI = ReplicaResources(

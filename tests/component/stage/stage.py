@@ -23,7 +23,6 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodSandbox, PodView
-from gpumgr.allocator.quarantine import Process
 from gpumgr.app.components import encode_node_devices
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink
@@ -31,10 +30,11 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import CheckpointError, CriError
 from gpumgr.kubeapi.pods import parse_quantity, selected
-from gpumgr.kubeapi.replica_requests import ReplicaResources, replica_request
+from gpumgr.kubeapi.replica_requests import replica_request
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
-from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
 
 from .mig import MemoryMig
 

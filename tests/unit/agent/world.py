@@ -22,7 +22,6 @@ from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.enforcement.enforcer import Enforcer
@@ -31,7 +30,7 @@ from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
-from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Resource
+from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Process, Resource
 from tests.component.stage.mig import MemoryMig
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
 

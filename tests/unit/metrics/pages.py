@@ -11,7 +11,7 @@ from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.pods import PodView
 from gpumgr.metrics.registry import Metrics
-from gpumgr.metrics.text_format import RenderedFamily, page
+from gpumgr.prometheus_text import RenderedFamily, page
 from tests.unit.usage.samples import container, sample, used
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole

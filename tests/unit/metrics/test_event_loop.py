@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gpumgr.metrics.event_loop import report_event_loop_lag, yielding_gil
+from gpumgr.event_loop import report_event_loop_lag, yielding_gil
 
 
 async def test_reports_by_how_much_each_timer_was_missed() -> None:

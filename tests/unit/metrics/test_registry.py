@@ -7,9 +7,9 @@ import pytest
 
 import gpumgr
 from gpumgr.accounting.memory_limit_watcher import LimitMeter as AccountingMeter
-from gpumgr.agent.ports import Meter
+from gpumgr.agent.ports import FindingCode, Meter
 from gpumgr.dra import DRIVER
-from gpumgr.enforcement.backend import BackendName, FindingCode
+from gpumgr.enforcement.backend import BackendName
 from gpumgr.metrics.registry import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics, catalogue
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 from prometheus_client.registry import Collector
 
-from gpumgr.metrics.text_format import Family, LabelCache, label_text, page, render, render_metric
+from gpumgr.prometheus_text import Family, LabelCache, label_text, page, render, render_metric
 
 _SPECIAL = '\\"\n\r\t{},=# \u2028\u00e9\U0001f600'
 _HOSTILE = st.text(st.sampled_from(_SPECIAL + "ab_1"), max_size=20) | st.text(

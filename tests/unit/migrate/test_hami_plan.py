@@ -10,11 +10,12 @@ import pytest
 
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.hami_node import REGISTER
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.migrate.plan import Plan, differing
+from gpumgr.settings.hami_resources import ReplicaResources
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
 UUIDS = ("GPU-8dcd427f-483b-b48f-d7e5-75fb19a52b76", "GPU-0e0e0e0e-0000-1111-2222-333344445555")

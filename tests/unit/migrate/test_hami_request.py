@@ -8,9 +8,10 @@ import pytest
 
 from gpumgr.evaluators.replicas import ReplicaRequest
 from gpumgr.kubeapi.hami_node import REGISTER
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED, ReplicaResources
+from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
 from gpumgr.migrate.hami_request import advise, requests, smallest_gpu, switched_off
 from gpumgr.migrate.objects import KubernetesContainer, PodSpec
+from gpumgr.settings.hami_resources import ReplicaResources
 
 GPU = 16384
 T = TypeVar("T")

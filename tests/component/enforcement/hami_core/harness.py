@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.usage.containers import Container

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.agent.ports import Finding
 from gpumgr.allocator.response import Mount
-from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.hami_core import backend as backend_module
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import RETRY_SECONDS, HamiCore

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, merged
-from gpumgr.enforcement.backend import Backend, RunningContainer
+from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.config import pack_config
 from gpumgr.errors import CriError, GpumgrError, Refusal

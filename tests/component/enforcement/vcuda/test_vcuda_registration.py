@@ -12,7 +12,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.rpc import wire
 from tests.component.enforcement.vcuda.harness import Ended, Node, api, register, run, stub

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved
 from gpumgr.usage.containers import Container
 from tests.shares import gpu_share

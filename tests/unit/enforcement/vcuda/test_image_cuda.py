@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.vcuda.image_cuda import ImageCheck, newer_cuda
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 

@@ -1,0 +1,47 @@
+"""HAMi's resource names and defaults, as the operator set them.
+
+Source: HAMi 2.10, pkg/device/nvidia/device.go: GenerateResourceRequests.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+ResourceName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+        max_length=317,
+        extra={"allowed": "the name of an extended resource, such as nvidia.com/gpu"},
+    ),
+]
+
+
+class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
+    """HAMi's resource names and defaults: keys of the settings' section hami."""
+
+    #: The resource that counts GPUs, ...
+    count_resource: ResourceName = "nvidia.com/gpu"
+    #: ... and what a container gets of each of them: memory in MiB, or in percent, and cores in percent.
+    memory_resource: ResourceName = "nvidia.com/gpumem"
+    memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
+    core_resource: ResourceName = "nvidia.com/gpucores"
+    #: The resource by which a container has its priority on a GPU.
+    priority_resource: ResourceName = "nvidia.com/priority"
+    #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
+    default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
+    #: MiB of one unit of memory_resource.
+    memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
+    #: it requests, but together they may need more than the GPU has.
+    device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    #: Neither count nor limit the cores of shares.
+    disable_core_limit: bool = False
+
+    @property
+    def amounts(self) -> tuple[str, str, str]:
+        """The resources of what a container gets of each GPU."""
+        return self.memory_resource, self.memory_percentage_resource, self.core_resource
