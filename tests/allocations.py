@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from gpumgr.allocator.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, count
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.units import BLOCK_MEBIBYTES, GpuName
+from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName
+from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, count
+from gpumgr.ledger.ledger import Allocation
 
 
 def allocated(

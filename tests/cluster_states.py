@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumgr.cluster.node import GpuState, Naming, NodeState, Shares
-from gpumgr.cluster.request import PodRequest, replica_request, vcuda_request
-from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.evaluators.constraints import Constraints
-from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Shares
+from gpumgr.cluster.core.request import PodRequest, replica_request, vcuda_request
+from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.topology.matrix import topology_from_matrix
 from tests.mig_profiles import H100
 
 GPU_MEBIBYTES = 16384

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 
 UUID = "GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab"
 

@@ -14,7 +14,9 @@ from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import PodResources, Pods
-from gpumgr.allocator.callers import (
+from gpumgr.common.errors import KubeletError, Refusal
+from gpumgr.common.units import RESOURCE_NAMES, Resource, other_resource
+from gpumgr.ledger.callers import (
     UNKNOWN_CALLER,
     Caller,
     find_caller,
@@ -24,14 +26,12 @@ from gpumgr.allocator.callers import (
     reuser,
     waits_for,
 )
-from gpumgr.allocator.choose import Choice, Request, open_allocation
-from gpumgr.allocator.ids import Masks, common, count, minus
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.allocator.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
-from gpumgr.errors import KubeletError, Refusal
-from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
+from gpumgr.ledger.choose import Choice, Request, open_allocation
+from gpumgr.ledger.ids import Masks, common, count, minus
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
 
 log = structlog.get_logger(__name__)
 

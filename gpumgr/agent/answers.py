@@ -4,11 +4,11 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.answer import HostPaths, core_answer, instance_answer, memory_answer, replica_answer
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.units import Resource
+from gpumgr.common.units import Resource
+from gpumgr.ledger.answer import HostPaths, core_answer, instance_answer, memory_answer, replica_answer
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.response import ContainerResponse
 
 
 class Answers:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from gpumgr.allocator.gpu_limits import GpuLimits
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.foreign_text import decode_json
+from gpumgr.common.foreign_text import decode_json
+from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.history import HistoryEntry
 
 
 class CordonRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 
 from gpumgr.agent.history import about
-from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
-from gpumgr.allocator.history import Call, Candidate, HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.errors import Refusal
-from gpumgr.units import Resource
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import Resource
+from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
+from gpumgr.ledger.history import Call, Candidate, HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,14 +24,14 @@ from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import is_share
-from gpumgr.allocator.choose import candidates
-from gpumgr.allocator.claims import AllocatedClaim, ClaimPod, Share, grant_claim, refuse_two_limits, shares_of
-from gpumgr.allocator.gpu_share import Terms
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRef, Ledger
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.errors import Refusal
+from gpumgr.common.errors import Refusal
+from gpumgr.ledger.choose import candidates
+from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, refuse_two_limits, shares_of
+from gpumgr.ledger.gpu_share import Terms
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,8 @@ class ClaimReader(Protocol):
 
 
 class NodeClaims:
-    """Implements gpumgr.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared."""
+    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are
+    prepared."""
 
     def __init__(
         self,

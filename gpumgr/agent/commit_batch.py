@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import run_shielded
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.errors import CheckpointError, LedgerError, Refusal
+from gpumgr.common.aio import run_shielded
+from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Ledger
 
 _T = TypeVar("_T")
 #: Takes the ledger with the decisions before it; returns the ledger with its own, history entries, and its result. Raises Refusal.

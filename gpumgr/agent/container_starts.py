@@ -8,10 +8,10 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import is_share
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.response import merged
-from gpumgr.errors import Refusal
-from gpumgr.units import ALL_RESOURCES, RESOURCES
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import ALL_RESOURCES, RESOURCES
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.response import merged
 
 #: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from gpumgr.errors import CheckpointError
-from gpumgr.foreign_text import UnreadableText, decode_json
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 #: The checkpoint's note.
 CORDONS_NOTE: Final = "cordons"

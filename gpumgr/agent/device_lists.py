@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable
 
 from gpumgr.agent.ports import Publish
-from gpumgr.allocator.ids import Masks
-from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.units import GpuName
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ids import Masks
+from gpumgr.ledger.node_devices import NodeDevices
 
 SETTLE_SECONDS = 1.0
 

@@ -11,10 +11,10 @@ from gpumgr.agent.history import about
 from gpumgr.agent.pods import find_pod, pods_of
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class Eviction:
 
 
 class Evictor(Protocol):
-    """Requests evictions without waiting for them (gpumgr.kubeapi.publisher.publisher.Publisher)."""
+    """Requests evictions without waiting for them (gpumgr.kube.publisher.publisher.Publisher)."""
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
         """Replaces all evictions that the requester wants; a pod that no requester wants any more is not evicted. `immediately`: also

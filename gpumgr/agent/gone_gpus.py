@@ -13,10 +13,10 @@ import structlog
 
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.errors import CheckpointError, Refusal
-from gpumgr.foreign_text import UnreadableText, decode_json
+from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import RegisteredGpu
 
 log = structlog.get_logger(__name__)
 

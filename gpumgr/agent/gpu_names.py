@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
-from gpumgr.errors import InputError
-from gpumgr.topology.devices import GpuFailure
-from gpumgr.units import GpuName
+from gpumgr.common.errors import InputError
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ids import GpuRegistry, RegisteredGpu
+from gpumgr.placement.topology.devices import GpuFailure
 
 _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
 #: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight.

@@ -14,10 +14,10 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.agent.ports import Checkpoint
-from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Change
-from gpumgr.errors import CheckpointError
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.errors import CheckpointError
+from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 
 log = structlog.get_logger(__name__)
 

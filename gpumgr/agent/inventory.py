@@ -4,18 +4,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpumgr.allocator.answer import GrantedGpu
-from gpumgr.allocator.ids import NO_IDS, GpuRegistry, Masks
-from gpumgr.allocator.instances import MigStrategy, offered_instances
-from gpumgr.allocator.ledger import AllocationId, Ledger
-from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.node_devices import NodeDevices, node_devices
-from gpumgr.allocator.quarantine import Quarantine
-from gpumgr.evaluators.mig import without_places
-from gpumgr.evaluators.replicas import Scaling
-from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
-from gpumgr.units import GpuName, Process
+from gpumgr.common.units import GpuName, Process
+from gpumgr.ledger.answer import GrantedGpu
+from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks
+from gpumgr.ledger.instances import MigStrategy, offered_instances
+from gpumgr.ledger.ledger import AllocationId, Ledger
+from gpumgr.ledger.node import NodeView
+from gpumgr.ledger.node_devices import NodeDevices, node_devices
+from gpumgr.ledger.quarantine import Quarantine
+from gpumgr.placement.evaluators.mig import without_places
+from gpumgr.placement.evaluators.replicas import Scaling
+from gpumgr.placement.evaluators.select import Policy
+from gpumgr.placement.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
 
 #: All memory slices.
 _EVERYWHERE: Final = -1

@@ -22,12 +22,12 @@ from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.rows import rows_on, unattributed_rows
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import run_shielded
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
-from gpumgr.topology.devices import GpuProcess
-from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.common.aio import run_shielded
+from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.topology.devices import GpuProcess
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class MaintenanceRequest:
 
 
 class HealthOverrides(Protocol):
-    """Decides which GPUs accept new containers (gpumgr.nvml.monitor.Monitor)."""
+    """Decides which GPUs accept new containers (gpumgr.driver.monitor.Monitor)."""
 
     def cordon(self, uuid: str, message: str) -> None:
         """The GPU accepts no new containers, also if the driver lists it only later."""

@@ -16,11 +16,11 @@ import structlog
 from gpumgr.agent.history import about
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger, MigDevice
-from gpumgr.allocator.mig_places import place_of
-from gpumgr.errors import CheckpointError, NvmlError, Refusal
-from gpumgr.topology.devices import Gpu, MigInstance, MigProfile
+from gpumgr.common.errors import CheckpointError, NvmlError, Refusal
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice
+from gpumgr.ledger.mig_places import place_of
+from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile
 
 log = structlog.get_logger(__name__)
 

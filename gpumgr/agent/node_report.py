@@ -6,10 +6,10 @@ from typing import Final
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.gpu_limits import GpuLimits
-from gpumgr.topology.devices import NodeSample
-from gpumgr.units import GpuName
-from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.topology.devices import NodeSample
 
 #: The only values of the label `reason`: the driver's text never becomes a label.
 REASONS: Final = frozenset(

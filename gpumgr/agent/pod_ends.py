@@ -12,9 +12,9 @@ from typing import Final
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods, Runtime
-from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.allocator.pods import PodSandbox, is_static_uid
-from gpumgr.errors import CriError
+from gpumgr.common.errors import CriError
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.pods import PodSandbox, is_static_uid
 
 #: How long to wait for the watch, and thus the kubelet's call: the kubelet frees the ids of an ended pod some milliseconds before the watch
 #: shows the end.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from gpumgr.agent.ports import Pods
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey, PodView
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:

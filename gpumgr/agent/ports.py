@@ -4,15 +4,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gpumgr.allocator.gpu_share import GpuShare, Terms
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Change
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.allocator.pods import PodKey, PodSandbox, PodView
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.units import Process, Resource
-from gpumgr.usage.containers import Container
+from gpumgr.common.units import Process, Resource
+from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Change
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.usage.containers import Container
 
 
 class Checkpoint(Protocol):

@@ -12,14 +12,14 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.demanded import refuse_undemanded
-from gpumgr.allocator.ids import Masks, count
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
-from gpumgr.allocator.pods import ContainerSpec
-from gpumgr.errors import CheckpointError, Refusal
-from gpumgr.evaluators.select import check_request
-from gpumgr.units import RESOURCES, Resource
+from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.units import RESOURCES, Resource
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.demanded import refuse_undemanded
+from gpumgr.ledger.ids import Masks, count
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.placement.evaluators.select import check_request
 
 log = structlog.get_logger(__name__)
 

@@ -14,13 +14,13 @@ from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.ledger import AllocationId, Ledger
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt, adopt
-from gpumgr.allocator.sweep import sweep
-from gpumgr.errors import CheckpointError
-from gpumgr.units import GpuName
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ledger import AllocationId, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt, adopt
+from gpumgr.ledger.sweep import sweep
 
 log = structlog.get_logger(__name__)
 

@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable
 from gpumgr.agent.api import ContainerRow, StrangerRow
 from gpumgr.agent.pods import pod_of
 from gpumgr.agent.ports import Pods
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey
-from gpumgr.units import BLOCK_BYTES, GpuName
-from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
+from gpumgr.common.units import BLOCK_BYTES, GpuName
+from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 
 
 def container_row(

@@ -8,10 +8,10 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.claims import refuse_two_limits
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.pods import PodView
-from gpumgr.errors import Refusal
+from gpumgr.common.errors import Refusal
+from gpumgr.ledger.claims import refuse_two_limits
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodView
 
 log = structlog.get_logger(__name__)
 

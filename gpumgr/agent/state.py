@@ -12,16 +12,16 @@ from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
-from gpumgr.allocator import quarantine
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Change, Ledger
-from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.quarantine import EXPECTED_SECONDS, Quarantine
-from gpumgr.errors import CheckpointError, LedgerError
-from gpumgr.evaluators.select import Policy
-from gpumgr.foreign_text import UnreadableText, decode_json
-from gpumgr.topology.devices import NodeSample, NodeSnapshot
-from gpumgr.units import GpuName, Process
+from gpumgr.common.errors import CheckpointError, LedgerError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import GpuName, Process
+from gpumgr.ledger import quarantine
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
+from gpumgr.ledger.node import NodeView
+from gpumgr.ledger.quarantine import EXPECTED_SECONDS, Quarantine
+from gpumgr.placement.evaluators.select import Policy
+from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 

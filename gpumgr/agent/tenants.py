@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import USUAL_PRIORITY, PodView
-from gpumgr.topology.devices import Gpu
-from gpumgr.units import GpuName
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import USUAL_PRIORITY, PodView
+from gpumgr.placement.topology.devices import Gpu
 
 
 def is_share(allocation: Allocation) -> bool:

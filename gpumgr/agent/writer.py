@@ -22,19 +22,19 @@ from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.pre_start import PreStart
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
-from gpumgr.allocator.demanded import choose_demanded, refuse_undemanded
-from gpumgr.allocator.grant import grant
-from gpumgr.allocator.history import Call, HistoryEntry
-from gpumgr.allocator.instances import choose_instances, grant_instances
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
-from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.replicas import choose_replicas, grant_replicas
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.errors import CheckpointError, LedgerError, Refusal
-from gpumgr.units import CORES_PER_GPU, Resource, other_resource
+from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
+from gpumgr.common.units import CORES_PER_GPU, Resource, other_resource
+from gpumgr.ledger.answer import HostPaths
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.choose import Choice, Request, candidates, choose, open_allocation
+from gpumgr.ledger.demanded import choose_demanded, refuse_undemanded
+from gpumgr.ledger.grant import grant
+from gpumgr.ledger.history import Call, HistoryEntry
+from gpumgr.ledger.instances import choose_instances, grant_instances
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.node import NodeView
+from gpumgr.ledger.replicas import choose_replicas, grant_replicas
+from gpumgr.ledger.response import ContainerResponse
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class AgentView:
 
 
 class Agent:
-    """Implements gpumgr.deviceplugin.plugin.Allocator."""
+    """Implements gpumgr.kubelet.deviceplugin.plugin.Allocator."""
 
     def __init__(
         self,

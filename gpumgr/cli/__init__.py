@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 import click
 
 from gpumgr import __version__
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
 
 _COMMANDS: Final = {
     "run": "run",

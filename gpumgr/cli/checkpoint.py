@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import config_option, effective_settings, output_option
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.tables import open_table
-from gpumgr.errors import CheckpointError
+from gpumgr.common.errors import CheckpointError
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.ledger import Allocation, Ledger
 
 #: Terminal width from which the reason is shown.
 WIDE = 140

@@ -31,8 +31,8 @@ def command(file: Path | None, kubeconfig: Path | None, assignments: tuple[str, 
       gpumgr claims --kubeconfig claims.conf --set claims.template_idle_hours=1
     """
     with lean_imports():  # here, since `gpumgr --help` imports this module
-        from gpumgr.claims.lifecycle import run_claims
-        from gpumgr.log import configure_log
+        from gpumgr.cluster.claims.lifecycle import run_claims
+        from gpumgr.common.log import configure_log
 
     settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)

@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.demo.runner import Display, play
-from gpumgr.demo.screen import LiveScreen, PlainText, summary
-from gpumgr.log import configure_log
+from gpumgr.common.log import configure_log
+from gpumgr.sim.demo.runner import Display, play
+from gpumgr.sim.demo.screen import LiveScreen, PlainText, summary
 
 _EPILOG = """
 \b

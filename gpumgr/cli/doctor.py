@@ -13,11 +13,11 @@ from typing import Final, NoReturn, TextIO
 
 import click
 
+from gpumgr.cli.examination.checks import HostLocations, checks_for
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, examine
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import config_option, effective_settings, output_option, set_option, sim_option
-from gpumgr.doctor.checks import HostLocations, checks_for
-from gpumgr.doctor.examine import LIMIT_SECONDS, Check, CheckResult, examine
-from gpumgr.log import configure_log
+from gpumgr.common.log import configure_log
 from gpumgr.settings import Settings
 
 _COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}
@@ -91,8 +91,8 @@ def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: b
 
     Raises SettingsError for credentials that can't be used.
     """
-    from gpumgr.doctor import cluster  # only here: `gpumgr doctor` of a node needs none of it
-    from gpumgr.kubeapi.client import ApiServer
+    from gpumgr.cli.examination import cluster  # only here: `gpumgr doctor` of a node needs none of it
+    from gpumgr.kube.client import ApiServer
 
     text = config.read() if config is not None else None
     with asyncio.Runner() as runner:

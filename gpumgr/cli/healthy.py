@@ -10,7 +10,7 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import agent_options, find_agent
 from gpumgr.cli.printable import printable
-from gpumgr.errors import GpumgrError
+from gpumgr.common.errors import GpumgrError
 
 #: Shorter than the timeout of the image's health check (3 s).
 _RESPONSE_SECONDS: Final = 2.0

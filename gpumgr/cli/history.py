@@ -9,8 +9,6 @@ from typing import Final, Literal
 
 import click
 
-from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.follow import follow_states, report_unavailable
 from gpumgr.cli.client.node_data import AgentData, NodeData, open_node_data
@@ -21,7 +19,9 @@ from gpumgr.cli.parameters import duration_seconds
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
-from gpumgr.errors import GpumgrError
+from gpumgr.common.errors import GpumgrError
+from gpumgr.ledger.history import HISTORY_ENTRIES
+from gpumgr.ledger.pods import PodKey
 
 #: Without -n and --since.
 _SHOWN: Final = 20

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from gpumgr.errors import GpumgrError
-from gpumgr.files import replace_file, sync_folder, temporary_of
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.files import replace_file, sync_folder, temporary_of
 
 #: States of `systemctl is-active` of a unit with a process. A Type=notify unit is "activating" until it is READY.
 _RUNNING: Final = frozenset({"active", "activating", "reloading"})

@@ -22,7 +22,7 @@ from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, ENVIRONMENT, SHIPPED, host_settings
 from gpumgr.cli.install_library import library
 from gpumgr.cli.sandbox import MARK, Sandbox, drop_in, lasting, quoted
-from gpumgr.errors import GpumgrError
+from gpumgr.common.errors import GpumgrError
 from gpumgr.settings import Settings
 
 UNIT: Final = Path("/etc/systemd/system/gpumgr.service")

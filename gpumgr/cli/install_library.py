@@ -16,10 +16,10 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, host_settings
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import LIBRARY, VERSION
 

@@ -1,4 +1,4 @@
-"""Nodes and pods of a snapshot as `gpumgr.simulate.live` needs them, by the scheduler's own decoding."""
+"""Nodes and pods of a snapshot as `gpumgr.cluster.simulation.live` needs them, by the scheduler's own decoding."""
 
 import json
 from collections import Counter
@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from gpumgr.cli import live_schema
-from gpumgr.cluster.request import Policy
-from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, parse_milli
-from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
-from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
-from gpumgr.simulate.node_filters import selects
+from gpumgr.cluster.core.request import Policy
+from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot
+from gpumgr.cluster.simulation.node_filters import selects
+from gpumgr.kube.pods import MIRROR_ANNOTATION, parse_milli
 
 Json = Mapping[str, Any]
 _T = TypeVar("_T")

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Required, TypedDict
 
-from gpumgr.foreign_text import UnreadableText, convert
+from gpumgr.common.foreign_text import UnreadableText, convert
 
 Texts = dict[str, str] | None
 Amounts = dict[str, str | int | float] | None

@@ -11,11 +11,11 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.cli.text_file import read_text
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.simulate.json_text import JsonText
-from gpumgr.simulate.texts import short
+from gpumgr.cluster.simulation.json_text import JsonText
+from gpumgr.cluster.simulation.texts import short
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 
 Document = dict[str, Any]
 _FORMAT: Final = {"kind": "gpumgr snapshot", "version": 1}

@@ -12,30 +12,33 @@ from typing import Any, Final
 import aiohttp
 import click
 
-from gpumgr.allocator.rebuild import Holders, foreign
-from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
-from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import DEFAULT_CONFIG, effective_settings, output_option
 from gpumgr.cli.printable import cleaned, printable
-from gpumgr.deviceplugin.kubelet_checkpoint import (
+from gpumgr.common.errors import GpumgrError, InputError, KubeletError
+from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.common.units import VCUDA_NAMES
+from gpumgr.compat.gpu_manager import command as gpu_manager_command
+from gpumgr.compat.gpu_manager import takeover as gpu_manager
+from gpumgr.compat.gpu_manager.command import GpuManagerCommand
+from gpumgr.compat.hami import new_requests as hami
+from gpumgr.compat.hami import takeover as hami_takeover
+from gpumgr.compat.hami.config import Config, read_config
+from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
+from gpumgr.compat.plan import Plan, settings_yaml, text_of, write_settings
+from gpumgr.kube.client import UNREADABLE, ApiServer
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
     parse_registered_devices,
     pods_with_devices,
     read_kubelet_checkpoint,
 )
-from gpumgr.deviceplugin.other_plugins import answering
-from gpumgr.errors import GpumgrError, InputError, KubeletError
-from gpumgr.foreign_text import UnreadableText, convert
-from gpumgr.kubeapi.client import UNREADABLE, ApiServer
-from gpumgr.migrate import gpu_manager, gpu_manager_command, hami, hami_takeover
-from gpumgr.migrate.gpu_manager_command import GpuManagerCommand
-from gpumgr.migrate.hami_config import Config, read_config
-from gpumgr.migrate.objects import Object, Pod, of_type, parse_object, read_objects
-from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
+from gpumgr.kubelet.deviceplugin.other_plugins import answering
+from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.rebuild import Holders, foreign
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
-from gpumgr.units import VCUDA_NAMES
 
 _Decorated = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from gpumgr.settings import Settings, load_settings
 
 DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")

@@ -8,7 +8,7 @@ import click
 
 from gpumgr.agent.cordons import REASON_CHARACTERS
 from gpumgr.cli.printable import printable
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")

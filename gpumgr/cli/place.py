@@ -22,8 +22,8 @@ from gpumgr.cli.place_request import (
     read_state,
     read_topology,
 )
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.evaluators.select import Policy
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.placement.evaluators.select import Policy
 
 _EXAMPLES = """
 \b

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import click
 import msgspec
 
-from gpumgr.errors import InputError, Refusal, StateError, TopologyError
-from gpumgr.evaluators.capacity import GpuCapacity
-from gpumgr.evaluators.select import Policy, check_request, evaluator_for, place
-from gpumgr.foreign_text import UnreadableText, WrongStructure, decode_json
-from gpumgr.topology.devices import NodeSnapshot, Topology
-from gpumgr.topology.matrix import ParsedTopology, parse_topology, topology_from_matrix
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.common.errors import InputError, Refusal, StateError, TopologyError
+from gpumgr.common.foreign_text import UnreadableText, WrongStructure, decode_json
+from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.select import Policy, check_request, evaluator_for, place
+from gpumgr.placement.topology.devices import NodeSnapshot, Topology
+from gpumgr.placement.topology.matrix import ParsedTopology, parse_topology, topology_from_matrix
 
 DEFAULT_BLOCKS_PER_GPU = 320
 

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Self
 
-from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.printable import printable
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
+from gpumgr.ledger.pods import PodKey
 
 DEFAULT_NAMESPACE: Final = "default"
 #: How many similar names are suggested, and how similar they must be (difflib's ratio).

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import structlog
 
-from gpumgr.app.components import Hardware
-from gpumgr.app.lifecycle import run
-from gpumgr.app.settings_reload import SettingsSource
 from gpumgr.cli.exit_codes import EXIT_ALREADY_RUNNING, EXIT_BUG, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED, EXIT_INPUT
 from gpumgr.cli.options import DEFAULT_CONFIG, effective_settings
-from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
-from gpumgr.log import configure_log
-from gpumgr.nvml.binding import DriverMismatchError
+from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.common.log import configure_log
+from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
+from gpumgr.driver.binding import DriverMismatchError
+from gpumgr.node.components import Hardware
+from gpumgr.node.lifecycle import run
+from gpumgr.node.settings_reload import SettingsSource
 from gpumgr.settings import Settings
-from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 
 log = structlog.get_logger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.folders import written
-from gpumgr.errors import InputError
+from gpumgr.cli.examination.folders import written
+from gpumgr.common.errors import InputError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import plain
 

@@ -33,8 +33,8 @@ def command(
       gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
     """
     with lean_imports():  # here, since `gpumgr --help` imports this module
-        from gpumgr.log import configure_log
-        from gpumgr.scheduler.lifecycle import parse_listen, run_scheduler
+        from gpumgr.cluster.scheduler.lifecycle import parse_listen, run_scheduler
+        from gpumgr.common.log import configure_log
 
     place = parse_listen(listen)
     settings = effective_settings(file, assignments=assignments)

@@ -18,11 +18,11 @@ from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
 from gpumgr.cli.simulate_report import report
 from gpumgr.cli.text_file import read_text
-from gpumgr.simulate import inflate, replay
-from gpumgr.simulate.model import NodeSpec, Pod
-from gpumgr.simulate.policies import POLICIES
-from gpumgr.simulate.tables import read_nodes, read_pods
-from gpumgr.simulate.texts import count_text, short
+from gpumgr.cluster.simulation import inflate, replay
+from gpumgr.cluster.simulation.model import NodeSpec, Pod
+from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.tables import read_nodes, read_pods
+from gpumgr.cluster.simulation.texts import count_text, short
 
 _EXAMPLES = """
 \b

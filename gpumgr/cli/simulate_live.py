@@ -16,15 +16,15 @@ from gpumgr.cli.printable import cleaned
 from gpumgr.cli.simulate_group import CPUS_PER_GPU, SOURCE
 from gpumgr.cli.simulate_output import text_table
 from gpumgr.cli.yaml_object import read_object
-from gpumgr.errors import InputError
-from gpumgr.scheduler.reasons import request_text
-from gpumgr.scheduler.selection import POLICIES
+from gpumgr.cluster.scheduler.reasons import request_text
+from gpumgr.cluster.scheduler.selection import POLICIES
+from gpumgr.cluster.simulation.capacity import Capacity
+from gpumgr.cluster.simulation.defrag import Defrag
+from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
+from gpumgr.cluster.simulation.node_filters import amount_text
+from gpumgr.cluster.simulation.texts import count_text
+from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.simulate.capacity import Capacity
-from gpumgr.simulate.defrag import Defrag
-from gpumgr.simulate.live import LiveCluster, LivePod, Spot
-from gpumgr.simulate.node_filters import amount_text
-from gpumgr.simulate.texts import count_text
 
 NOT_CHECKED: Final = f"{', '.join(UNCHECKED)}, quotas, admission, preemption"
 _EXIT_CODES: Final = {

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from gpumgr.cli.printable import printable
-from gpumgr.simulate.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS, Result
-from gpumgr.simulate.replay import ReplayResult, percentiles
+from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS, Result
+from gpumgr.cluster.simulation.replay import ReplayResult, percentiles
 
 AnyResult = Result | ReplayResult
 FRAGMENTED: Final = "% of idle GPU capacity"

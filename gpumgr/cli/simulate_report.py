@@ -9,8 +9,8 @@ from typing import Final
 
 from gpumgr.cli.simulate_charts import bars, lines
 from gpumgr.cli.simulate_output import FRAGMENTED, QUEUE, Timed, by_policy, columns_of, table_rows
-from gpumgr.simulate.model import NodeSpec, Pod
-from gpumgr.simulate.replay import ReplayResult
+from gpumgr.cluster.simulation.model import NodeSpec, Pod
+from gpumgr.cluster.simulation.replay import ReplayResult
 
 _TEMPLATE: Final = Path(__file__).with_name("simulate_report.html")
 _UNITS: Final = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}

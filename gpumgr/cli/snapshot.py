@@ -4,9 +4,9 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from gpumgr.nvml.driver import Nvml
+from gpumgr.driver.driver import Nvml
+from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.library import prepare
-from gpumgr.topology.devices import NodeSnapshot
 
 
 def read_node_snapshot() -> NodeSnapshot:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 
 
 def read_text(file: Path) -> str:

@@ -9,10 +9,10 @@ import msgspec
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import sim_option
 from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.topology.devices import Gpu, MigInstance, Topology
-from gpumgr.topology.matrix import Nic
-from gpumgr.topology.render import matrix_cells, render_matrix, render_tree, tree_data
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
+from gpumgr.placement.topology.matrix import Nic
+from gpumgr.placement.topology.render import matrix_cells, render_matrix, render_tree, tree_data
 
 _EXAMPLES = """
 \b

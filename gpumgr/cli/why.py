@@ -8,8 +8,6 @@ from typing import Final, Literal
 
 import click
 
-from gpumgr.allocator.pods import PodKey
-from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.node_data import Document, open_node_data
 from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
@@ -19,7 +17,9 @@ from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.ledger.pods import PodKey
 
 _EPILOG = """
 \b

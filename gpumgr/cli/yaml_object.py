@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from gpumgr.settings.tree import UnreadableError, compose, line_of
 
 

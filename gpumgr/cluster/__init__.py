@@ -1,1 +1,1 @@
-"""The scheduler's view of a cluster's GPUs: nodes, requests of pods, the choice of node and GPUs, and its explanation. Pure."""
+"""What concerns more than one node: the scheduler extender, the claims controller, the simulation, and the pure core that they share."""

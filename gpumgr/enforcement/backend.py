@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.units import Resource
+from gpumgr.common.units import Resource
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse
 
 BackendName = Literal["mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
 

@@ -8,9 +8,9 @@ Source: Container Device Interface specification 0.6.0; the runtime reads the fo
 import json
 from typing import Any, Final
 
-from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.units import GpuName
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.response import ContainerResponse
 
 KIND: Final = "gpumgr.io/gpu"
 VERSION: Final = "0.6.0"

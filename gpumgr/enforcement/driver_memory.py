@@ -28,16 +28,16 @@ from typing import Final, Protocol
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.errors import NvmlError, Refusal
+from gpumgr.common.proc import PROC
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.errors import NvmlError, Refusal
-from gpumgr.proc import PROC
-from gpumgr.topology.devices import MemoryLimit
-from gpumgr.units import Resource
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.placement.topology.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a reloaded driver has lost it.
 _RECHECK_SECONDS: Final = 10.0

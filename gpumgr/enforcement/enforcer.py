@@ -9,11 +9,9 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION
-from gpumgr.allocator.gpu_share import GpuShare, Terms
-from gpumgr.allocator.ledger import Allocation, AllocationId
-from gpumgr.allocator.pods import PodView
-from gpumgr.allocator.response import ContainerResponse, merged
+from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.files import FileIdentity, names_in, replace_file
+from gpumgr.common.units import RESOURCES, Resource
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mechanism_choice import (
@@ -25,10 +23,12 @@ from gpumgr.enforcement.mechanism_choice import (
     override_for,
 )
 from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.files import FileIdentity, names_in, replace_file
-from gpumgr.topology.devices import Gpu
-from gpumgr.units import RESOURCES, Resource
+from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION
+from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.response import ContainerResponse, merged
+from gpumgr.placement.topology.devices import Gpu
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpumgr.allocator.gpu_limits import GpuLimits, Strength, Strengths, describe_limits, gpu_limits
-from gpumgr.allocator.pods import PodView
-from gpumgr.topology.devices import Gpu
-from gpumgr.units import RESOURCES
+from gpumgr.common.units import RESOURCES
+from gpumgr.ledger.gpu_limits import GpuLimits, Strength, Strengths, describe_limits, gpu_limits
+from gpumgr.ledger.pods import PodView
+from gpumgr.placement.topology.devices import Gpu
 
 Mechanisms = tuple[str, ...]
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.proc import PROC, mount_tables
+from gpumgr.common.proc import PROC, mount_tables
+from gpumgr.ledger.ledger import AllocationId
 
 #: Index of the path within its own file system that a mount shows (proc(5)). Octal escapes stand for blanks, which an allocation's id
 #: does not have.

@@ -17,9 +17,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
-from gpumgr.elf import ET_DYN, ElfError, read_exports, read_header
-from gpumgr.errors import GpumgrError
-from gpumgr.files import FileIdentity, replacing
+from gpumgr.common.elf import ET_DYN, ElfError, read_exports, read_header
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.files import FileIdentity, replacing
 
 #: The kernel's name of a machine -> that of its programs.
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.units import Resource
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
 
 #: Called for a container that starts without limits, with the message for its pod's event.
 ReportUnlimited = Callable[[GpuShare, str], None]

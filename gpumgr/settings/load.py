@@ -16,11 +16,11 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from gpumgr import tls_files
-from gpumgr.errors import SettingsError
+from gpumgr.common import tls_files
+from gpumgr.common.errors import SettingsError
+from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.settings.schema import Settings, allowed, build, sections
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
-from gpumgr.units import VCUDA_NAMES
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60

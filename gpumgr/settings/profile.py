@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from gpumgr.common.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
 from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
-from gpumgr.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
 
 
 def offered(settings: Settings) -> Sequence[Resource]:

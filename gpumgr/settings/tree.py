@@ -11,7 +11,7 @@ from typing import Final
 
 import yaml
 
-from gpumgr.errors import SettingsError
+from gpumgr.common.errors import SettingsError
 
 #: A hundred times the size of a complete file. PyYAML needs 600 bytes of memory for each byte, and reads 100 KiB a second.
 MAX_FILE_BYTES: Final = 128 << 10

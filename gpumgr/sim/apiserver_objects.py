@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gpumgr.aio import LatestValue
+from gpumgr.common.aio import LatestValue
 from gpumgr.sim.apiserver_written import Document, status
 
 #: Whether a request's selector selects an object.

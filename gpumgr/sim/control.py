@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpumgr.files import replace_file
-from gpumgr.topology.devices import MemoryLimit, MigInstance
+from gpumgr.common.files import replace_file
+from gpumgr.placement.topology.devices import MemoryLimit, MigInstance
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8

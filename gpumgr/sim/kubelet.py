@@ -14,9 +14,9 @@ from random import Random
 from typing import Literal, Self
 
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
-from gpumgr.aio import LatestValue
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.rpc.server import DrainingServer
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.server import DrainingServer
+from gpumgr.ledger.response import ContainerResponse
 from gpumgr.sim.kubelet_answers import merged
 from gpumgr.sim.kubelet_checkpoint import load_checkpoint, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall

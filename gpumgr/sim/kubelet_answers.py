@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
-from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
-from gpumgr.rpc import wire
+from gpumgr.common.rpc import wire
+from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
 
 _CDI_DEVICES = 5
 

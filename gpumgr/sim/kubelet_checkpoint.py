@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumgr.files import replace_file
+from gpumgr.common.files import replace_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from gpumgr._pb.deviceplugin.v1beta1 import (
     RegisterRequest,
     RegistrationBase,
 )
-from gpumgr.rpc import wire
-from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.common.rpc import wire
+from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
 from gpumgr.sim.kubelet_pods import SimKubeletError
 from gpumgr.sim.kubelet_shape import KubeletShape
 

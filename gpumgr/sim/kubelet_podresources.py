@@ -9,7 +9,7 @@ from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
-from gpumgr.rpc import wire
+from gpumgr.common.rpc import wire
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_pods import SimKubeletError, SimPod
 from gpumgr.sim.kubelet_shape import Call, KubeletShape

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 

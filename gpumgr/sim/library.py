@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from gpumgr.compiler import compiled
-from gpumgr.errors import InputError
-from gpumgr.files import replace_file
+from gpumgr.common.compiler import compiled
+from gpumgr.common.errors import InputError
+from gpumgr.common.files import replace_file
+from gpumgr.placement.topology.devices import MigProfile
 from gpumgr.sim.control import SimControl, instance_fact
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import proc_root_of
-from gpumgr.topology.devices import MigProfile
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _SOURCE: Final = Path(__file__).with_name("nvml.c")

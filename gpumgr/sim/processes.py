@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpumgr.files import replace_file
+from gpumgr.common.files import replace_file
 
 _PROC: Final = "proc"
 _CGROUPS: Final = "cgroup"

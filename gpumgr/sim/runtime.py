@@ -17,10 +17,10 @@ from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr._pb.runtime import v1 as cri
-from gpumgr.rpc.server import DrainingServer
+from gpumgr.common.rpc.server import DrainingServer
+from gpumgr.ledger.usage.containers import Container
 from gpumgr.sim.kubelet_pods import SimPod
 from gpumgr.sim.processes import SimProcesses
-from gpumgr.usage.containers import Container
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"
 

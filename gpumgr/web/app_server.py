@@ -10,9 +10,9 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from gpumgr.aio import next_tick
-from gpumgr.heap import return_memory
-from gpumgr.unix_socket import UnixSocket
+from gpumgr.common.aio import next_tick
+from gpumgr.common.heap import return_memory
+from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.web.access import AuthPolicy, CurrentPolicy, Origin, origin_of
 from gpumgr.web.connection import Connection, Listener
 from gpumgr.web.connection_limit import TIMEOUTS, ConnectionLimit, Timeouts

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from gpumgr.errors import SettingsError
+from gpumgr.common.errors import SettingsError
 
 #: OpenSSL's X509_V_ERR_*.
 _NOT_YET_VALID: Final = 9

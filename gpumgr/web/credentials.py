@@ -15,10 +15,10 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from gpumgr import tls_files
-from gpumgr.aio import DaemonCalls
-from gpumgr.errors import SettingsError
-from gpumgr.files import FileIdentity
+from gpumgr.common import tls_files
+from gpumgr.common.aio import DaemonCalls
+from gpumgr.common.errors import SettingsError
+from gpumgr.common.files import FileIdentity
 from gpumgr.web.certificate_dates import check_authorities, check_serves
 
 _log = structlog.get_logger(__name__)

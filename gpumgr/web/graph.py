@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.topology.render import tree_data
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.placement.topology.render import tree_data
 
 
 def graph_text(view: AgentView) -> str:

@@ -14,9 +14,9 @@ from aiohttp import web
 
 import gpumgr
 from gpumgr.agent.maintenance import Action, MaintenanceRequest
-from gpumgr.aio import run_shielded
-from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.foreign_text import UnreadableText, decode_json
+from gpumgr.common.aio import run_shielded
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.web.access import CurrentPolicy, Scope
 from gpumgr.web.connection import Connection
 from gpumgr.web.debug import profile, stacks

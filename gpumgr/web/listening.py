@@ -9,8 +9,8 @@ from typing import Final
 
 import structlog
 
-from gpumgr.errors import InputError
-from gpumgr.unix_socket import UnixSocket
+from gpumgr.common.errors import InputError
+from gpumgr.common.unix_socket import UnixSocket
 
 _log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gpumgr.errors import GpumgrError, InputError, Refusal
+from gpumgr.common.errors import GpumgrError, InputError, Refusal
 from gpumgr.web.access import AuthPolicy, CurrentPolicy, HttpClient, Scope, authorize
 from gpumgr.web.connection import Connection
 from gpumgr.web.responses import failure

@@ -11,10 +11,10 @@ import msgspec
 
 from gpumgr.agent.api import ContainerRequest, PodDetails
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
-from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.units import GpuName
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.web.state import container_rows, gpu_rows
 
 #: The pod of an allocation or entry: name and UID, as far as they are known.

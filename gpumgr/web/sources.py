@@ -7,9 +7,9 @@ from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.pods import PodKey
+from gpumgr.common.aio import LatestValue
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodKey
 
 
 class Sources(Protocol):

@@ -23,14 +23,14 @@ from gpumgr.agent.api import (
 )
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.rows import container_row
-from gpumgr.allocator.gpu_limits import describe_limits
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.topology.devices import Gpu, GpuSample, Topology
-from gpumgr.topology.tree import Group, build_tree, indices
-from gpumgr.units import BLOCK_BYTES, BLOCK_MEBIBYTES, GpuName
-from gpumgr.usage.node_use import NodeUse
+from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, GpuName
+from gpumgr.ledger.gpu_limits import describe_limits
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.usage.node_use import NodeUse
+from gpumgr.placement.topology.devices import Gpu, GpuSample, Topology
+from gpumgr.placement.topology.tree import Group, build_tree, indices
 
 #: The newest entries; /api/history has all.
 HISTORY_SHOWN: Final = 50

@@ -9,7 +9,7 @@ from typing import Final, cast
 
 from aiohttp import web
 
-from gpumgr.aio import Subscription
+from gpumgr.common.aio import Subscription
 from gpumgr.web.connection import Connection
 from gpumgr.web.responses import failure
 from gpumgr.web.sources import Sources

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Final
 
 from gpumgr.agent import admission, reconciler
-from gpumgr.app import components
 from gpumgr.cli import main
-from gpumgr.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.node import components
 
 _SECONDS: Final = 60.0
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.agent.writer import Agent
-from gpumgr.allocator.ledger import Change
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.app import assembly, components
-from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
-from gpumgr.units import Resource
+from gpumgr.common.units import Resource
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Change
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.node import assembly, components
 
 _passed: Counter[str] = Counter()
 

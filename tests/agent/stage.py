@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, SimulatedNode, open_node
+from gpumgr.sim.demo.node import SAMPLE_PERIOD_SECONDS, SimulatedNode, open_node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 
 BLOCKS: Final = 16

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
 from .stage import PATIENT, app, init, running, stage

@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError
-from gpumgr.units import CORE_RESOURCE
-from tests.component.nvml.smi import install_smi
+from tests.component.driver.smi import install_smi
 
 from .stage import SIM, app, running, stage, until_sampled
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.activity import Activity
-from gpumgr.demo.node import open_node
-from gpumgr.demo.runner import SIM
-from gpumgr.demo.workload import Workload
+from gpumgr.sim.demo.activity import Activity
+from gpumgr.sim.demo.node import open_node
+from gpumgr.sim.demo.runner import SIM
+from gpumgr.sim.demo.workload import Workload
 
 from .stage import app
 

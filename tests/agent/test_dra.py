@@ -10,14 +10,14 @@ from typing import Any
 import aiohttp
 import yaml
 
-from gpumgr.allocator.claims import device_name
-from gpumgr.allocator.ids import gpu_name
-from gpumgr.allocator.ledger import ClaimRef
-from gpumgr.demo.node import NODE_NAME, SimulatedNode
-from gpumgr.dra.slices import slice_name
+from gpumgr.kubelet.dra.slices import slice_name
+from gpumgr.ledger.claims import device_name
+from gpumgr.ledger.ids import gpu_name
+from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.sim.demo.node import NODE_NAME, SimulatedNode
 from gpumgr.sim.kubelet import PodStatus
-from tests.component.dra.harness import DRIVER, Caller, StubKubelet, soon
-from tests.component.dra.resources import Resources
+from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet, soon
+from tests.component.kubelet.dra.resources import Resources
 
 from .stage import app, stage
 

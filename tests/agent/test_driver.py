@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpumgr.agent.state import QUARANTINE_NOTE
-from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.demo.node import SimulatedNode
-from gpumgr.units import CORE_RESOURCE
+from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.sim.demo.node import SimulatedNode
 
 from .stage import BLOCKS, app, running, stage, until_sampled
 

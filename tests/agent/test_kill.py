@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.node import NAMESPACE, SimulatedNode
+from gpumgr.common.units import RESOURCES
+from gpumgr.sim.demo.node import NAMESPACE, SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
-from gpumgr.units import RESOURCES
 
 from .stage import RUNNER, app, introduce, running
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.node import SimulatedNode
-from gpumgr.units import CORE_RESOURCE
+from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.sim.demo.node import SimulatedNode
 
 from .stage import app, init, running, stage
 

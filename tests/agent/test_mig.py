@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.node import SimulatedNode, open_node
-from gpumgr.demo.process import COMMAND
+from gpumgr.common.units import REPLICA_RESOURCE
+from gpumgr.sim.demo.node import SimulatedNode, open_node
+from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.sim.nodes import load_node
-from gpumgr.units import REPLICA_RESOURCE
 
 from .stage import app
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.node import SimulatedNode
-from gpumgr.demo.process import COMMAND
+from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE
 from gpumgr.sim.control import SimProcess
+from gpumgr.sim.demo.node import SimulatedNode
+from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer, SimPod
-from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE
 
 from .stage import RUNNER, introduce
 from .test_mig import started

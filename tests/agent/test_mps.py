@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
 from .stage import app, stage, until_sampled

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 from .stage import app, running, stage, until_sampled
 from .test_broken_gpus import FOUR_GPUS, asked, condition, events, until

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
-from gpumgr.units import RESOURCE_NAMES, RESOURCES
 
 from .stage import BLOCKS, PATIENT, app, init, running
 

@@ -6,7 +6,7 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import PodStatus
 
 from .stage import app, running, until_sampled

@@ -10,14 +10,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.common.units import RESOURCES, VCUDA_NAMES
+from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
-from gpumgr.units import RESOURCES, VCUDA_NAMES
-from tests.component.doctor.conftest import listening
-from tests.component.sim_kubelet.plugin import GooglePlugin
+from tests.component.cli.examination.conftest import listening
+from tests.component.sim.kubelet.plugin import GooglePlugin
 
 from .stage import BLOCKS, RUNNER, app, init, running, stage
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.sim.demo.node import SimulatedNode
 
 from .stage import app, introduce, running, stage, until_sampled
 

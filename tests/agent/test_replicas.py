@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.units import CORE_RESOURCE, Amounts
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.units import CORE_RESOURCE, Amounts
-from tests.component.doctor.conftest import listening
+from tests.component.cli.examination.conftest import listening
 
 from .stage import RUNNER, app, introduce, running, stage
 

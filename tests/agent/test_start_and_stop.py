@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.checkpoint.files import NAME
-from gpumgr.demo.process import AgentProcess
+from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.sim.demo.process import AgentProcess
 
 from .stage import app, running, stage
 

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from gpumgr.demo.node import SimulatedNode
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .stage import app, running

@@ -21,11 +21,11 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import yaml
 
-from gpumgr.allocator.ledger import Allocation, Change
-from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Allocation, Change
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tests.allocations import allocated
 from tests.bench import figures
 from tests.bench.figures import median_and_worst, spread

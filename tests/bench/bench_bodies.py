@@ -9,8 +9,8 @@ import ssl
 import sys
 from pathlib import Path
 
-from gpumgr.scheduler.hami_webhook import PATH, webhook_application
-from gpumgr.scheduler.listening import VerbListener
+from gpumgr.cluster.scheduler.hami_webhook import PATH, webhook_application
+from gpumgr.cluster.scheduler.listening import VerbListener
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.credentials import Certificates

@@ -18,15 +18,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from gpumgr.allocator.claims import AllocatedClaim
-from gpumgr.dra import DRIVER
-from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kube.client import ApiServer
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.claim_reader import ClaimReader
+from gpumgr.ledger.claims import AllocatedClaim
 from tests.bench import figures
 from tests.bench.bench_metrics import node_snapshot
 from tests.bench.children import child
 from tests.bench.figures import spread
-from tests.component.dra.claim_node import ClaimNode
+from tests.component.kubelet.dra.claim_node import ClaimNode
 
 CLAIMS = 40
 

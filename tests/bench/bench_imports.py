@@ -15,8 +15,8 @@ from tests.bench import figures
 AGENT: Final = """
 from gpumgr.cli.lean_imports import lean_imports
 with lean_imports():
-    import gpumgr.cli.running, gpumgr.kubeapi.library
-gpumgr.kubeapi.library.load_library()
+    import gpumgr.cli.running, gpumgr.kube.library
+gpumgr.kube.library.load_library()
 """
 NOTHING: Final = "import sys"
 _TELL: Final = """

@@ -20,16 +20,16 @@ from aiohttp import web
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import until_tick
-from gpumgr.allocator.gpu_limits import GpuLimits
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.registry import Metrics
-from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
-from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.common.aio import until_tick
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.placement.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.web.metrics.exposition import Exposition
+from gpumgr.web.metrics.registry import Metrics
 from tests.allocations import allocated, block_count
 from tests.bench import figures
 from tests.bench.children import child

@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.server import WebServer
 from gpumgr.web.state import HISTORY_SHOWN, node_state

@@ -23,17 +23,17 @@ from pathlib import Path
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tests.bench import figures
 from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
 from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
 from tests.bench.places import Places
-from tests.component.driverfiles.host import DRIVER, Driver
+from tests.component.compat.gpu_manager.driver_files.host import DRIVER, Driver
 from tests.hardware.node import unmount_below
 from tests.libvgpu import build
 

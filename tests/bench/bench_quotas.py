@@ -8,11 +8,11 @@ import json
 import time
 from typing import NoReturn
 
-from gpumgr.cluster.quota import Quotas
-from gpumgr.scheduler.quota_sources import QuotaSources, QuotaTexts
-from gpumgr.scheduler.resource_quota import parse_resource_quota
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.scheduler.resource_quota import parse_resource_quota
+from gpumgr.cluster.simulation.tables import read_pods
 from gpumgr.settings.hami_resources import ReplicaResources
-from gpumgr.simulate.tables import read_pods
 from tests.bench.figures import Stopwatch, log_to_stderr
 from tests.bench.held import HeldTimes
 

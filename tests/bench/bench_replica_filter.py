@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
-from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.request import PodRequest
-from gpumgr.cluster.shape import Rejection
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.shape import Rejection
 from tests.bench import figures
 from tests.bench.figures import spread
 from tests.cluster_states import hami, node_state, share, with_replicas

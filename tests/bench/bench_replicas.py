@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import PodView
-from gpumgr.kubeapi.publisher.hami_register import RegisterReporter
-from gpumgr.kubeapi.publisher.inventory import InventoryReporter
+from gpumgr.kube.publisher.hami_register import RegisterReporter
+from gpumgr.kube.publisher.inventory import InventoryReporter
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.pods import PodView
 from tests.bench import figures
 from tests.bench.figures import spread
 from tests.component.stage.stage import MemoryPods, Stage, app, snapshot, stage

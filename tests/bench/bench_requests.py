@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.quota import NamespaceQuota, Quotas
-from gpumgr.kubeapi.client import ApiServer
-from gpumgr.scheduler.extender import Extender
-from gpumgr.scheduler.objects import QuotaLabels, parse_node
-from gpumgr.scheduler.watches import ClusterWatches
-from gpumgr.scheduler.wire import FilterArgs, FilterResult
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.quota import NamespaceQuota, Quotas
+from gpumgr.cluster.scheduler.extender import Extender
+from gpumgr.cluster.scheduler.objects import QuotaLabels, parse_node
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.cluster.scheduler.wire import FilterArgs, FilterResult
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kube.client import ApiServer
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tests.bench import figures
 from tests.bench.cluster_stub import Cluster, name_of, node, uuid_of
 from tests.bench.figures import spread

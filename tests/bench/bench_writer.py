@@ -17,14 +17,14 @@ from pathlib import Path
 
 import aiohttp
 
-from gpumgr.app.node_enforcement import NodeEnforcement
-from gpumgr.kubeapi.cache import PodCache
-from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.publisher.decisions import DecisionReporter
-from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
-from gpumgr.kubeapi.publisher.publisher import Publisher
-from gpumgr.nvml.driver import Nvml
-from gpumgr.proc import HostProcesses
+from gpumgr.common.proc import HostProcesses
+from gpumgr.driver.driver import Nvml
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.publisher.decisions import DecisionReporter
+from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
+from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
 from gpumgr.sim.apiserver import SimApiServer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.sim.apiserver import SimApiServer
-from tests.component.dra.resources import Resources
+from tests.component.kubelet.dra.resources import Resources
 
 
 async def serve(claims: list[Any], kubeconfig: Path) -> None:

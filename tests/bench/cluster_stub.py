@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gpumgr.kubeapi.cluster_annotations import (
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kube.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
     Inventory,
@@ -27,8 +28,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     encode,
     levels_of,
 )
-from gpumgr.topology.matrix import topology_from_matrix
-from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.placement.topology.matrix import topology_from_matrix
 
 GPUS: Final = 8
 GPU_MEBIBYTES: Final = 81_408

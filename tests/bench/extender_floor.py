@@ -9,7 +9,7 @@ import sys
 import msgspec
 from aiohttp import web
 
-from gpumgr.scheduler.wire import FilterArgs, FilterResult
+from gpumgr.cluster.scheduler.wire import FilterArgs, FilterResult
 from tests.bench.cluster_stub import serve
 
 

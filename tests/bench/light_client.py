@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hpack
 
-from gpumgr.rpc import wire
+from gpumgr.common.rpc import wire
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4

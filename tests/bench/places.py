@@ -13,9 +13,9 @@ from typing import Self
 
 import msgspec
 
-from gpumgr.allocator.pods import PodKey
-from gpumgr.cri.cgroups import Cgroups
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.pods import PodKey
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.cgroups import Cgroups
 from tests.bench.children import child
 
 

@@ -11,33 +11,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpumgr.accounting.container_events import ContainerEvents
-from gpumgr.accounting.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
-from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.app.hardware_events import HardwareEvents
-from gpumgr.app.over_limit import OverLimitReporter
-from gpumgr.checkpoint.store import SqliteCheckpoint
-from gpumgr.cri.client import CriClient
-from gpumgr.cri.containers import Containers
+from gpumgr.common.proc import HostProcesses
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.compat.gpu_manager.vcuda.config import pack_pids
+from gpumgr.compat.gpu_manager.vcuda.files import PIDS
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
-from gpumgr.enforcement.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.vcuda.config import pack_pids
-from gpumgr.enforcement.vcuda.files import PIDS
-from gpumgr.metrics.registry import Metrics
-from gpumgr.proc import HostProcesses
-from gpumgr.topology.devices import GpuProcess, NodeSample
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.node.hardware_events import HardwareEvents
+from gpumgr.node.over_limit import OverLimitReporter
+from gpumgr.placement.topology.devices import GpuProcess, NodeSample
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.container_events import ContainerEvents
+from gpumgr.runtime.containers import Containers
+from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.web.metrics.registry import Metrics
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
 from tests.bench.bench_prestart import control_program

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from aiohttp import web
 
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.sim.apiserver_written import failure
 from tests.bench.cluster_stub import GPU_MEBIBYTES, gpu_pod, node
 

@@ -25,7 +25,7 @@ import aiohttp
 import psutil  # type: ignore[import-untyped]
 from aiohttp import web
 
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
 from tests.bench.cluster_stub import GPUS, Json, gpu_pod, name_of, uuid_of
 from tests.bench.soak_api import SoakApi, filler

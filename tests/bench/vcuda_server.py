@@ -11,13 +11,13 @@ from pathlib import Path
 
 import structlog
 
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.cri.client import CriClient
-from gpumgr.cri.containers import Containers
-from gpumgr.enforcement.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.vcuda.files import SOCKET
-from gpumgr.proc import HostProcesses
-from gpumgr.usage.containers import Container
+from gpumgr.common.proc import HostProcesses
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.compat.gpu_manager.vcuda.files import SOCKET
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.containers import Containers
 from tests.bench.places import Places
 from tests.libvgpu import build
 from tests.shares import gpu_share, shared_gpu

@@ -21,8 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpumgr.dra import DRIVER
-from gpumgr.dra.slices import SLICES, resource_slice
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.slices import SLICES, resource_slice
 
 from .agent import Agent
 from .api import phase

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
-from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
+from gpumgr.placement.topology.matrix import topology_from_matrix
 
 from .cluster import Cluster
 from .manifests import CORE, MEMORY, Json, container, pod

@@ -11,7 +11,7 @@ import msgspec
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
 
 from gpumgr.agent.api import PodDetails
-from gpumgr.allocator.pods import PodKey
+from gpumgr.ledger.pods import PodKey
 from gpumgr.web.server import WebServer
 from tests.component.web.scene import Scene
 

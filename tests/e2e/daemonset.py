@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-from gpumgr.checkpoint import files
+from gpumgr.ledger.checkpoint import files
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
 from tools import chart

@@ -5,11 +5,11 @@ import signal
 import sys
 from typing import Any, Final
 
-from gpumgr.allocator.ledger import Change
-from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
-from gpumgr.dra.claim_reader import ClaimReader
-from gpumgr.dra.service import DraPlugin
+from gpumgr.kubelet.dra.claim_reader import ClaimReader
+from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Change
 
 #: Step -> the method that it is before or after.
 STEPS: Final[dict[str, tuple[type, str, str]]] = {

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumgr.allocator.ledger import Allocation, ClaimRef
-from gpumgr.dra.driver import DraDriver
+from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.ledger.ledger import Allocation, ClaimRef
 
 
 class Nothing:

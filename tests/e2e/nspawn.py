@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
-from gpumgr.units import VCUDA_NAMES
 
 from .build import alone_in
 from .places import CGROUPS, PROJECT, cache

@@ -5,9 +5,9 @@ Each Allocate is then under way for so long that the kubelet hands its ids out a
 
 import asyncio
 
-from gpumgr.allocator.ledger import Change
-from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Change
 
 COMMIT_SECONDS = 0.04
 

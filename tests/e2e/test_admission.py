@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 
 from .api import PODS, Api, ApiError
 from .cluster import Cluster

@@ -15,19 +15,19 @@ import pytest
 import yaml
 
 import gpumgr
-import gpumgr.enforcement.vcuda.client
-from gpumgr import tls_files
-from gpumgr.doctor.rights import for_drains, for_people, needed
-from gpumgr.dra import DRIVER
-from gpumgr.dra.claim_reader import ShareConfig
-from gpumgr.dra.slices import resource_slice, slice_devices
+import gpumgr.compat.gpu_manager.vcuda.client
+from gpumgr.cli.examination.rights import for_drains, for_people, needed
+from gpumgr.common import tls_files
+from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
+from gpumgr.compat.gpu_manager.flags import _RULES as RULES
+from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.claim_reader import ShareConfig
+from gpumgr.kubelet.dra.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
-from gpumgr.settings.gpu_manager_flags import _BOOLEAN as BOOLEAN
-from gpumgr.settings.gpu_manager_flags import _RULES as RULES
-from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.settings.live import LIVE, flat
 from gpumgr.settings.schema import plain
-from tests.unit.dra.test_slices import snapshot
+from tests.unit.kubelet.dra.test_slices import snapshot
 from tools.chart import (
     BASE,
     CHART,
@@ -389,7 +389,7 @@ def test_the_chart_requires_the_same_tls_files_as_the_agent() -> None:
 def test_the_images_own_client_may_be_named() -> None:
     """config/image/Dockerfile has it beside its module."""
     (site,) = set(re.findall(r"/opt/gpumgr/lib/\S+/site-packages/", (PROJECT / "config" / "image" / "Dockerfile").read_text()))
-    module = Path(gpumgr.enforcement.vcuda.client.__file__).relative_to(Path(gpumgr.__file__).parent.parent)
+    module = Path(gpumgr.compat.gpu_manager.vcuda.client.__file__).relative_to(Path(gpumgr.__file__).parent.parent)
     client = Path(site) / module.with_name("gpu-client")
     assert "gpu-client" in settings_file(render({"settings": {"vcuda": {"client_path": str(client)}}}))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumgr.claims.shapes import parse
+from gpumgr.cluster.claims.shapes import parse
 from tools import chart
 
 from .api import Api, ApiError

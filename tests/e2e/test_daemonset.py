@@ -113,7 +113,7 @@ def test_the_image_holds_only_the_agent(agent: Installed) -> None:
 
 def test_the_image_brings_the_client_of_vcuda(agent: Installed) -> None:
     """There is no compiler in it, and containers run this program without any library beside it."""
-    build = "import pathlib, gpumgr.enforcement.vcuda.client as c; print(c.build_client(pathlib.Path('/nowhere')))"
+    build = "import pathlib, gpumgr.compat.gpu_manager.vcuda.client as c; print(c.build_client(pathlib.Path('/nowhere')))"
     client = agent.run_inside("/opt/gpumgr/bin/python3", "-c", build).strip()
     assert "--addr, --pod-uid and one of" in agent.run_inside("/bin/sh", "-c", f"{client} 2>&1 || true")
 

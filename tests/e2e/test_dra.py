@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from gpumgr.dra.slices import SLICES, resource_slice, slice_name
+from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
 
 from .agent import Agent
 from .bench_kube_scheduler import node as api_node

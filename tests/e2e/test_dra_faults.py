@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from gpumgr.dra.waiting_pods import RETRY_ANNOTATION
+from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
 from .api import PODS

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpumgr.aio import LatestValue
-from gpumgr.dra import DRIVER
-from gpumgr.dra.slice_publisher import SlicePublisher
-from gpumgr.dra.slices import (
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.kube.client import ApiServer
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
+from gpumgr.kubelet.dra.slices import (
     SLICES,
     SliceDevice,
     Taint,
@@ -23,10 +25,8 @@ from gpumgr.dra.slices import (
     slice_name,
     stored_slice,
 )
-from gpumgr.kubeapi.client import ApiServer
-from gpumgr.rpc.link_state import LinkState
-from gpumgr.topology.devices import Gpu, NodeSnapshot
-from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
+from gpumgr.placement.topology.matrix import topology_from_matrix
 from tools.chart import objects, render
 
 from . import manifests

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpumgr.aio import LatestValue
-from gpumgr.dra.health import DraHealth, Faults
-from gpumgr.dra.service import DraPlugin
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.errors import Refusal
+from gpumgr.common.rpc.link_state import LinkState
 from gpumgr.enforcement import cdi
-from gpumgr.errors import Refusal
-from gpumgr.rpc.link_state import LinkState
-from tests.component.dra.harness import DRIVER, GPU, HELD, POOL, Linked, linked, plugin_of
+from gpumgr.kubelet.dra.health import DraHealth, Faults
+from gpumgr.kubelet.dra.service import DraPlugin
+from tests.component.kubelet.dra.harness import DRIVER, GPU, HELD, POOL, Linked, linked, plugin_of
 
 from .build import build_program
 

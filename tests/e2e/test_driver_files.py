@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import pytest
 
+from gpumgr.placement.topology.devices import MigInstance
 from gpumgr.sim.control import SimControl
-from gpumgr.topology.devices import MigInstance
-from tests.component.driverfiles.host import CUDA, DRIVER, Driver
+from tests.component.compat.gpu_manager.driver_files.host import CUDA, DRIVER, Driver
 
 from .agent import Agent, agent_config
 from .cluster import Cluster

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import pytest
 
+from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import check
-from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpumgr.placement.topology.devices import MigInstance
 from gpumgr.sim.control import SimControl
-from gpumgr.topology.devices import MigInstance
 
 from .agent import Agent
 from .api import phase

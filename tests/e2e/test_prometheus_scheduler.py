@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from gpumgr.kubeapi.cluster_annotations import InventoryGpu
+from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.sim.apiserver import SimApiServer
-from tests.component.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, until
-from tests.component.scheduler.test_pages import ready, serving
+from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, until
+from tests.component.cluster.scheduler.test_pages import ready, serving
 
 from .prometheus import SCHEDULER_DASHBOARD, SCHEDULER_JOB, SCHEDULER_RULES, running_prometheus
 from .test_prometheus import dashboard_queries, operands, until_all_have_data

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpumgr.metrics.registry import Metrics
-from gpumgr.prometheus_text import page
-from tests.unit.metrics.pages import full_picture
-from tests.unit.metrics.pictures import uuid_of
+from gpumgr.common.prometheus_text import page
+from gpumgr.web.metrics.registry import Metrics
+from tests.unit.web.metrics.pages import full_picture
+from tests.unit.web.metrics.pictures import uuid_of
 
 from .places import PROJECT
 from .prometheus import DASHBOARD, RULES, SCHEDULER_RULES, rules_of

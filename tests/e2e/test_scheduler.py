@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumgr.kubeapi.cluster_annotations import (
+from gpumgr.kube.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
     Inventory,
@@ -20,7 +20,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     encode,
     levels_of,
 )
-from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.placement.topology.matrix import topology_from_matrix
 
 from . import manifests
 from .agent import Agent

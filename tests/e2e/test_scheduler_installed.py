@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from tools import chart
 
 from . import image_agent

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.enforcement import cdi
 from gpumgr.sim.library import compile_library
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tests.libvgpu import build
 
 from .agent import SIM

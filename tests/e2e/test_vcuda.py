@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.driverfiles.host import DRIVER, Driver
+from tests.component.compat.gpu_manager.driver_files.host import DRIVER, Driver
 
 from .agent import Agent
 from .cluster import Cluster

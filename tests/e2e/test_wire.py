@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.scheduler.test_wire import ANSWERS, GOLDENS, given, golden
+from tests.unit.cluster.scheduler.test_wire import ANSWERS, GOLDENS, given, golden
 
 from .build import build_program
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.common.units import CORES_PER_GPU
 from tests.hardware.node import TENANT, TORCH_TENANT, Answer, HardwareNode, Tenant
 
 SHARES: Final = (25, 50, 75)

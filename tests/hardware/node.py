@@ -17,13 +17,13 @@ import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.demo.agent_log import AgentLog
-from gpumgr.demo.process import AgentProcess
+from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.sim.demo.agent_log import AgentLog
+from gpumgr.sim.demo.process import AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
 
 #: The programs that a tenant can run; both read commands from standard input.
 TENANT: Final = Path(__file__).with_name("tenant.py")

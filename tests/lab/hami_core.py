@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.demo.node import Sections
+from gpumgr.sim.demo.node import Sections
 from gpumgr.sim.kubelet import SimKubeletError
 
 from .container import PROGRAMS, TENANT

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.demo.node import Sections
+from gpumgr.sim.demo.node import Sections
 from tests.agent.stage import until_sampled
 from tests.e2e.processes import start_time
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.demo.agent_log import AgentLog, Line
-from gpumgr.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.usage import containers as cri
 from gpumgr.sim.control import SimProcess
+from gpumgr.sim.demo.agent_log import AgentLog, Line
+from gpumgr.sim.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.usage import containers as cri
 
 from .container import TENANT, BeforeStart, Container, TenantProcess
 from .gpu import FakeGpu

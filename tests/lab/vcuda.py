@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
-from gpumgr.demo.node import Sections
+from gpumgr.sim.demo.node import Sections
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES

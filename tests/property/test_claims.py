@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
-from gpumgr.allocator.claims import Share
-from gpumgr.allocator.ledger import ClaimRef
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
-from gpumgr.errors import Refusal
-from gpumgr.units import Amounts
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.claims import Share
+from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from tests.component.stage.stage import snapshot, unlimited
 from tests.unit.agent.test_claims import Node
 from tests.unit.agent.world import World

@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpumgr.cluster.choose import Misfit, NodeChoice
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
-from gpumgr.cluster.node import NodeState, homogeneous
-from gpumgr.cluster.request import PodRequest, Policy
-from gpumgr.cluster.shape import Rejection
-from gpumgr.evaluators.constraints import UNCONSTRAINED
+from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"

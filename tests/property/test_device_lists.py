@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpumgr.allocator.pods import ContainerSpec, NamedGpu
-from gpumgr.evaluators.replicas import ReplicaRequest
-from gpumgr.kubeapi.replica_requests import devices_text, placed_by_hami
-from gpumgr.units import Amounts
+from gpumgr.common.units import Amounts
+from gpumgr.kube.replica_requests import devices_text, placed_by_hami
+from gpumgr.ledger.pods import ContainerSpec, NamedGpu
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
 #: Any text without the separators; HAMi's UUIDs are ASCII.
 UUIDS = st.from_regex("(GPU|MIG)-[0-9a-f-]{1,36}", fullmatch=True) | st.text(

@@ -6,14 +6,14 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from gpumgr.allocator.ids import union
-from gpumgr.allocator.pods import ContainerSpec, PodKey
-from gpumgr.allocator.sweep import sweep
-from gpumgr.errors import Refusal
-from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.units import CORES_PER_GPU, RESOURCES
-from tests.unit.allocator.kubelet import Table
-from tests.unit.allocator.nodes import empty, pod
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import CORES_PER_GPU, RESOURCES
+from gpumgr.ledger.ids import union
+from gpumgr.ledger.pods import ContainerSpec, PodKey
+from gpumgr.ledger.sweep import sweep
+from gpumgr.placement.evaluators.chain import ContainerKind
+from tests.unit.ledger.kubelet import Table
+from tests.unit.ledger.nodes import empty, pod
 
 KINDS_OF_CONTAINER: st.SearchStrategy[ContainerKind] = st.sampled_from(["init", "sidecar", "app", "app"])
 CORES = st.one_of(st.integers(1, 99), st.sampled_from([0, 10, 50, 100, 100, 200, 300]))

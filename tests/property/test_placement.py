@@ -6,10 +6,10 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.errors import Refusal
-from gpumgr.evaluators.capacity import GpuCapacity
-from gpumgr.evaluators.select import Policy, place
-from gpumgr.topology.devices import Level, Topology
+from gpumgr.common.errors import Refusal
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.select import Policy, place
+from gpumgr.placement.topology.devices import Level, Topology
 
 Caps = list[GpuCapacity]
 

@@ -6,13 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpumgr.cluster.choose import Misfit
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
-from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, added_holdings
-from gpumgr.cluster.quota_rank import RankWithinQuota
-from gpumgr.cluster.request import PodRequest
-from gpumgr.cluster.shape import Rejection
+from gpumgr.cluster.core.choose import Misfit
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, added_holdings
+from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.shape import Rejection
 from tests.cluster_states import node_state, request, share
 
 MODELS = ("A100", "V100")

@@ -3,16 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.allocator.ids import ALL_CORES
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
-from gpumgr.usage.containers import Container
-from gpumgr.usage.join import join
-from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse, UnattributedProcess
-from gpumgr.usage.over_limit import OverLimitState, apply_readings
-from gpumgr.usage.unattributed import KnownProcesses, update_unattributed
+from gpumgr.ledger.ids import ALL_CORES
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.join import join
+from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
+from gpumgr.ledger.usage.unattributed import KnownProcesses, update_unattributed
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from tests.allocations import allocated
-from tests.unit.metrics.pictures import name_of, uuid_of, view_of
+from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
 
 GPUS = 3
 PIDS = st.integers(1, 12)

@@ -6,11 +6,11 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.cluster.request import Policy
-from gpumgr.simulate.capacity import Capacity
-from gpumgr.simulate.defrag import Defrag
-from gpumgr.simulate.live import LiveCluster, LivePod, Spot
-from tests.unit.simulate.live_states import cluster, contents, live_pod
+from gpumgr.cluster.core.request import Policy
+from gpumgr.cluster.simulation.capacity import Capacity
+from gpumgr.cluster.simulation.defrag import Defrag
+from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
+from tests.unit.cluster.simulation.live_states import cluster, contents, live_pod
 
 COUNTS = {"a": 2, "b": 1, "c": 2}
 CPU = 8000

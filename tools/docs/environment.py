@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from gpumgr.kubeapi.pods import SUBMITTER_VARIABLE
+from gpumgr.kube.pods import SUBMITTER_VARIABLE
 from tools.docs.markdown import code, table
 
 #: Name -> the commands that read it, its meaning.

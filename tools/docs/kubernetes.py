@@ -3,27 +3,27 @@
 from collections.abc import Iterator
 from typing import Final
 
-from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
-from gpumgr.allocator import annotations
-from gpumgr.allocator.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.app.node_enforcement import NODE_ANNOTATION
-from gpumgr.app.over_limit import EVICTED
-from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
-from gpumgr.kubeapi.hami_mig import MIG_ALLOCATIONS
-from gpumgr.kubeapi.hami_node import REGISTER, SCORES
-from gpumgr.kubeapi.publisher import condition, event_texts
-from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
-from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
-from gpumgr.kubeapi.replica_requests import HAMI_ALLOCATED
-from gpumgr.kubeapi.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
-from gpumgr.kubeapi.unreadable import REASON
-from gpumgr.topology.labels import MODEL
-from gpumgr.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
+from gpumgr.kube.hami_mig import MIG_ALLOCATIONS
+from gpumgr.kube.hami_node import REGISTER, SCORES
+from gpumgr.kube.publisher import condition, event_texts
+from gpumgr.kube.publisher.decisions import NOT_EVICTED
+from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
+from gpumgr.kube.replica_requests import HAMI_ALLOCATED
+from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
+from gpumgr.kube.unreadable import REASON
+from gpumgr.ledger import annotations
+from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.node.node_enforcement import NODE_ANNOTATION
+from gpumgr.node.over_limit import EVICTED
+from gpumgr.placement.topology.labels import MODEL
+from gpumgr.runtime.findings import OVER_LIMIT
 from tools.docs.markdown import code, table
 
 _CONSTRAINTS: Final = "See [constraints](scheduler.md#constraints)."

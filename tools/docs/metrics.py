@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from gpumgr.claims import pages as claims
-from gpumgr.metrics import gpu_manager
-from gpumgr.metrics.hami import render_hami
-from gpumgr.metrics.registry import catalogue
-from gpumgr.prometheus_text import Family
-from gpumgr.scheduler import metrics as scheduler
-from tests.unit.metrics.pages import full_picture
+from gpumgr.cluster.claims import pages as claims
+from gpumgr.cluster.scheduler import metrics as scheduler
+from gpumgr.common.prometheus_text import Family
+from gpumgr.compat.gpu_manager import metrics as gpu_manager
+from gpumgr.compat.hami.metrics import render_hami
+from gpumgr.web.metrics.registry import catalogue
+from tests.unit.web.metrics.pages import full_picture
 from tools.docs.markdown import code, table
 
 _HEAD = ("metric", "type", "labels", "meaning")

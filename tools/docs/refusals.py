@@ -2,7 +2,7 @@
 
 from typing import Final, get_args
 
-from gpumgr.errors import RefusalCode
+from gpumgr.common.errors import RefusalCode
 from tools.docs.markdown import code, table
 
 MEANINGS: Final = {

@@ -7,8 +7,8 @@ from typing import Any, Final, Self
 import aiohttp
 
 from gpumgr.cli.printable import printable
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.foreign_text import decode_json
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.foreign_text import decode_json
 
 #: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0

@@ -18,10 +18,10 @@ import aiohttp
 
 from gpumgr.cli.pod_name import PodName
 from gpumgr.cli.printable import cleaned, printable
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.foreign_text import UnreadableText, convert, decode_json
-from gpumgr.kubeapi.client import AnswerError, ApiServer
-from gpumgr.scheduler.api import Why
+from gpumgr.cluster.scheduler.api import Why
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
+from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.web.middleware import PROXIED_AUTHORIZATION
 
 #: The leader; else any replica of the chart's Deployment, which has the same data without what the leader has assumed.

@@ -13,7 +13,7 @@ from gpumgr.agent.api import ContainerRow, NodeState
 from gpumgr.cli.client.agent_client import AgentClient, AgentUnavailable
 from gpumgr.cli.client.follow import report_unavailable
 from gpumgr.cli.client.schema import STATE, read_result, read_state
-from gpumgr.errors import GpumgrError
+from gpumgr.common.errors import GpumgrError
 
 #: A reset takes a minute at most, and a request waits for the one before it.
 RESPONSE_SECONDS: Final = 150.0

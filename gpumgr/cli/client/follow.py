@@ -9,7 +9,7 @@ import click
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.schema import STREAM
 from gpumgr.cli.printable import printable
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
 
 RETRY_SECONDS: Final = 1.0
 

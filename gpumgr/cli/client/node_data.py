@@ -18,17 +18,17 @@ from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.allocator.pods import PodKey
-from gpumgr.checkpoint.files import NAME
-from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.checkpoint.tables import Loaded
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.schema import PODS, STATE, read_pods
 from gpumgr.cli.options import AgentLocation
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.formats import clock_time
-from gpumgr.errors import CheckpointError, GpumgrError, InputError
+from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
+from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.history import HISTORY_ENTRIES
+from gpumgr.ledger.pods import PodKey
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from gpumgr.web.state import node_state
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.printable import cleaned
-from gpumgr.errors import GpumgrError
-from gpumgr.foreign_text import UnreadableText, convert
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodKey
 
 T = TypeVar("T")
 

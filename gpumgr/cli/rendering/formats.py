@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from gpumgr.units import BLOCK_BYTES
+from gpumgr.common.units import BLOCK_BYTES
 
 #: A reading that the driver does not give.
 UNKNOWN: Final = "unknown"

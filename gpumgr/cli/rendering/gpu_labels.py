@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from gpumgr.agent.api import Failure, GpuRow
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.errors import InputError
-from gpumgr.units import GpuName
+from gpumgr.common.errors import InputError
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.history import HistoryEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

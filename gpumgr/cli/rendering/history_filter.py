@@ -7,14 +7,14 @@ from typing import Final
 
 import click
 
-from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry, What
-from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.client.node_data import Document
 from gpumgr.cli.client.schema import read_entries, read_state
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.formats import clock_time, cores
 from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
-from gpumgr.units import GpuName
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
+from gpumgr.ledger.pods import PodKey
 
 _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from gpumgr.aio import run_until
+from gpumgr.common.aio import run_until
 
 #: Without a handler they end the process before the terminal is restored.
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)

@@ -8,12 +8,12 @@ from typing import Final, Self
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
-from gpumgr.allocator.history import Call, Candidate, HistoryEntry
 from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, memory_text, percent
 from gpumgr.cli.rendering.gpu_labels import GpuLabels
 from gpumgr.cli.rendering.gpu_status import gpu_sentences
 from gpumgr.cli.rendering.tables import open_table, plain_text
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
+from gpumgr.ledger.history import Call, Candidate, HistoryEntry
 
 #: The names of the kubelet's calls.
 CALLS: Final[dict[Call, str]] = {

@@ -12,7 +12,7 @@ from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, limitin
 from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
 from gpumgr.cli.rendering.tables import open_table
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120

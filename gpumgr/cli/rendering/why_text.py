@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from gpumgr.scheduler.api import Kind, Waiting, Why
+from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 
 _KINDS: Final[dict[Kind, str]] = {
     "refused": "No node grants such a request",

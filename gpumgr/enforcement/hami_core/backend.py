@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse, Mount
+from gpumgr.common.errors import Refusal
+from gpumgr.common.files import names_in, replace_file
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.hami_core import priorities, seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
@@ -27,9 +26,10 @@ from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
-from gpumgr.errors import Refusal
-from gpumgr.files import names_in, replace_file
-from gpumgr.units import Resource
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse, Mount
 
 #: The region in the container: this path is in its environment, ...
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"

@@ -13,11 +13,11 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.hami_core import layout, repairs, seed
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair
 from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
+from gpumgr.ledger.gpu_share import GpuShare
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
 #: number of consecutive checks.

@@ -7,8 +7,8 @@ launch, and delays launches while the word is below 0; both only in containers w
 from collections.abc import Mapping
 from typing import Final
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.hami_core.seed import RECENT_KERNEL
+from gpumgr.ledger.gpu_share import GpuShare
 
 _BLOCKED: Final = -1
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+from gpumgr.common.files import replacing
 from gpumgr.enforcement.hami_core import layout, view
 from gpumgr.enforcement.hami_core.view import RegionView
-from gpumgr.files import replacing
 
 FILE_NAME: Final = "region.cache"
 #: For all users: the container's processes run as any user, and the library ends every CUDA process that can't write the file.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.allocator.gpu_share import SharedGpu
+from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.ledger.gpu_share import SharedGpu
 
 MEBIBYTE: Final = 1 << 20
 #: The library's priority without CUDA_TASK_PRIORITY; 0 is the only higher one.

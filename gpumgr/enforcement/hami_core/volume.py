@@ -14,9 +14,9 @@ from typing import Final
 
 import structlog
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.files import names_in
 from gpumgr.enforcement.mps.launcher import best_method, outside
-from gpumgr.files import names_in
+from gpumgr.ledger.ledger import AllocationId
 
 #: The region and some pages.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"

@@ -8,10 +8,9 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.common.errors import GpumgrError, MpsError, Refusal
+from gpumgr.common.units import Process, Resource
+from gpumgr.common.unix_socket import MAX_PATH_BYTES
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.mps import findings, injection, launcher, probe, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
@@ -22,9 +21,10 @@ from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
 from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
-from gpumgr.errors import GpumgrError, MpsError, Refusal
-from gpumgr.units import Process, Resource
-from gpumgr.unix_socket import MAX_PATH_BYTES
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse
 
 #: A process without MPS is reported after this number of further checks: a client that has just started is not listed yet.
 _CHECKS: Final = 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from gpumgr.errors import MpsError
+from gpumgr.common.errors import MpsError
 
 MpsProtocol = Literal[2, 3]
 #: The setting mps.protocol.

@@ -7,8 +7,8 @@ from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.common.errors import GpumgrError, MpsError
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import GpumgrError, MpsError
 
 #: NVML's nvmlComputeMode_t.
 DEFAULT: Final = 0

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
+from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
 from gpumgr.enforcement.mps.folders import GpuFolder
-from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
-from gpumgr.proc import start_time_ticks
 
 #: Printed by the program, the exit status of which is not always set.
 _NO_DAEMON: Final = "Cannot find MPS control daemon"

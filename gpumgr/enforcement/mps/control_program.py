@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.enforcement.mps.control import ControlProgram, shown
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
-from gpumgr.errors import MpsError, MpsTransientError
 
 _COMES_WITH: Final = "it comes with the driver (package nvidia-compute-utils); set mps.control_program"
 #: Run on the host with the program's name and the folder of the daemons: prints a line for each fact, with its name first.

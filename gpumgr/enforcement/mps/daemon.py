@@ -14,7 +14,9 @@ from typing import Final
 
 import structlog
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
+from gpumgr.common.proc import is_running, start_time_ticks
+from gpumgr.common.units import Process
 from gpumgr.enforcement.mps import commands, launcher, processes
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes, restore_mode, set_exclusive
@@ -24,9 +26,7 @@ from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import MpsError, MpsTimeoutError, MpsTransientError
-from gpumgr.proc import is_running, start_time_ticks
-from gpumgr.units import Process
+from gpumgr.ledger.ledger import AllocationId
 
 _START_SECONDS: Final = 10.0
 #: How long the trial of a new client may take. On an H200 a context takes less than a second.

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.commands import MpsProtocol
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
 
 
 @dataclass(frozen=True, slots=True)

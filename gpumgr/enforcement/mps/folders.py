@@ -15,10 +15,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.files import replace_file
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.enforcement.mps.commands import SERVER
-from gpumgr.files import replace_file
-from gpumgr.foreign_text import UnreadableText, decode_json
+from gpumgr.ledger.ledger import AllocationId
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096

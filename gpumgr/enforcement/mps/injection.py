@@ -19,11 +19,11 @@ The pod's annotation vcuda-core-limit has no effect: MPS has no limit that is li
 from collections.abc import Collection
 from pathlib import Path
 
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.response import ContainerResponse, Mount
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.folders import GpuFolder
-from gpumgr.units import Resource
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.response import ContainerResponse, Mount
 
 
 def answer(

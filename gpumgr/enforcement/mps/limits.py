@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.control import DaemonClient
 from gpumgr.enforcement.mps.findings import Tampering
 from gpumgr.enforcement.mps.folders import Share
-from gpumgr.errors import MpsError, MpsTransientError
+from gpumgr.ledger.ledger import AllocationId
 
 Shares = Mapping[AllocationId, Share]
 #: Namespaces of others that one check deletes.

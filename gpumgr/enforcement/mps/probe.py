@@ -13,14 +13,14 @@ from typing import Final
 import msgspec
 import structlog
 
+from gpumgr.common.errors import MpsError, MpsTransientError
+from gpumgr.common.files import replace_file
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.records import DaemonRecords, boot_id
-from gpumgr.errors import MpsError, MpsTransientError
-from gpumgr.files import replace_file
-from gpumgr.foreign_text import UnreadableText, decode_json
 
 #: A failure is tried again after this time.
 RETRY_SECONDS: Final = 600.0

@@ -16,10 +16,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.errors import MpsError
+from gpumgr.common.proc import PROC, is_running, start_time_ticks
+from gpumgr.common.units import Process
 from gpumgr.enforcement.mps.commands import SERVER
-from gpumgr.errors import MpsError
-from gpumgr.proc import PROC, is_running, start_time_ticks
-from gpumgr.units import Process
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.

@@ -11,10 +11,10 @@ from typing import Final
 
 import msgspec
 
+from gpumgr.common.files import replace_file
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.enforcement.mps.commands import PROTOCOLS, MpsProtocol
 from gpumgr.enforcement.mps.folders import GPU_UUID, names_in
-from gpumgr.files import replace_file
-from gpumgr.foreign_text import UnreadableText, decode_json
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _PROTOCOL_NAME: Final = "mps_protocol"

@@ -8,12 +8,12 @@ from typing import Final
 
 import structlog
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import MpsError
+from gpumgr.ledger.ledger import AllocationId
 
 #: How long a tick waits for the checks that it started; a check of a daemon that hangs continues by itself.
 _TICK_SECONDS: Final = 1.0

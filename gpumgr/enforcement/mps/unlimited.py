@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import Share
 from gpumgr.enforcement.unlimited import ReportUnlimited, Unlimited
-from gpumgr.units import Resource
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.response import ContainerResponse
 
 #: More than any GPU has, for a GPU of unknown size.
 _ALL_MEMORY_BYTES: Final = 1 << 40

@@ -1,23 +1,24 @@
 """Input that no healthy kubelet, disk or host gives: each is met with a sentence, and the books stay as they were.
 
 What people write wrongly is tested with the part that reads it: settings in tests/unit/settings/test_load_settings.py and
-test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in tests/unit/topology/test_matrix.py
-and tests/unit/cli/test_topology.py, state files and lines of requests in tests/unit/cli/test_place.py, descriptions of simulated
-nodes in tests/unit/nvml/test_sim_nodes.py. Damaged checkpoints are in tests/component/checkpoint/test_store.py, malformed messages
-in tests/unit/deviceplugin/test_codec.py, kubelets that refuse a registration in tests/component/deviceplugin/test_registration.py. A
-full disk and a clock that is set back are in tests/agent/test_recovery.py, a second agent in tests/unit/deviceplugin/test_node_lock.py.
+test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in
+tests/unit/placement/topology/test_matrix.py and tests/unit/cli/test_topology.py, state files and lines of requests in
+tests/unit/cli/test_place.py, descriptions of simulated nodes in tests/unit/driver/test_sim_nodes.py. Damaged checkpoints are in
+tests/component/ledger/checkpoint/test_store.py, malformed messages in tests/unit/kubelet/deviceplugin/test_codec.py, kubelets that refuse
+a registration in tests/component/kubelet/deviceplugin/test_registration.py. A full disk and a clock that is set back are in
+tests/agent/test_recovery.py, a second agent in tests/unit/kubelet/deviceplugin/test_node_lock.py.
 """
 
 from pathlib import Path
 
 import pytest
 
-from gpumgr.app.hardware_events import HardwareEvents
-from gpumgr.errors import Refusal
-from gpumgr.proc import HostProcesses
+from gpumgr.common.errors import Refusal
+from gpumgr.common.proc import HostProcesses
+from gpumgr.common.units import CORE_RESOURCE, Resource
+from gpumgr.node.hardware_events import HardwareEvents
+from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.topology.devices import NodeSample
-from gpumgr.units import CORE_RESOURCE, Resource
 from tests.component.stage.stage import snapshot, stage
 
 

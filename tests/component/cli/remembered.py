@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
-from gpumgr.allocator.history import Candidate, HistoryEntry
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.checkpoint.store import SqliteCheckpoint
-from gpumgr.units import BLOCK_MEBIBYTES
+from gpumgr.common.units import BLOCK_MEBIBYTES
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.history import Candidate, HistoryEntry
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Ledger
 from tests.allocations import allocated
 
 AT = 1_700_000_000.0

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from gpumgr.cli.client.agent_client import AgentClient, AgentUnavailable
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
 
 from .peer import Handler, listening
 

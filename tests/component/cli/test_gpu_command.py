@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli import gpu
 from gpumgr.cli.client import drain
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
 
 from .peer import listening
 

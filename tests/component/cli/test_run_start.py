@@ -27,7 +27,7 @@ sys.argv = ["gpumgr", "run", "--standalone", "--set", "nonsense"]
 try:
     BEGIN
 finally:
-    imported = {"click", "gpumgr.app.lifecycle", "aiohttp"} <= set(sys.modules)
+    imported = {"click", "gpumgr.node.lifecycle", "aiohttp"} <= set(sys.modules)
     print("hung up early and often:", imported and HangUp.times > 100)
 """
 
@@ -45,5 +45,5 @@ def test_a_sighup_that_comes_before_anybody_listens_ends_nothing(begin: str) -> 
 
 def test_the_command_line_alone_does_not_import_the_agent() -> None:
     """`gpumgr --help` reads each command's first sentence."""
-    told = "import sys, gpumgr.cli.run; print(*(name for name in sys.modules if name.startswith(('gpumgr.app', 'aiohttp'))))"
+    told = "import sys, gpumgr.cli.run; print(*(name for name in sys.modules if name.startswith(('gpumgr.node', 'aiohttp'))))"
     assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True).stdout == "\n"

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from aiohttp import web
 
-from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.sim.apiserver import SimApiServer
-from tests.component.scheduler import conftest as objects
-from tests.component.scheduler.conftest import inventory
+from tests.component.cluster.scheduler import conftest as objects
+from tests.component.cluster.scheduler.conftest import inventory
 
 from .conftest import Ended, Gpumgr
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.checkpoint.files import NAME
+from gpumgr.ledger.checkpoint.files import NAME
 from tests.unit.cli.node_story import container, entry, story
 from tests.unit.cli.test_why_story import told
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, web
 
-from gpumgr.scheduler.pages import application_of
+from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.app_server import AppServer
-from tests.component.scheduler.conftest import inventory, node, pod
-from tests.component.scheduler.test_pages import PagesStage, ready, serving
+from tests.component.cluster.scheduler.conftest import inventory, node, pod
+from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
 
 from .conftest import Gpumgr
 

@@ -10,16 +10,16 @@ import pytest
 import structlog.testing
 
 from gpumgr.agent.ports import RunningContainer
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.common.errors import Refusal
+from gpumgr.driver.driver import Nvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
-from gpumgr.errors import Refusal
-from gpumgr.nvml.driver import Nvml
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.placement.topology.devices import MemoryLimit
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
-from gpumgr.topology.devices import MemoryLimit
-from gpumgr.usage.containers import Container
-from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
+from tests.component.driver.new_driver import NEW_NODE, lay_out_cgroups
 from tests.shares import UUID, gpu_share, shared_gpu
 
 GIB = 1024**3

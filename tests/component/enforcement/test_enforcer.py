@@ -12,20 +12,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare, Terms
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodView
-from gpumgr.allocator.response import ContainerResponse, Mount
+from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.units import Resource
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.enforcement.unlimited import Unlimited
-from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.topology.devices import Gpu
-from gpumgr.units import Resource
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.response import ContainerResponse, Mount
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.placement.topology.devices import Gpu
 from tests.component.stage.stage import Clock
 from tests.shares import gpu_share
 

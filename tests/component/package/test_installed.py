@@ -72,5 +72,5 @@ def test_it_brings_the_unit_and_the_settings(installed: Installed, tmp_path: Pat
 
 def test_it_brings_the_page_and_the_programs_that_are_compiled_where_they_run(installed: Installed) -> None:
     package = PROJECT / "gpumgr"
-    for path in (PAGE, package / "sim" / "nvml.c", package / "enforcement" / "vcuda" / "gpu-client.c"):
+    for path in (PAGE, package / "sim" / "nvml.c", package / "compat" / "gpu_manager" / "vcuda" / "gpu-client.c"):
         assert (installed.packages / path.relative_to(PROJECT)).read_bytes() == path.read_bytes()

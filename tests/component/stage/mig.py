@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import dataclass, field, replace
 
 from gpumgr.agent.inventory import EMPTY
-from gpumgr.errors import NvmlError
-from gpumgr.evaluators.mig import MigPlace
-from gpumgr.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
+from gpumgr.common.errors import NvmlError
+from gpumgr.placement.evaluators.mig import MigPlace
+from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
 from tests.mig_profiles import H100
 
 MEBIBYTES = 81559

@@ -16,25 +16,25 @@ from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
-from gpumgr.aio import LatestValue
-from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Change, Ledger
-from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.allocator.pods import ContainerSpec, PodKey, PodSandbox, PodView
-from gpumgr.app.components import encode_node_devices
-from gpumgr.deviceplugin.podresources import PodResourcesClient
-from gpumgr.deviceplugin.registration import KubeletLink
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.errors import CheckpointError, CriError
+from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
-from gpumgr.errors import CheckpointError, CriError
-from gpumgr.kubeapi.pods import parse_quantity, selected
-from gpumgr.kubeapi.replica_requests import replica_request
+from gpumgr.kube.pods import parse_quantity, selected
+from gpumgr.kube.replica_requests import replica_request
+from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink
+from gpumgr.ledger.answer import HostPaths
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Change, Ledger
+from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
+from gpumgr.node.components import encode_node_devices
+from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
-from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
-from gpumgr.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
 
 from .mig import MemoryMig
 

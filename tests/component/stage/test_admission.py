@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.units import CORE_RESOURCE
 
 from .stage import app, snapshot, stage
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.answer import LIBRARY_PATH, HostPaths
-from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.deviceplugin.codec import encode_devices
+from gpumgr.common.units import MEMORY_RESOURCE
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
+from gpumgr.kubelet.deviceplugin.codec import encode_devices
+from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
+from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.units import MEMORY_RESOURCE
 from tests.allocations import block_count
 from tests.component.stage.stage import Clock, MemoryPods, Stage, app, snapshot, stage
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.errors import Refusal
-from gpumgr.evaluators.constraints import Constraints
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import RESOURCE_NAMES, Amounts, Resource
+from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.sim.kubelet import SimContainer
-from gpumgr.units import RESOURCE_NAMES, Amounts, Resource
 
 from .stage import WITHOUT_MIG, Stage, app, snapshot, stage
 from .test_replicas import hami

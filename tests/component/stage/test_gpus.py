@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.allocator.answer import DEVICE_ANNOTATION, HostPaths
-from gpumgr.deviceplugin.registration import SOCKET_NAMES
-from gpumgr.topology.devices import NodeSnapshot, Topology
-from gpumgr.topology.matrix import parse_topology
-from gpumgr.topology.render import render_tree
-from gpumgr.units import BLOCK_BYTES
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.kubelet.deviceplugin.registration import SOCKET_NAMES
+from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
+from gpumgr.placement.topology.devices import NodeSnapshot, Topology
+from gpumgr.placement.topology.matrix import parse_topology
+from gpumgr.placement.topology.render import render_tree
 from gpumgr.web.graph import graph_text
-from tests.component.deviceplugin.harness import kubelet_stub
+from tests.component.kubelet.deviceplugin.harness import kubelet_stub
 from tests.component.stage.stage import Stage, app, snapshot, stage
 from tests.kubelet_api import deviceplugin
 

@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.pods import NamedGpu
-from gpumgr.app.recovery import ours_of
-from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
-from gpumgr.evaluators.mig import amounts_of, place_named
+from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
+from gpumgr.ledger.pods import NamedGpu
+from gpumgr.node.recovery import ours_of
+from gpumgr.placement.evaluators.mig import amounts_of, place_named
 from gpumgr.sim.kubelet import PodStatus, SimPod
-from gpumgr.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from tests.mig_profiles import H100
 
 from .mig import MemoryMig, with_mig

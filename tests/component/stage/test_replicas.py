@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 import pytest
 
-from gpumgr.app.recovery import ours_of
-from gpumgr.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
-from gpumgr.kubeapi.pods import parse_pod
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
+from gpumgr.kube.pods import parse_pod
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
+from gpumgr.node.recovery import ours_of
 from gpumgr.sim.kubelet import SimContainer, SimPod
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
 

@@ -12,13 +12,13 @@ import aiohttp
 from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import Candidate, HistoryEntry
-from gpumgr.allocator.pods import PodKey
-from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.registry import Metrics
+from gpumgr.common.aio import LatestValue
+from gpumgr.ledger.history import Candidate, HistoryEntry
+from gpumgr.ledger.pods import PodKey
 from gpumgr.web.access import Origin, origin_of
-from tests.unit.metrics.pictures import allocation, name_of, sample_of, view_of, whole
+from gpumgr.web.metrics.exposition import Exposition
+from gpumgr.web.metrics.registry import Metrics
+from tests.unit.web.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 TLS = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}

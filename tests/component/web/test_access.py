@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.errors import SettingsError
+from gpumgr.common.errors import SettingsError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import HangingFiles, Serve

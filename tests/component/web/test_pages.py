@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.api import PodDetails, builtins
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.scene import Scene
-from tests.unit.metrics.pictures import uuid_of
+from tests.unit.web.metrics.pictures import uuid_of
 
 #: Those that answer at once to a path without names in it.
 PLAIN = [path for path in PATHS if "{" not in path and path not in ("/api/stream", "/debug/profile")]

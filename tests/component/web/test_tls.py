@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.errors import SettingsError
+from gpumgr.common.errors import SettingsError
 from gpumgr.web.connection import Connection
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import HangingFiles, Serve

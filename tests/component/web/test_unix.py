@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from gpumgr.agent.maintenance import MaintenanceRequest
-from gpumgr.errors import NvmlError, Refusal, StateError
+from gpumgr.common.errors import NvmlError, Refusal, StateError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.conftest import Serve

@@ -10,18 +10,18 @@ from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.gpu_limits import GpuLimits
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import ALL_CORES, GpuRegistry
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.allocator.pods import PodKey
-from gpumgr.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
-from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import PodKey
+from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.state import node_state
 from tests.allocations import allocated
 from tests.e2e.browser import Visit
-from tests.unit.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
+from tests.unit.web.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
 
 Document = dict[str, Any]
 GIB = 1 << 30

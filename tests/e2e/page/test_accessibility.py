@@ -8,7 +8,7 @@ from playwright.async_api import Browser, expect
 
 from gpumgr.agent.cordons import Cordon
 from tests.e2e.browser import Stage, visit
-from tests.unit.metrics.pictures import name_of, uuid_of
+from tests.unit.web.metrics.pictures import name_of, uuid_of
 
 from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, refusal
 

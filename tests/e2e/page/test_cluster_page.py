@@ -9,15 +9,15 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
-from gpumgr.cluster.index import ClusterIndex, PlacedPod
-from gpumgr.cluster.node import GpuState, NodeState
-from gpumgr.cluster.quota import Quotas
-from gpumgr.cluster.request import ContainerRequest, PodRequest
-from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
-from gpumgr.scheduler.pages import PAGE, application_of, make_pages
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.node import GpuState, NodeState
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
+from gpumgr.cluster.scheduler.pages import PAGE, application_of, make_pages
+from gpumgr.common.units import Amounts
+from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.settings import Settings
-from gpumgr.topology.devices import Level, Topology
-from gpumgr.units import Amounts
 from gpumgr.web.app_server import AppServer
 from tests.e2e.browser import visit
 

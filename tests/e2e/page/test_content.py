@@ -11,12 +11,12 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Ledger
 from gpumgr.web.state import node_state
 from tests.e2e.browser import Stage, visit
-from tests.unit.metrics.pictures import name_of, uuid_of, whole
+from tests.unit.web.metrics.pictures import name_of, uuid_of, whole
 
 from .documents import NOW, document, loaded, refusal, report, rows
 

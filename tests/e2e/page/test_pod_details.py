@@ -6,11 +6,11 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from gpumgr.agent.api import builtins
-from gpumgr.allocator.history import Candidate, HistoryEntry
-from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.history import Candidate, HistoryEntry
+from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
 from gpumgr.web.pod_details import pod_details
 from tests.e2e.browser import Stage, visit
-from tests.unit.metrics.pictures import name_of
+from tests.unit.web.metrics.pictures import name_of
 
 from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, refusal, report
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from playwright.async_api import Browser
 
 from gpumgr.cli import group
-from gpumgr.simulate.policies import POLICIES
+from gpumgr.cluster.simulation.policies import POLICIES
 from tests.e2e.browser import visit
 
 from .documents import DIM_TEXT

@@ -7,7 +7,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from tests.e2e.browser import Stage, visit
-from tests.unit.metrics.pictures import name_of
+from tests.unit.web.metrics.pictures import name_of
 
 from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, refusal
 

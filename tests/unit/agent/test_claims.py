@@ -16,18 +16,18 @@ from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.allocator.claims import AllocatedClaim, ClaimShare, Share, device_name
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation, Change, ClaimRef
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
-from gpumgr.dra.service import devices_of
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import Amounts, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.errors import Refusal
-from gpumgr.units import Amounts, Resource
+from gpumgr.kubelet.dra.service import devices_of
+from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation, Change, ClaimRef
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from tests.component.stage.stage import snapshot, unlimited
 
 from .world import World

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from gpumgr.agent.commit_batch import CommitBatch, Decision
-from gpumgr.aio import finish_shielded
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, Change, Ledger
-from gpumgr.errors import Refusal
-from gpumgr.units import Amounts
+from gpumgr.common.aio import finish_shielded
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from tests.component.stage.stage import snapshot
 
 from .world import World

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from gpumgr.agent.device_lists import SETTLE_SECONDS, DeviceListPublisher
-from gpumgr.allocator.ids import ALL_CORES, RegisteredGpu
-from gpumgr.allocator.node_devices import GpuDevices, NodeDevices
-from gpumgr.units import BLOCK_MEBIBYTES
+from gpumgr.common.units import BLOCK_MEBIBYTES
+from gpumgr.ledger.ids import ALL_CORES, RegisteredGpu
+from gpumgr.ledger.node_devices import GpuDevices, NodeDevices
 from tests.component.stage.stage import Clock
 
 CARD = RegisteredGpu("0000abcd", "GPU-0000abcd", 4 * BLOCK_MEBIBYTES)

@@ -3,7 +3,7 @@
 import pytest
 
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 
 KNOWN = [
     KnownGpu(name="79f4a7f4", uuid="GPU-79f4a7f4-aaaa-0000-0000-000000000000", index=4),

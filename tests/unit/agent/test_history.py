@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from gpumgr.agent.history import History, about
-from gpumgr.allocator.history import Candidate, HistoryEntry, What
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.history import Candidate, HistoryEntry, What
+from gpumgr.ledger.ledger import Allocation
 from gpumgr.sim.kubelet_pods import SimContainer
-from gpumgr.units import Amounts
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import NotedCheckpoint, Refused, World
 

@@ -6,8 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE
+from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from gpumgr.units import RESOURCE_NAMES, RESOURCES
 from tests.allocations import block_count
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Plugin, Refused, World

@@ -13,13 +13,13 @@ from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
-from gpumgr.allocator.ledger import ClaimRequest
-from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
-from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.ledger import ClaimRequest
+from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
+from gpumgr.placement.topology.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from gpumgr.topology.devices import GpuProcess, NodeSnapshot, Topology
-from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.gpu_limits import Strength
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_BYTES, Resource
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.unlimited import Unlimited
-from gpumgr.errors import Refusal
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.response import ContainerResponse
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
-from gpumgr.units import BLOCK_BYTES, Resource
 from tests.component.stage.stage import Clock, snapshot
 from tests.unit.agent.world import Refused, World
 

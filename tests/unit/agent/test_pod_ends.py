@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.pod_ends import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey, PodSandbox, PodView
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import Clock, MemoryPods, MemoryRuntime, snapshot
 from tests.unit.agent.world import Refused, World

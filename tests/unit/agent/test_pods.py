@@ -1,8 +1,8 @@
 import pytest
 
 from gpumgr.agent.pods import find_pod, pod_of, pods_of
-from gpumgr.allocator.ledger import Allocation, ClaimRequest
-from gpumgr.allocator.pods import ClaimUse, PodKey, PodView
+from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from tests.component.stage.stage import MemoryPods
 
 WEB = ("team", "web-0")

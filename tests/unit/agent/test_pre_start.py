@@ -7,10 +7,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY
-from gpumgr.errors import Refusal
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import RESOURCES
+from gpumgr.placement.topology.devices import GpuFailure
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
-from gpumgr.topology.devices import GpuFailure
-from gpumgr.units import RESOURCES
 from tests.unit.agent.world import World
 
 

@@ -9,11 +9,11 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler
 from gpumgr.agent.reconciler import GAP_SECONDS, INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
-from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate
-from gpumgr.allocator.sweep import sweep
-from gpumgr.errors import CheckpointError
-from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.common.errors import CheckpointError
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
+from gpumgr.ledger.sweep import sweep
+from gpumgr.placement.evaluators.chain import ContainerKind
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World

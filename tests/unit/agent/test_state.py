@@ -6,11 +6,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
-from gpumgr.allocator.quarantine import EXPECTED_SECONDS
-from gpumgr.errors import CheckpointError, LedgerError
+from gpumgr.common.errors import CheckpointError, LedgerError
+from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
+from gpumgr.ledger.quarantine import EXPECTED_SECONDS
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
 from gpumgr.sim.kubelet_pods import SimContainer
-from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
-from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 

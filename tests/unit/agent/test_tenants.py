@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.units import Amounts
-from tests.unit.metrics.pictures import name_of, uuid_of, view_of
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
 
 FIRST, SECOND = name_of(0), name_of(1)
 PARTS = Allocation(id="a", gpus={SECOND: Amounts(20, 512), FIRST: Amounts(70, 256)}, mechanisms=("hami-core",))

@@ -16,21 +16,21 @@ from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
-from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, Change, Ledger
-from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.node_devices import NodeDevices
-from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.common.errors import CheckpointError, KubeletError, Refusal
+from gpumgr.common.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Process, Resource
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.errors import CheckpointError, KubeletError, Refusal
+from gpumgr.ledger.answer import HostPaths
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, Change, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
+from gpumgr.ledger.response import ContainerResponse
+from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
-from gpumgr.topology.devices import NodeSnapshot
-from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Process, Resource
 from tests.component.stage.mig import MemoryMig
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
 

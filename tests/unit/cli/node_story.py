@@ -5,7 +5,7 @@ The documents are written out as the contract of the HTTP pages has them, not ma
 
 from typing import Any
 
-from gpumgr.units import BLOCK_MEBIBYTES
+from gpumgr.common.units import BLOCK_MEBIBYTES
 
 AT = 1_790_000_000.0
 GIB = 1 << 30

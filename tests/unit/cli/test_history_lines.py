@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.cli.parameters import duration_seconds
 from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from tests.unit.cli.node_story import entries, entry, state
 
 LINES = """\

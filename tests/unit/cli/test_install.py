@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, environment
 from gpumgr.cli.install import DROP_IN, UNIT, Program, check_possible, command, install, uninstall, unit_text
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.settings import InvalidSettingsError
 
 PROGRAM = Program(command=("/opt/gpumgr/bin/gpumgr",), places=())

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli.host_settings import CONFIG
 from gpumgr.cli.install import command
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import LibraryError
-from gpumgr.errors import GpumgrError, InputError
-from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gpumgr.cli.live_objects import live_cluster
-from gpumgr.simulate.live import LivePod
-from tests.component.scheduler.conftest import inventory, node
+from gpumgr.cluster.simulation.live import LivePod
+from tests.component.cluster.scheduler.conftest import inventory, node
 
 Json = dict[str, Any]
 READY = [{"type": "Ready", "status": "True"}]

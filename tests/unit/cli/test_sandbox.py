@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gpumgr.cli.sandbox import Sandbox, drop_in, quoted
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpumgr.cli import group
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 
 
 @pytest.fixture
@@ -144,5 +144,5 @@ def test_the_help_lists_all_policies() -> None:
 
 
 def test_a_process_of_a_simulation_does_not_load_the_client_of_the_api_server() -> None:
-    code = "import sys, gpumgr.cli.simulate; sys.exit('aiohttp' in sys.modules or 'gpumgr.scheduler' in sys.modules)"
+    code = "import sys, gpumgr.cli.simulate; sys.exit('aiohttp' in sys.modules or 'gpumgr.cluster.scheduler' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.history_filter import history_line
 from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.cli.rendering.usage_screen import usage_text
-from gpumgr.errors import GpumgrError
+from gpumgr.common.errors import GpumgrError
 from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story
 
 #: Escape sequence that sets the window's title, one that clears the screen, a line end, a mark that turns the direction of writing,

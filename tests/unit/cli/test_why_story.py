@@ -9,7 +9,7 @@ from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.pod_name import PodName
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from tests.unit.cli.node_story import AT, GIB, LOST, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\

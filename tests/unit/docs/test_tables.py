@@ -9,15 +9,15 @@ from typing import Final, get_args
 import pytest
 from click.testing import CliRunner
 
-from gpumgr.claims.pages import FAMILIES as CLAIMS
 from gpumgr.cli import group
-from gpumgr.errors import RefusalCode
-from gpumgr.metrics.registry import catalogue
-from gpumgr.scheduler.metrics import FAMILIES
+from gpumgr.cluster.claims.pages import FAMILIES as CLAIMS
+from gpumgr.cluster.scheduler.metrics import FAMILIES
+from gpumgr.common.errors import RefusalCode
+from gpumgr.placement.topology.labels import gpu_labels
 from gpumgr.settings.live import LIVE
 from gpumgr.settings.schema import sections
-from gpumgr.topology.labels import gpu_labels
-from tests.unit.metrics.pictures import snapshot_of
+from gpumgr.web.metrics.registry import catalogue
+from tests.unit.web.metrics.pictures import snapshot_of
 from tools.docs import environment, kubernetes, log_events, refusals
 from tools.docs.__main__ import filled, parts
 from tools.docs.exit_codes import exits
@@ -75,14 +75,14 @@ def test_every_metric_has_a_row() -> None:
 
 def test_every_reason_in_the_code_is_documented() -> None:
     told = kubernetes.events_table() + kubernetes.condition_table()
-    used = {text for text in literals("accounting", "agent", "allocator", "app", "kubeapi") if _REASON.fullmatch(text)}
+    used = {text for text in literals("agent", "kube", "ledger", "node", "runtime") if _REASON.fullmatch(text)}
     assert len(used) > 10
     assert {reason for reason in used - _NO_REASON if f"`{reason}`" not in told} == set()
 
 
 def test_every_annotation_in_the_code_is_documented() -> None:
     told = kubernetes.annotations_table() + kubernetes.labels_table()
-    packages = ("accounting", "agent", "allocator", "app", "enforcement", "kubeapi", "topology")
+    packages = ("agent", "enforcement", "kube", "ledger", "node", "placement", "runtime")
     used = {text for text in literals(*packages) if _KEY.fullmatch(text)}
     assert len(used) > 5
     assert {key for key in used - _NO_KEY if key not in told} == set()
@@ -137,7 +137,7 @@ def test_every_variable_that_is_read_is_documented() -> None:
 
 
 def test_every_variable_of_containers_is_documented() -> None:
-    found = {text for text in literals("allocator", "enforcement") if _GIVEN.fullmatch(text)}
+    found = {text for text in literals("compat/gpu_manager/vcuda", "enforcement", "ledger") if _GIVEN.fullmatch(text)}
     given = {f"{text}0" if text.endswith("_") else text for text in found}  # the index of a GPU follows
     assert given - _OTHERS == environment.GIVEN.keys()
 

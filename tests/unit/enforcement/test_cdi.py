@@ -8,10 +8,10 @@ import pytest
 from referencing import Registry
 from referencing.jsonschema import DRAFT7
 
-from gpumgr.allocator.ledger import Allocation, ClaimRequest
-from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.common.units import Amounts
 from gpumgr.enforcement import cdi
-from gpumgr.units import Amounts
+from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "cdi"
 ID = "00112233445566ff"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from gpumgr.allocator.gpu_limits import GpuLimits, Strength, Strengths
-from gpumgr.allocator.pods import PodView
+from gpumgr.common.units import Resource
 from gpumgr.enforcement.mechanism_choice import MechanismChoice, choose_mechanisms, expand, mechanisms_for, override_for
-from gpumgr.topology.devices import Gpu
-from gpumgr.units import Resource
+from gpumgr.ledger.gpu_limits import GpuLimits, Strength, Strengths
+from gpumgr.ledger.pods import PodView
+from gpumgr.placement.topology.devices import Gpu
 
 SOFT: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 HARD: Mapping[Resource, Strength] = {"core": "hard", "memory": "hard"}

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gpumgr.cli import group
-from gpumgr.errors import InputError
+from gpumgr.common.errors import InputError
 from gpumgr.settings import check_settings, load_settings
 from gpumgr.settings.tree import MAX_FILE_BYTES
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.errors import InputError, SettingsError
-from gpumgr.settings import Settings, gpu_manager_flags, load_settings
-from gpumgr.settings.gpu_manager_flags import GpuManagerFlags, parse_gpu_manager_flags
+from gpumgr.common.errors import InputError, SettingsError
+from gpumgr.compat.gpu_manager import flags as gpu_manager_flags
+from gpumgr.compat.gpu_manager.flags import GpuManagerFlags, parse_gpu_manager_flags
+from gpumgr.settings import Settings, load_settings
 
 
 def settings_of(argv: Sequence[str]) -> Settings:

@@ -11,7 +11,7 @@ from typing import Any
 def run(level: str, form: str, code: str, stderr: int | Any = subprocess.PIPE) -> str:
     setup = f"""
 import logging, warnings, structlog
-from gpumgr.log import configure_log
+from gpumgr.common.log import configure_log
 log = structlog.get_logger("here")
 configure_log({level!r}, {form!r})
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sdnotify import Notifier
+from gpumgr.common.sdnotify import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

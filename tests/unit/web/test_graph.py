@@ -2,10 +2,10 @@
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Ledger
 from gpumgr.web.graph import graph_data, graph_text
-from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of
+from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 
 def test_a_cordoned_or_unhealthy_gpu_shows_the_reason_and_is_not_free() -> None:

@@ -12,18 +12,18 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.gpu_limits import GpuLimits
-from gpumgr.allocator.history import Candidate, HistoryEntry
-from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.allocator.quarantine import Quarantine
-from gpumgr.topology.devices import GpuFailure, GpuProcess, NodeSample
-from gpumgr.topology.matrix import topology_from_matrix
-from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.join import join
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.history import Candidate, HistoryEntry
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.quarantine import Quarantine
+from gpumgr.ledger.usage.join import join
+from gpumgr.placement.topology.devices import GpuFailure, GpuProcess, NodeSample
+from gpumgr.placement.topology.matrix import topology_from_matrix
 from gpumgr.web.state import HISTORY_SHOWN, node_state
-from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
-from tests.unit.usage.samples import container
+from tests.unit.ledger.usage.samples import container
+from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
 
 POD = ("team", "web")
 

@@ -7,11 +7,11 @@ from typing import Any
 from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import Candidate, HistoryEntry
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.ledger.history import Candidate, HistoryEntry
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.web.pod_details import pod_details, pods_with_details
-from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of
+from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 WEB = ("team", "web")
 #: What the kubelet calls a static pod: the hash of its file.

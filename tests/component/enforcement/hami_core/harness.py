@@ -8,10 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpumgr.agent.ports import RunningContainer
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
 
 SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.ports import Finding
-from gpumgr.allocator.response import Mount
+from gpumgr.common.errors import Refusal
+from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.hami_core import backend as backend_module
 from gpumgr.enforcement.hami_core import layout
@@ -23,8 +24,7 @@ from gpumgr.enforcement.hami_core.monitor import CHECKS_WRONG_HOST
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.enforcement.operator_library import CheckedLibrary
-from gpumgr.errors import Refusal
-from gpumgr.files import FileIdentity
+from gpumgr.ledger.response import Mount
 from tests.component.enforcement.hami_core.harness import (
     CORES,
     ID,

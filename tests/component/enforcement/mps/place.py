@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpumgr.agent.ports import RunningContainer
-from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse, merged
+from gpumgr.common.errors import MpsError, NvmlError
+from gpumgr.common.proc import is_running, start_time_ticks
+from gpumgr.common.units import RESOURCES
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import MpsError, NvmlError
-from gpumgr.proc import is_running, start_time_ticks
-from gpumgr.units import RESOURCES
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse, merged
+from gpumgr.ledger.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
 
 UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"

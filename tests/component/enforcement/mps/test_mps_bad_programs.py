@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.errors import MpsTransientError, Refusal
+from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.control import ControlProgram
-from gpumgr.errors import MpsTransientError, Refusal
-from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import UUID, Place, running, tenant, until
 
 

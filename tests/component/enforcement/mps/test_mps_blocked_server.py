@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps import client, processes
 from gpumgr.enforcement.mps.processes import CLIENT
-from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurried, own, running, tenant
 
 

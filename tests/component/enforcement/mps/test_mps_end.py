@@ -5,12 +5,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from gpumgr.common.errors import MpsError, Refusal
+from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import Share
-from gpumgr.errors import MpsError, Refusal
-from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])

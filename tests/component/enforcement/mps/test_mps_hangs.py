@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
+from gpumgr.common.errors import MpsError, Refusal
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.errors import MpsError, Refusal
 from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, running, tenant, until
 
 

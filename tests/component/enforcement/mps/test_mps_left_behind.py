@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])

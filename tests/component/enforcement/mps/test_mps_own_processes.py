@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import UUID, Place, own, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])

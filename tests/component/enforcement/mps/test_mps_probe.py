@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps import backend as backend_module
 from gpumgr.enforcement.mps import probe, processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, tenant
 
 

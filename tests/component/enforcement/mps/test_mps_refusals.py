@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, running, tenant
 from tests.shares import TWO_GPUS, gpu_share
 

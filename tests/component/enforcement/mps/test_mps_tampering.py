@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from gpumgr.common.errors import MpsError
+from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.control import ControlProgram
-from gpumgr.errors import MpsError
-from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import GIB, Place, running, tenant, until
 
 

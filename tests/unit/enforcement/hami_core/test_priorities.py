@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.hami_core.priorities import due
+from gpumgr.ledger.gpu_share import GpuShare
 from tests.shares import TWO_GPUS, gpu_share
 
 

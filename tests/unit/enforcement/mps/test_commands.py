@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps import commands
-from gpumgr.errors import MpsError
 
 GIB = 1 << 30
 OLD_HELP = "nvidia-cuda-mps-control [-d | -f]\n  starts nvidia-cuda-mps-server processes"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved
-from gpumgr.usage.containers import Container
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.usage.containers import Container
 from tests.shares import gpu_share
 
 TENANT = gpu_share(pod=("demo", "resnet"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import RESOURCES, Resource
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.injection import answer
-from gpumgr.errors import Refusal
-from gpumgr.units import RESOURCES, Resource
 from tests.shares import TWO_GPUS, gpu_share, shared_gpu
 
 ROOT = Path("/run/gpumgr/mps")

@@ -1,0 +1,130 @@
+"""All checks of a node, from the driver upwards."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from gpumgr.cli.examination import (
+    api_server,
+    backends,
+    choice,
+    dra,
+    driver_files,
+    folders,
+    gpus,
+    host_paths,
+    http,
+    kubelet,
+    ledger,
+    other_programs,
+    rights,
+    runtime,
+    takeover,
+)
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check
+from gpumgr.driver.driver import Nvml
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import mig_offered, mig_on_demand
+
+#: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
+_SECONDS: Final = LIMIT_SECONDS * 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLocations:
+    """Where the checks find the host's files. A simulated node has its own library and sysfs, no kernel module and no device nodes.
+
+    `in_pod`: the command runs in a container, which has its own folders.
+    """
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False
+    in_pod: bool = False
+
+
+def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = False) -> tuple[Check, ...]:
+    """`before_start`: an agent with these settings is about to start on this node."""
+    nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
+    driver_answers = Nvml(
+        library_path=host.library_path,
+        timeout_seconds=nvml_seconds,
+        sysfs_root=host.sysfs_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+    )
+    seen = gpus.SharedNvml(driver_answers)
+    words = folders.backend_words(settings)
+    plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
+    cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps
+    in_dra = settings.node.mode == "dra"
+    uses_cdi = enforcement.injection == "cdi" or in_dra
+    written = dict(folders.written(settings))
+    # Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them.
+    of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
+    if in_dra:
+        of_host |= {
+            "kubelet.plugins_dir": settings.kubelet.plugins_dir,
+            "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
+        }
+    driver = partial(gpus.look_at_driver, host.proc_root, settings.container.device_root, simulated=host.simulated)
+    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
+    nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
+    pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
+    # The second agent of a rolling update waits for the first.
+    alone = before_start and settings.process.instance is None
+    agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
+    paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
+    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
+    cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
+    files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
+    vcuda = settings.vcuda
+    library = (*hami_core_library(settings), words, enforcement.run_dir, host.proc_root)
+    first = partial(backends.look_at_hami_core, *library, in_pod=host.in_pod)
+    second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
+    control = partial(
+        backends.look_at_mps,
+        mps,
+        words,
+        run_dir=enforcement.run_dir,
+        state_dir=settings.checkpoint.dir,
+        in_pod=host.in_pod,
+        timeout_seconds=_SECONDS,
+    )
+    of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
+    take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
+    return (
+        Check("driver", driver, gpus.IF_HUNG),
+        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
+        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
+        Check("device-nodes", nodes, gpus.IF_HUNG),
+        Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
+        *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
+        Check("pod-resources", pods, kubelet.IF_HUNG),
+        Check("plugins", partial(other_programs.look_at_plugins, plugin_dir), other_programs.IF_HUNG),
+        Check("agent", agent, other_programs.IF_HUNG),
+        Check("host-paths", paths, host_paths.IF_HUNG),
+        Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
+        Check("checkpoint", partial(ledger.look_at_checkpoint, settings.checkpoint.dir), ledger.IF_HUNG),
+        *([] if in_dra else [take_over]),
+        Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
+        Check("cgroups", cgroups, runtime.IF_HUNG),
+        Check("cdi", cdi, runtime.IF_HUNG),
+        Check("driver-files", files, runtime.IF_HUNG),
+        Check("mps", control, backends.IF_HUNG),
+        Check("hami-core", first, backends.IF_HUNG),
+        Check("vcuda", second, backends.IF_HUNG),
+        Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
+        Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
+        Check("enforcement", partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), choice.IF_HUNG),
+    )
+
+
+def _of_claims(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+    return (
+        Check("dra-sockets", partial(dra.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
+        Check("dra-slice", partial(dra.look_at_slice, settings, seen), api_server.IF_HUNG),
+        Check("dra-claims", partial(dra.look_at_claims, settings), api_server.IF_HUNG),
+    )

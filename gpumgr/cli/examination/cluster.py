@@ -1,0 +1,315 @@
+"""Checks the scheduler's side of a cluster, and claims, through the API server: `gpumgr doctor --cluster`."""
+
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from gpumgr.cli.examination.api_server import IF_HUNG, judged
+from gpumgr.cli.examination.cluster_certificates import handshake
+from gpumgr.cli.examination.cluster_claims import look_at_class, look_at_policies, needed_by_claims, policies_in_force
+from gpumgr.cli.examination.cluster_config import manages_hami, parse_config, problems, profiles_of
+from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
+from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
+from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.kube.access import Right, allowed
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.settings.hami_resources import ReplicaResources
+
+#: Nodes with node.profile hami offer these resources only.
+_HAMI: Final = ReplicaResources()
+#: Lists of a large cluster take seconds.
+LIMIT_SECONDS: Final = 60.0
+_INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
+_DAY: Final = 86400.0
+_EXPIRY_DAYS: Final = 30
+#: The beginning of the keys by which HAMi's scheduler hands over GPUs.
+_HAMI_KEYS: Final = "hami.io/vgpu-"
+_LEASES: Final = "coordination.k8s.io"
+
+Json = Mapping[str, Any]
+
+
+class Deployed(NamedTuple):
+    """One of the chart's Deployments; `pod` is the spec of its pods."""
+
+    namespace: str
+    name: str
+    pod: Json
+
+
+class Cluster:
+    """What several checks read, as the API server has it."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+
+    async def get(self, path: str, **query: str) -> Json:
+        return await self.server.read("GET", path, query=query)
+
+    async def items(self, path: str, **query: str) -> list[Json]:
+        found: list[Json] = list((await self.get(path, **query)).get("items") or ())
+        return found
+
+    async def nodes(self) -> list[WatchedNode]:
+        return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
+
+    async def deployed(self, container: str) -> Deployed | None:
+        """The Deployment of which this is the first container."""
+        for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
+            pod = each["spec"]["template"]["spec"]
+            if pod["containers"][0]["name"] == container:
+                return Deployed(each["metadata"]["namespace"], each["metadata"]["name"], pod)
+        return None
+
+    async def config(self, given: str | None) -> Json | None:
+        """Of kube-scheduler: what is given, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
+        if given is not None:
+            return parse_config(given)
+        found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
+        texts = [each["data"]["kube-scheduler.yaml"] for each in found if "kube-scheduler.yaml" in (each.get("data") or {})]
+        return parse_config(texts[0]) if texts else None
+
+
+Look = Callable[[Cluster], Coroutine[Any, Any, CheckResult]]
+
+
+def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ...]:
+    """`config`: kube-scheduler's configuration in YAML; None: the chart's ConfigMap."""
+    cluster = Cluster(server)
+    looks: dict[str, Look] = {
+        "configuration": partial(_configuration, given=config),
+        "certificates": _certificates,
+        "rbac": partial(_rights, given=config),
+        "versions": _versions,
+        "leader": _leader,
+        "admission": partial(_admission, given=config),
+        "inventories": _inventories,
+        "gpu-manager": _without_inventory,
+        "other-pods": partial(_other_pods, given=config),
+        "device-class": lambda cluster: look_at_class(cluster.server),
+        "claims-policy": _claims_policies,
+        "claims-rbac": _claims_rights,
+    }
+    return tuple(Check(name, lambda look=look: judged(look(cluster)), IF_HUNG) for name, look in looks.items())  # type: ignore[misc]
+
+
+async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
+    try:
+        config = await cluster.config(given)
+    except ValueError as failure:
+        return error(
+            f"{'the ConfigMap' if given is None else 'the file'}: {failure}",
+            "give the file of kube-scheduler's --config to --scheduler-config",
+        )
+    if config is None:
+        return skipped("no ConfigMap of the chart; --scheduler-config names the file of an existing kube-scheduler")
+    found = list(problems(config))
+    if found:
+        judge = error if any(serious for serious, _ in found) else warning
+        return judge(", ".join(text for _, text in found), "compare it with config/scheduler/kube-scheduler.yaml")
+    return ok(f"profiles {', '.join(profiles_of(config))}")
+
+
+async def _certificates(cluster: Cluster) -> CheckResult:
+    found = await cluster.deployed("scheduler")
+    if found is None:
+        return skipped("no Deployment of the scheduler")
+    caller = await cluster.deployed("kube-scheduler")
+    names = _secret(found, "scheduler-tls"), f"{found.name}-client-tls" if caller is None else _secret(caller, "client-tls")
+    server, client = [
+        (await cluster.get(f"/api/v1/namespaces/{found.namespace}/secrets/{name}")).get("data") or {} for name in names
+    ]
+    host = f"{found.name}.{found.namespace}.svc"
+    try:
+        ends = handshake(server, client, host)
+    except ValueError as failure:
+        return error(
+            f"{failure} (Secrets {' and '.join(names)}, host {host})", "renew them: both must be signed by the CA in ca.crt"
+        )
+    days = int((min(ends.values()) - time.time()) // _DAY)
+    if days < _EXPIRY_DAYS:
+        return warning(
+            f"a certificate ends in {days} days", "renew it, and restart kube-scheduler, which reads its own at its start"
+        )
+    return ok(f"Secrets {' and '.join(names)} accept each other as {host}; {days} days left")
+
+
+def _secret(deployed: Deployed, volume: str) -> str:
+    """Raises KeyError without this volume."""
+    volumes = {each["name"]: each for each in deployed.pod["volumes"]}
+    return str(volumes[volume]["secret"]["secretName"])
+
+
+def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
+    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
+    watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
+    return (
+        *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
+        Right(verb="create", resource="pods", subresource="binding"),
+        *_of_lease(namespace, lease),
+        Right(verb="patch", resource="pods", namespace=namespace),
+    )
+
+
+def _of_lease(namespace: str, name: str) -> Iterator[Right]:
+    for verb, of_name in (("create", None), ("get", name), ("patch", name)):
+        yield Right(verb=verb, resource="leases", group=_LEASES, namespace=namespace, name=of_name)
+
+
+async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
+    with suppress(ValueError):  # the check of the configuration names it
+        return manages_hami(await cluster.config(given) or {})
+    return False
+
+
+async def _rights(cluster: Cluster, given: str | None) -> CheckResult:
+    found = await cluster.deployed("scheduler")
+    if found is None:
+        return skipped("no Deployment of the scheduler")
+    wanted = needed(found.namespace, found.name, hami=await _serves_hami(cluster, given))
+    return await _judge_rights(cluster, found, wanted, "config/scheduler/rbac.yaml")
+
+
+async def _claims_rights(cluster: Cluster) -> CheckResult:
+    found = await cluster.deployed("claims")
+    if found is None:
+        return skipped("no Deployment of gpumgr claims")
+    wanted = (*needed_by_claims(), *_of_lease(found.namespace, found.name))
+    return await _judge_rights(cluster, found, wanted, "config/claims/rbac.yaml")
+
+
+async def _judge_rights(cluster: Cluster, deployed: Deployed, wanted: Sequence[Right], grant: str) -> CheckResult:
+    account = f"system:serviceaccount:{deployed.namespace}:{deployed.pod.get('serviceAccountName', 'default')}"
+    missing = [right for right in wanted if not await allowed(cluster.server, right, user=account)]
+    if missing:
+        return error(f"{account} is not allowed: {', '.join(map(str, missing))}", f"grant {grant}")
+    return ok(f"{account} has all {len(wanted)} rights")
+
+
+async def _claims_policies(cluster: Cluster) -> CheckResult:
+    return await look_at_policies(cluster.server, installed=await cluster.deployed("claims") is not None)
+
+
+async def _versions(cluster: Cluster) -> CheckResult:
+    """kube-scheduler has the minor version of the API server or the one before; agents and scheduler are at most one apart."""
+    server = _minor(str((await cluster.get("/version"))["gitVersion"]))
+    pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
+    seen: dict[str, set[tuple[int, int]]] = {"gpumgr": set(), "scheduler": set(), "kube-scheduler": set()}
+    for pod in pods:
+        container = pod["spec"]["containers"][0]
+        if container["name"] in seen and (version := _minor(str(container["image"]))):
+            seen[container["name"]].add(version)
+    text = ", ".join(
+        [f"API server {_text(server)}", *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each)]
+    )
+    if server is None or server < (1, 20):
+        return error(text, "gpumgr supports Kubernetes 1.20 and later")
+    if any(each not in (server, (server[0], server[1] - 1)) for each in seen["kube-scheduler"]):
+        return error(text, "set scheduler.kubeScheduler.image.tag to the API server's version")
+    if any(one[0] != two[0] or abs(one[1] - two[1]) > 1 for one in seen["gpumgr"] for two in seen["scheduler"]):
+        return warning(text, "update agents and scheduler to versions that are at most one minor version apart")
+    return ok(text)
+
+
+def _minor(text: str) -> tuple[int, int] | None:
+    """Of a version, or of an image with a version as its tag."""
+    found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _text(version: tuple[int, int] | None) -> str:
+    return "{}.{}".format(*version) if version else "unknown"
+
+
+async def _leader(cluster: Cluster) -> CheckResult:
+    found = await cluster.deployed("scheduler")
+    if found is None:
+        return error("no Deployment of the scheduler", _INSTALL)
+    look = f"look at the scheduler's log: kubectl --namespace {found.namespace} logs deployment/{found.name}"
+    document = await cluster.server.find(f"/apis/{_LEASES}/v1/namespaces/{found.namespace}/leases/{found.name}")
+    if document is None:
+        return error(f"Lease {found.namespace}/{found.name} does not exist", look)
+    lease = document["spec"]
+    if not lease.get("holderIdentity"):
+        return error(f"Lease {found.namespace}/{found.name} has no holder", look)
+    age = time.time() - datetime.fromisoformat(str(lease["renewTime"]).replace("Z", "+00:00")).timestamp()
+    if age > 2 * lease["leaseDurationSeconds"]:
+        return error(f"the Lease of {lease['holderIdentity']} was renewed {age:.0f} s ago", f"{look}, and compare the clocks")
+    path = f"/api/v1/namespaces/{found.namespace}/pods"
+    labelled = [
+        str(each["metadata"]["name"]) for each in await cluster.items(path, labelSelector="gpumgr.io/scheduler-leader=true")
+    ]
+    if len(labelled) != 1:
+        return error(f"{len(labelled)} pods have the label gpumgr.io/scheduler-leader, which the Service selects; one must", look)
+    return ok(f"{labelled[0]} holds the Lease")
+
+
+async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
+    gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
+    policies = await policies_in_force(cluster.server, "validating")
+    if policies is None:
+        return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
+    for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await _serves_hami(cluster, given) else [])):
+        protected = {
+            resource
+            for each in policies
+            if annotation in str(each["spec"])
+            for rule in each["spec"]["matchConstraints"]["resourceRules"]
+            for resource in rule["resources"]
+        }
+        if missing := sorted({"pods", "pods/status", "pods/binding", "bindings"} - protected):
+            return warning(f"no policy protects {annotation} in requests to {', '.join(missing)}", gap)
+    return ok("placements can be written by the scheduler and by agents only")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+async def _inventories(cluster: Cluster) -> CheckResult:
+    nodes = await cluster.nodes()
+    unusable = {each.state.name: str(each.problem) for each in nodes if each.inventory == "unusable"}
+    if unusable:
+        first = min(unusable)
+        remedy = (
+            "update the scheduler if the inventory is newer, else delete the annotation: the agent writes it again at its start"
+        )
+        return error(f"inventories that can't be used: {_some(unusable)} ({first}: {unusable[first][:200]})", remedy)
+    if stale := [each.state.name for each in nodes if each.inventory == "outdated"]:
+        return warning(
+            f"inventory with more GPUs than {CORE_RESOURCE}: {_some(stale)}",
+            "look whether the agent runs there; else delete the annotation",
+        )
+    return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
+
+
+async def _without_inventory(cluster: Cluster) -> CheckResult:
+    nodes = [each for each in await cluster.nodes() if each.inventory == "none"]
+    found = [each.state.name for each in nodes if each.state.gpus or each.problem]
+    if not found:
+        return ok("every node with GPUs has an inventory")
+    return warning(
+        f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(found)}",
+        "they count as equal GPUs by their capacity; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
+    )
+
+
+async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
+    config = await cluster.config(given)
+    ours = profiles_of(config) if config is not None else ["gpumgr-scheduler"]
+    fields = ["status.phase!=Succeeded", "status.phase!=Failed", *(f"spec.schedulerName!={name}" for name in ours)]
+    pods = await cluster.items("/api/v1/pods", fieldSelector=",".join(fields))
+    wanting = {f"{pod.namespace}/{pod.name}": each for each in pods if (pod := parse_watched_pod(each)).wants_gpu}
+    others = [name for name, each in wanting.items() if PLACEMENT_ANNOTATION not in (each["metadata"].get("annotations") or {})]
+    if not others:
+        return ok(f"all pods with GPUs are placed by {', '.join(ours)}")
+    return warning(
+        f"pods with GPUs of other schedulers: {_some(others)}",
+        f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
+    )

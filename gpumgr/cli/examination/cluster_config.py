@@ -1,0 +1,90 @@
+"""Judges a KubeSchedulerConfiguration. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from gpumgr.common.foreign_text import UnreadableText, decode_yaml
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.settings.hami_resources import ReplicaResources
+
+_MAX_BYTES: Final = 1 << 20
+_HAMI: Final = ReplicaResources()
+_VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
+
+
+def parse_config(text: str) -> Mapping[str, Any]:
+    """Raises ValueError."""
+    try:
+        documents = decode_yaml(text, max_bytes=_MAX_BYTES)
+    except UnreadableText as error:
+        raise ValueError(f"it is not YAML: {error}") from error
+    config = documents[0] if len(documents) == 1 else None
+    if not isinstance(config, dict) or config.get("kind") != "KubeSchedulerConfiguration":
+        raise ValueError("it is no KubeSchedulerConfiguration")
+    return config
+
+
+def profiles_of(config: Mapping[str, Any]) -> list[str]:
+    """What pods name in spec.schedulerName. Raises AttributeError or TypeError for another structure."""
+    return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
+
+
+def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """(Pods would be placed wrongly or not at all, what is wrong). Raises AttributeError or TypeError for another structure."""
+    managed = {CORE_RESOURCE, MEMORY_RESOURCE}
+    ours = [each for each in config.get("extenders") or () if managed & _managed(each).keys()]
+    if len(ours) != 1:
+        yield True, f"{len(ours)} extenders have {CORE_RESOURCE} or {MEMORY_RESOURCE} in managedResources; exactly one must"
+        return
+    yield from _of_extender(ours[0], managed)
+    if float(config.get("podMaxBackoffSeconds") or 10) > 2:
+        yield False, "podMaxBackoffSeconds is above 2; pods wait so long after the extender was away"
+    common = config.get("percentageOfNodesToScore")
+    for profile in config.get("profiles") or [{}]:
+        if (profile.get("percentageOfNodesToScore") or common) != 100:
+            name = profile.get("schedulerName", "default-scheduler")
+            yield False, f"percentageOfNodesToScore of profile {name} is not 100; a pod may wait although a node fits"
+
+
+def manages_hami(config: Mapping[str, Any]) -> bool:
+    """Whether the extender gets pods with HAMi's resources. Raises AttributeError or TypeError for another structure."""
+    return any(_HAMI.count_resource in _managed(each) for each in config.get("extenders") or ())
+
+
+def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
+    found = {name: ignored for name, ignored in _managed(extender).items() if name != _HAMI.priority_resource}
+    hami = found.keys() & {_HAMI.count_resource, *_HAMI.amounts}
+    if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI.amounts}):
+        given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI.amounts))
+        rule = f"give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides {of_hami}, and no others"
+        yield True, f"managedResources are {given}; {rule}"
+    for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI.amounts):
+        yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"
+    for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
+        yield True, f"ignoredByScheduler of {name} is false; no node has this resource, so its pods stay Pending"
+    if extender.get("ignorable"):
+        yield True, "ignorable is true; while the extender is away, pods would start without a placement"
+    for key, verb in _VERBS.items():
+        if extender.get(key) != verb:
+            yield key != "preemptVerb", f"{key} is {extender.get(key)!r}; set it to {verb}"
+    if str(extender.get("urlPrefix", "")).startswith("https:"):
+        tls = extender.get("tlsConfig") or {}
+        if missing := [key for key in ("caFile", "certFile", "keyFile") if not tls.get(key)]:
+            why = "it needs a CA to verify the extender, and a certificate to be answered"
+            yield True, f"tlsConfig has no {', '.join(missing)}; {why}"
+    if not extender.get("nodeCacheCapable"):
+        yield False, "nodeCacheCapable is not true; each call sends whole nodes, which is slow"
+    if not extender.get("httpTimeout") or _seconds(str(extender["httpTimeout"])) > 5:
+        yield False, "httpTimeout is longer than 5 s, or missing; a slow answer delays all pods; set it to 2s"
+
+
+def _managed(extender: Mapping[str, Any]) -> dict[str, bool]:
+    return {str(each["name"]): bool(each.get("ignoredByScheduler")) for each in extender.get("managedResources") or ()}
+
+
+def _seconds(text: str) -> float:
+    """Of a Go duration with one unit; infinite if it is another text."""
+    for unit, seconds in (("ms", 0.001), ("s", 1.0), ("m", 60.0)):
+        if text.endswith(unit) and text.removesuffix(unit).replace(".", "", 1).isdigit():
+            return float(text.removesuffix(unit)) * seconds
+    return float("inf")

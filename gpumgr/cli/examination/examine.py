@@ -1,0 +1,114 @@
+"""Checks and their findings; runs checks concurrently, each with a time limit."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+from gpumgr.common.errors import GpumgrError
+
+LIMIT_SECONDS: Final = 5.0
+
+T = TypeVar("T")
+
+#: warning: the agent runs, but something will be missing. error: something that the settings require cannot work. skipped: not needed
+#: with these settings.
+State = Literal["ok", "warning", "error", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """`message` states the fact, `remedy` what to do about it (None: nothing)."""
+
+    state: State
+    message: str
+    remedy: str | None = None
+
+
+Look = Callable[[], Coroutine[Any, Any, CheckResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
+
+    `look` may raise GpumgrError or OSError; the result is then an error with the exception's text.
+    """
+
+    name: str
+    look: Look
+    if_hung: str
+
+
+def ok(message: str) -> CheckResult:
+    return CheckResult(state="ok", message=message)
+
+
+def warning(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="warning", message=message, remedy=remedy)
+
+
+def error(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="error", message=message, remedy=remedy)
+
+
+def skipped(message: str) -> CheckResult:
+    return CheckResult(state="skipped", message=message)
+
+
+def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
+    """For an exception with the remedy in its text, after a semicolon; otherwise `remedy` is used."""
+    text = " ".join((str(exception) or type(exception).__name__).split())
+    message, _, said = text.partition("; ")
+    return CheckResult(state=state, message=message, remedy=said or remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`findings` are by the checks' names, in their order. `hung`: a check did not end and may delay the exit of the process."""
+
+    findings: Mapping[str, CheckResult]
+    hung: bool
+
+    @property
+    def exit_code(self) -> int:
+        return int(any(finding.state == "error" for finding in self.findings.values()))
+
+
+async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
+    """Never raises because of a check. A check that does not end even when it is cancelled is abandoned."""
+    tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
+    _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
+    for task in hung:
+        task.cancel()
+    findings = {check.name: _finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True)}
+    return Report(findings=findings, hung=bool(hung))
+
+
+def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: float) -> CheckResult:
+    if not task.done() or task.cancelled():
+        return error(f"no answer within {limit_seconds:g} s", check.if_hung)
+    match task.exception():
+        case None:
+            return task.result()
+        case GpumgrError() | OSError() as known:
+            return error_of(known, check.if_hung)
+        case unknown:
+            return error(f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
+
+
+async def aside(fn: Callable[[], T]) -> T:
+    """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()  # from here on, a caller that is cancelled does not cancel it
+
+    def work() -> None:
+        try:
+            answer.set_result(fn())
+        except Exception as failure:
+            answer.set_exception(failure)
+
+    threading.Thread(target=work, name="doctor", daemon=True).start()
+    return await asyncio.wrap_future(answer)

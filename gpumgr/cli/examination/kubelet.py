@@ -1,0 +1,64 @@
+"""The kubelet: its device plugin folder and its PodResources API."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok
+from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.kubelet.deviceplugin.podresources import lacks_v1, pod_resources_error
+
+IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
+#: A constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
+_FOLDER: Final = (
+    "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
+)
+#: Unlike List, Get has no effect on the kubelet, so it disturbs no admission beside a running agent. Called without a pod, every kubelet
+#: answers with an error; kubelets before 1.27 answer that the method does not exist.
+_GET: Final = "/v1.PodResourcesLister/Get"
+
+
+async def look_at_folder(folder: Path) -> CheckResult:
+    """The agent must be able to create sockets in the folder, and the kubelet must listen at its own socket."""
+    if not await aside(folder.is_dir):
+        return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
+    if not await aside(lambda: os.access(folder, os.W_OK | os.X_OK)):
+        return error(f"{folder} is not writable", "run gpumgr as root")
+    socket = folder / "kubelet.sock"
+    try:
+        _, writer = await asyncio.open_unix_connection(str(socket))
+    except OSError as exception:
+        reason = exception.strerror or str(exception)
+        return error(
+            f"no process answers at {socket} ({reason})", f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}"
+        )
+    writer.close()
+    return ok(f"listens at {socket}")
+
+
+async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> CheckResult:
+    """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
+    since 1.28 with a feature gate, and by default since 1.29."""
+    channel = UnixChannel(socket)
+    try:
+        await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
+    except GRPCError as answer:
+        if lacks_v1(answer):
+            return error_of(pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
+        if needs_cdi and answer.status is Status.UNIMPLEMENTED:
+            return error(
+                f"the kubelet at {socket} is older than 1.27 and does not take CDI devices: pods would start without their GPUs",
+                "set enforcement.injection to mounts, or upgrade the kubelet to 1.29 or newer",
+            )
+    except CALL_FAILURES as exception:
+        known = pod_resources_error("ask for the pod resources", socket, exception)
+        return error_of(
+            known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
+        )
+    finally:
+        channel.close()
+    return ok(f"answers at {socket}")

@@ -1,0 +1,85 @@
+"""The container runtime and what it uses: CRI, cgroups, CDI."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.folders import obstacle
+from gpumgr.common.errors import CriError
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.codec import RuntimeVersion
+
+IF_HUNG: Final = "the container runtime hangs: look at its log (`journalctl -u containerd`) and restart it"
+SET_SOCKET: Final = "start the container runtime, or set cri.socket to the socket that the kubelet uses"
+#: The default folders in which runtimes look for CDI specs.
+CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
+
+
+async def _version(socket: Path, timeout_seconds: float) -> RuntimeVersion:
+    client = CriClient(socket, timeout_seconds=timeout_seconds)
+    try:
+        return await client.version()
+    finally:
+        client.close()
+
+
+async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> CheckResult:
+    try:
+        runtime = await _version(socket, timeout_seconds)
+    except CriError as exception:
+        return error_of(exception, SET_SOCKET)
+    return ok(f"{runtime.name} {runtime.version} at {socket}")
+
+
+async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> CheckResult:
+    """`needs_v2`: the settings name a backend that works with cgroup v2 only."""
+    try:
+        hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
+    except CriError as exception:
+        return error_of(exception, "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)")
+    if hierarchy.mode == "v2":
+        return ok(f"v2 at {hierarchy.root}")
+    return (error if needs_v2 else warning)(
+        f"{hierarchy.mode} at {hierarchy.root}: the driver's own memory limits (nvml-memory) need v2",
+        "boot with systemd.unified_cgroup_hierarchy=1, or choose another enforcement.backend",
+    )
+
+
+async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> CheckResult:
+    """`used`: containers get their devices by CDI (enforcement.injection)."""
+    if not used:
+        return skipped("not used: enforcement.injection is mounts")
+    if await aside(lambda: obstacle(cdi_dir)) is not None:
+        return error(f"{cdi_dir} can't be written", "run gpumgr as root, or set enforcement.cdi_dir")
+    if not await aside(lambda: _is_usual(cdi_dir)):
+        return warning(
+            f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {cdi_dir}",
+            f"add {cdi_dir} to cdi_spec_dirs of the runtime's configuration, or set enforcement.cdi_dir to /var/run/cdi",
+        )
+    try:
+        runtime = await _version(socket, timeout_seconds)
+    except CriError as exception:
+        return error_of(exception, SET_SOCKET)
+    # containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on.
+    about = f"{runtime.name} {runtime.version}"
+    found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
+    version = (int(found[1]), int(found[2])) if found else None
+    since = {"containerd": (1, 7), "cri-o": (1, 23)}.get(runtime.name)
+    if version is None or since is None:
+        return warning(f"it can't be known whether {about} takes CDI devices", "look into its documentation")
+    if version < since:
+        return error(
+            f"{about} has no CDI", f"use {runtime.name} {since[0]}.{since[1]} or newer, or set enforcement.injection to mounts"
+        )
+    if runtime.name == "containerd" and version < (2, 0):
+        return warning(
+            f"{about} has CDI, but off by default, and does not report whether it is on",
+            'set enable_cdi = true under [plugins."io.containerd.grpc.v1.cri"] in /etc/containerd/config.toml and restart containerd',
+        )
+    return ok(f"{about} has CDI on by default; specs go to {cdi_dir}")
+
+
+def _is_usual(folder: Path) -> bool:
+    return folder.resolve() in {each.resolve() for each in CDI_DIRS}

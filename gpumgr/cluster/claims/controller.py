@@ -1,0 +1,237 @@
+"""Writes what follows from the watches: templates that pods name, gates that the quotas allow to remove, events about the others."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.cluster.claims.gates import Decision, decide
+from gpumgr.cluster.claims.objects import GATE, Key, UnboundPod, WatchedTemplate
+from gpumgr.cluster.claims.shapes import PREFIX, Shape, parse, template
+from gpumgr.cluster.claims.watches import ClaimWatches
+from gpumgr.cluster.scheduler.leader import Leadership
+from gpumgr.common.aio import wait_at_most
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Body, Method, PatchKind
+from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
+from gpumgr.settings.schema import ClaimsSettings
+
+_log = structlog.get_logger(__name__)
+
+#: The API server answers within this time, or another replica may lead.
+_WRITE_SECONDS: Final = 3.0
+_SWEEP_SECONDS: Final = 60.0
+#: Between two looks: each examines all claims while pods have the gate.
+_PAUSE_SECONDS: Final = 0.1
+#: The first and the longest pause after a refused write, for each object; Retry-After may be longer.
+_PAUSES_SECONDS: Final = (0.5, 60.0)
+#: Between two events about one pod.
+_EVENT_SECONDS: Final = 60.0
+#: Events of one look; the others follow with the next one, after templates and gates.
+_MAX_EVENTS: Final = 50
+#: For the UID of a template that was created, until the watch shows it, or the next sweep.
+_UNSEEN: Final = ""
+OBJECTS: Final = ("template", "gate", "event", "sweep")
+OUTCOMES: Final = ("ok", "error")
+_TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
+
+
+class ClaimsController:
+    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, `now` Unix time, in seconds. `writes`
+    counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        watches: ClaimWatches,
+        settings: ClaimsSettings,
+        identity: str,
+        *,
+        leader: Leadership | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        jitter: Callable[[], float] = random.random,
+        period_seconds: float = 1.0,
+    ) -> None:
+        self._server, self._watches, self._settings, self._identity = server, watches, settings, identity
+        self._leader, self._clock, self._now, self._jitter, self._period = leader, clock, now, jitter, period_seconds
+        self.writes: Counter[tuple[str, str]] = Counter()
+        self.refused = 0
+        #: What was refused -> when it may be written again, and the pause after the next refusal.
+        self._paused: dict[Hashable, tuple[float, float]] = {}
+        #: Pods of which the gate was removed, until the watch shows it.
+        self._opened: set[str] = set()
+        #: The last event of each pod, and when it was sent.
+        self._said: dict[str, tuple[str, float]] = {}
+        self._events_left = _MAX_EVENTS
+        self._swept_at = clock()
+        self._logged = ""
+
+    @property
+    def leads(self) -> bool:
+        return self._watches.problem is None and (self._leader is None or self._leader.outlives(_WRITE_SECONDS))
+
+    async def run(self) -> NoReturn:
+        while True:
+            await wait_at_most(self._watches.changed, self._period)
+            self._watches.changed.clear()
+            if self.leads:
+                await self.step()
+                await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
+
+    async def step(self) -> None:
+        """One look at everything that is known."""
+        self._events_left = _MAX_EVENTS
+        refused = await self._create_templates()
+        await self._open_gates()
+        for pod, text in refused:
+            await self._tell(pod, _TEMPLATE_REFUSED, text)
+        if self._clock() >= self._swept_at + _SWEEP_SECONDS:
+            self._swept_at = self._clock()
+            forgotten = self._clock() - _PAUSES_SECONDS[1]
+            self._paused = {key: each for key, each in self._paused.items() if each[0] > forgotten}
+            await self._sweep()
+
+    # -- templates ---------------------------------------------------------------------------------------------------------
+
+    async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
+        """Returns the pods with templates that are not created, and the reasons."""
+        known = self._watches.templates
+        counts = Counter(key[0] for key, each in known.items() if each.managed)
+        missing: dict[Key, UnboundPod] = {}
+        for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
+            for name in pod.templates:
+                if name.startswith(PREFIX) and (pod.key[0], name) not in known:
+                    missing.setdefault((pod.key[0], name), pod)
+        creations, refused = [], []
+        for key, pod in missing.items():
+            try:
+                shape = self._shape(key, counts[key[0]])
+            except ValueError as error:
+                refused.append((pod, str(error)))
+            else:
+                counts[key[0]] += 1
+                creations.append(self._create_template(key, shape))
+        await asyncio.gather(*creations)
+        return refused
+
+    def _shape(self, key: Key, count: int) -> Shape:
+        """Of the template. Raises ValueError, for the pod's event, if it is not to be created."""
+        try:
+            shape = parse(key[1])
+        except ValueError as error:
+            raise ValueError(f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}") from error
+        if count >= self._settings.max_templates_per_namespace:
+            raise ValueError(
+                f"ResourceClaimTemplate {key[1]} is not created: namespace {key[0]} has {count} templates of gpumgr, the limit; delete "
+                "some, or set claims.max_templates_per_namespace higher"
+            )
+        return shape
+
+    async def _create_template(self, key: Key, shape: Shape) -> None:
+        path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
+        created = await self._write("template", key, "POST", path, template(*key, shape), but=(409,))
+        if created:
+            _log.info("template_created", namespace=key[0], template=key[1])
+        if created is not None:  # until the watch shows it
+            self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
+
+    async def _sweep(self) -> None:
+        """Deletes the templates that have not been used for long."""
+        now, used_at, templates = self._clock(), self._watches.used_at, self._watches.templates
+        used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
+        for key in used_at.keys() - templates.keys():
+            del used_at[key]
+        for key in [key for key, each in templates.items() if each.uid == _UNSEEN]:  # it may have been deleted by now
+            del templates[key]
+        for key, each in list(templates.items()):
+            if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
+                path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
+                if await self._write("sweep", each.uid, "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
+                    _log.info("template_deleted", namespace=key[0], template=key[1])
+
+    # -- gates -------------------------------------------------------------------------------------------------------------
+
+    async def _open_gates(self) -> None:
+        pods, quotas = self._watches.pods, self._watches.quotas
+        self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
+        self._said = {uid: said for uid, said in self._said.items() if uid in pods}
+        gated = {uid: pod for uid, pod in pods.items() if pod.gate is not None and uid not in self._opened}
+        decision = Decision()
+        if quotas.problem is not None:
+            decision.refused = [(pod, quotas.problem) for pod in gated.values()]
+        elif gated:
+            decision = decide(*self._watches.demands(gated), quotas)
+        self.refused = len(decision.refused)
+        await asyncio.gather(*map(self._open, decision.allowed))
+        for pod, text in decision.refused:
+            await self._tell(pod, _QUOTA_EXCEEDED, text)
+
+    async def _open(self, pod: UnboundPod) -> None:
+        """The tests refuse the patch if the pod is another one by now, or has other gates."""
+        gate = f"/spec/schedulingGates/{pod.gate}"
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": pod.uid},
+            {"op": "test", "path": f"{gate}/name", "value": GATE},
+            {"op": "remove", "path": gate},
+        ]
+        path = f"/api/v1/namespaces/{pod.key[0]}/pods/{pod.key[1]}"
+        if await self._write("gate", (pod.uid, pod.gate), "PATCH", path, patch, but=(404, 422), patch="json"):
+            self._opened.add(pod.uid)
+            _log.info("gate_removed", namespace=pod.key[0], pod=pod.key[1], pod_uid=pod.uid)
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
+        """An event about the pod, once for each text."""
+        now, said = self._now(), self._said.get(pod.uid)
+        waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
+        if (
+            waits
+            or self._events_left <= 0
+            or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS))
+        ):
+            return
+        self._events_left -= 1
+        event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
+        series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
+        if await self._write("event", pod.uid, "POST", series.path, series.body(self._identity), but=(404, 409)):
+            self._said[pod.uid] = text, self._clock()
+
+    async def _write(
+        self,
+        about: str,
+        key: Hashable,
+        method: Method,
+        path: str,
+        body: Body,
+        *,
+        but: tuple[int, ...],
+        patch: PatchKind = "merge",
+    ) -> bool | None:
+        """False: it was refused, with one of `but` because of what another client did. None: it failed, which is logged once for each text,
+        or must wait. `key`: of the object; after each refusal and failure nothing is sent about it for a pause, which grows."""
+        due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
+        if not self.leads or self._clock() < due:
+            return None
+        slept, longer = pause * (0.8 + 0.4 * self._jitter()), min(2 * pause, _PAUSES_SECONDS[1])
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                done = await self._server.send(method, path, body, but=but, patch=patch)
+        except API_FAILURES as error:
+            self.writes[about, "error"] += 1
+            slept = max(slept, error.retry_after_seconds if isinstance(error, AnswerError) else 0.0)
+            self._paused[about, key] = self._clock() + slept, longer
+            if (text := f"{type(error).__name__}: {error}") != self._logged:
+                self._logged = text
+                _log.warning("claims_write_failed", path=path, error=text, consequence="it is tried again")
+            return None
+        self.writes[about, "ok"] += 1
+        self._logged = ""
+        self._paused.pop((about, key), None)
+        if not done:
+            self._paused[about, key] = self._clock() + slept, longer
+        return done

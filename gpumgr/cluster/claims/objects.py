@@ -1,0 +1,185 @@
+"""Claims, their templates, pods without a node, and GPUs of ResourceSlices, as the controller needs them. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
+from gpumgr.cluster.core.index import PlacedPod
+from gpumgr.cluster.core.node import GpuState
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.cluster.scheduler.objects import QuotaLabels
+from gpumgr.common.foreign_text import decode_stored
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.kube.pods import parse_rounded_up
+
+GATE: Final = "gpumgr.io/quota"
+_MEBIBYTE: Final = 1 << 20
+#: Namespace and name.
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedClaim:
+    """`containers`: what it asks for. `placed`: what is allocated, as if each device were a container of a pod. `owner`: the
+    UID of the pod that it was made for. `template`: of the shape that it was made from."""
+
+    uid: str
+    key: Key
+    owner: str | None = None
+    template: str | None = None
+    allocated: bool = False
+    containers: tuple[ContainerRequest, ...] = ()
+    placed: PlacedPod | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedTemplate:
+    uid: str
+    key: Key
+    managed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnboundPod:
+    """A pod without a node. `gate`: the index of the quota's gate. `templates`, `claims`: the names that it refers to. `complete`: all its
+    claims have names. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
+
+    uid: str
+    key: Key
+    created: str
+    gate: int | None
+    templates: tuple[str, ...]
+    claims: tuple[str, ...]
+    complete: bool
+    model: str | None
+    pool: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedSlice:
+    """The GPUs of a node's ResourceSlice, of which there is one; the name of a device stands for the UUID. `key`: the node's name."""
+
+    uid: str
+    key: str
+    gpus: tuple[GpuState, ...]
+
+
+def decode_unbound(item: msgspec.Raw) -> dict[str, Any] | None:
+    """None for pods without claims and without the gate. Raises ValueError."""
+    pod: dict[str, Any] = decode_stored(item)
+    spec = pod.get("spec") or {}
+    return pod if spec.get("resourceClaims") or _gate(spec) is not None else None
+
+
+def parse_unbound(item: Mapping[str, Any], labels: QuotaLabels) -> UnboundPod:
+    """Raises KeyError, TypeError or AttributeError for an object that is not a pod."""
+    spec, metadata = item["spec"], item["metadata"]
+    made = {each["name"]: each.get("resourceClaimName") for each in (item.get("status") or {}).get("resourceClaimStatuses") or ()}
+    named = spec.get("resourceClaims") or ()
+    # A status without a name: the pod needs no claim there.
+    claims = [each.get("resourceClaimName") or made.get(each["name"]) for each in named]
+    selector = spec.get("nodeSelector") or {}
+    return UnboundPod(
+        uid=metadata["uid"],
+        key=_key(metadata),
+        created=str(metadata.get("creationTimestamp") or ""),
+        gate=_gate(spec),
+        templates=tuple(str(each["resourceClaimTemplateName"]) for each in named if each.get("resourceClaimTemplateName")),
+        claims=tuple(name for name in claims if name),
+        complete=all(each.get("resourceClaimName") or each["name"] in made for each in named),
+        model=selector.get(labels.model),
+        pool=selector.get(labels.pool),
+    )
+
+
+def parse_template(item: Mapping[str, Any]) -> WatchedTemplate:
+    """Raises what `parse_unbound` raises."""
+    metadata = item["metadata"]
+    label, value = MANAGED_BY
+    return WatchedTemplate(uid=metadata["uid"], key=_key(metadata), managed=(metadata.get("labels") or {}).get(label) == value)
+
+
+def parse_slice(item: Mapping[str, Any]) -> WatchedSlice:
+    """Raises what `parse_unbound` raises, and ValueError."""
+    spec = item["spec"]
+    gpus = tuple(
+        GpuState(
+            uuid=each["name"],
+            model=str(((each.get("attributes") or {}).get("productName") or {}).get("string") or ""),
+            memory_mebibytes=_mebibytes(((each.get("capacity") or {}).get("memory") or {}).get("value")),
+        )
+        for each in spec.get("devices") or ()
+    )
+    return WatchedSlice(uid=item["metadata"]["uid"], key=str(spec.get("nodeName") or ""), gpus=gpus)
+
+
+def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
+    """Raises what `parse_slice` raises."""
+    metadata, allocation = item["metadata"], (item.get("status") or {}).get("allocation")
+    owners = (each["uid"] for each in metadata.get("ownerReferences") or () if each.get("kind") == "Pod")
+    key, uid = _key(metadata), metadata["uid"]
+    results = ((allocation or {}).get("devices") or {}).get("results") or ()
+    counted = [each for each in results if each["driver"] == DRIVER and not each.get("adminAccess")]
+    return WatchedClaim(
+        uid=uid,
+        key=key,
+        owner=next(owners, None),
+        template=(metadata.get("annotations") or {}).get(TEMPLATE_ANNOTATION),
+        allocated=allocation is not None,
+        containers=tuple(_asked(((item["spec"].get("devices")) or {}).get("requests") or ())),
+        placed=_placed(uid, key[0], counted) if counted else None,
+    )
+
+
+def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> PlacedPod:
+    """A device without amounts is used whole. Pools have the names of their nodes."""
+    containers = [_container(each.get("consumedCapacity") or {}) for each in results]
+    amounts = [Amounts(each.cores_per_gpu, each.memory_mebibytes) for each in containers]
+    shares = tuple(((str(each["device"]), amount),) for each, amount in zip(results, amounts, strict=True))
+    node = str(results[0]["pool"])
+    return PlacedPod(uid=uid, node=node, request=PodRequest(tuple(containers)), shares=shares, namespace=namespace)
+
+
+def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
+    """Of several alternatives the largest one. kube-scheduler never allocates more than MAX_DEVICES, so more are not counted one by one."""
+    for request in requests:
+        alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
+        sets = [
+            (_consumed((each.get("capacity") or {}).get("requests") or {}),) * min(int(each.get("count") or 1), MAX_DEVICES + 1)
+            for each in alternatives
+            if each.get("deviceClassName") == DEVICE_CLASS and not each.get("adminAccess")
+        ]
+        yield from max(
+            sets, key=lambda each: [sum(one.cores for one in each), sum(one.memory_mebibytes for one in each)], default=()
+        )
+
+
+def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
+    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (dra/slices.py)."""
+    asked = _container(requests)
+    blocks = max(1, -(-asked.memory_mebibytes // BLOCK_MEBIBYTES)) if "memory" in requests and not asked.whole else 0
+    return replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu), memory_mebibytes=blocks * BLOCK_MEBIBYTES)
+
+
+def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
+    """Amounts on one GPU; those that are not named are the whole GPU's. More than a GPU's can't be allocated."""
+    cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
+    return ContainerRequest(
+        cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))
+    )
+
+
+def _mebibytes(quantity: object) -> int:
+    return -(-parse_rounded_up(str(quantity or "0")) // _MEBIBYTE)
+
+
+def _gate(spec: Mapping[str, Any]) -> int | None:
+    gates = [each.get("name") for each in spec.get("schedulingGates") or ()]
+    return gates.index(GATE) if GATE in gates else None
+
+
+def _key(metadata: Mapping[str, Any]) -> Key:
+    return str(metadata["namespace"]), str(metadata["name"])

@@ -1,0 +1,200 @@
+"""The watches of claims, templates, pods without a node and ResourceSlices, beside those of the scheduler's index.
+
+In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count both modes together.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from gpumgr.cluster.claims import objects
+from gpumgr.cluster.claims.gates import Demand, kinds_for
+from gpumgr.cluster.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
+from gpumgr.cluster.claims.shapes import DRIVER
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.quota import GpuKind, Quotas
+from gpumgr.cluster.scheduler.objects import QuotaLabels
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.settings.schema import SchedulerSettings
+
+_Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
+_API = "/apis/resource.k8s.io/v1"
+#: How long claims of a pod that left the watch of pods without a node count: the watch of claims may show their allocation later.
+_BOUND_SECONDS = 10.0
+
+
+class ClaimWatches:
+    """`run`, `refresh`, `problem` and `silences` as in ClusterWatches. `changed` is set at each change; the controller clears it.
+    `used_at`: when a template was last in use, by the monotonic `clock`."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        settings: SchedulerSettings,
+        *,
+        hami: ReplicaResources | None = None,
+        watch_times: WatchTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.quotas = Quotas()
+        self.changed = asyncio.Event()
+        self.pods: dict[str, UnboundPod] = {}
+        self.templates: dict[Key, WatchedTemplate] = {}
+        self.used_at: dict[Key, float] = {}
+        self._claims: dict[Key, WatchedClaim] = {}
+        #: Claim -> the pod with it that was bound or deleted last, and when; in the order of time.
+        self._left: dict[Key, tuple[UnboundPod, float]] = {}
+        #: By the name of their node.
+        self._slices: dict[str, WatchedSlice] = {}
+        self._clock, self._index = clock, ClusterIndex([self.quotas])
+        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
+        watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
+        more = [
+            watched(
+                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=objects.decode_unbound,
+                parse=lambda item: objects.parse_unbound(item, labels), on_change=self._pod_changed,
+            ),
+            watched(f"{_API}/resourceclaims", {}, parse=objects.parse_claim, on_change=self._claim_changed),
+            watched(f"{_API}/resourceclaimtemplates", {}, parse=objects.parse_template, on_change=self._template_changed),
+            watched(
+                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=objects.parse_slice,
+                on_change=self._slice_changed,
+            ),
+        ]  # fmt: skip
+        self._cluster = ClusterWatches(
+            server,
+            self._index,
+            self.quotas,
+            settings,
+            hami=hami,
+            watch_times=watch_times,
+            more=more,
+            complete=self._with_gpus,
+            clock=clock,
+        )
+        self.run, self.refresh = self._cluster.run, self._cluster.refresh
+
+    @property
+    def synced(self) -> bool:
+        return self._cluster.synced
+
+    @property
+    def problem(self) -> str | None:
+        return self._cluster.problem
+
+    @property
+    def silences(self) -> Mapping[str, float]:
+        return self._cluster.silences
+
+    @property
+    def unreadable(self) -> int:
+        return self._cluster.unreadable
+
+    # -- what the quotas are decided from ------------------------------------------------------------------------------------
+
+    def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
+        """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated."""
+        nodes = filter(None, map(self._index.node, self._cluster.nodes))
+        kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
+        waiting: list[tuple[UnboundPod, Demand]] = []
+        users: dict[str, list[UnboundPod]] = defaultdict(list)
+        for pod in self.pods.values():
+            found = [self._claims.get((pod.key[0], name)) for name in pod.claims]
+            needed = {each.uid: each.containers for each in found if each is not None and not each.allocated}
+            for uid in needed:
+                users[uid].append(pod)
+            if pod.uid in gated and pod.complete and None not in found:
+                waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
+        flights = []
+        self._forget_left()
+        for claim in self._claims.values():
+            if claim.allocated:
+                continue
+            of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
+            # Its pod may have been bound just now.
+            if claim.owner is None and claim.key in self._left:
+                of_claim.append(self._left[claim.key][0])
+            elif claim.owner is not None and not of_claim:
+                of_claim.append(None)
+            flights += [
+                Demand(claim.key[0], {claim.uid: claim.containers}, kinds_for(pod, kinds))
+                for pod in of_claim
+                if pod is None or pod.uid not in gated
+            ]
+        return waiting, flights
+
+    def templates_in_use(self) -> Iterator[Key]:
+        for pod in self.pods.values():
+            yield from ((pod.key[0], name) for name in pod.templates)
+        yield from ((claim.key[0], claim.template) for claim in self._claims.values() if claim.template)
+
+    # -- what the watches report ---------------------------------------------------------------------------------------------
+
+    def _pod_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
+        pod = after or before
+        assert pod is not None, "one of them exists"
+        for name in pod.templates:
+            self.used_at[pod.key[0], name] = self._clock()
+        if after is None:
+            self.pods.pop(pod.uid, None)
+            self._forget_left()
+            for name in pod.claims:
+                self._left.pop((pod.key[0], name), None)
+                self._left[pod.key[0], name] = (pod, self._clock())
+        else:
+            self.pods[pod.uid] = after
+        self.changed.set()
+
+    def _forget_left(self) -> None:
+        while self._left and next(iter(self._left.values()))[1] <= self._clock() - _BOUND_SECONDS:
+            del self._left[next(iter(self._left))]
+
+    def _claim_changed(self, before: WatchedClaim | None, after: WatchedClaim | None) -> None:
+        claim = _follow(self._claims, before, after)
+        if claim.template:
+            self.used_at[claim.key[0], claim.template] = self._clock()
+        if after is not None and after.placed is not None:
+            self._index.bind(after.placed)
+        else:
+            self._index.remove(claim.uid)
+        self.changed.set()
+
+    def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
+        _follow(self.templates, before, after)
+        if after is not None:
+            self.used_at.setdefault(after.key, self._clock())
+        self.changed.set()
+
+    def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
+        found = _follow(self._slices, before, after)
+        if (node := self._cluster.nodes.get(found.key)) is not None:
+            self._index.set_node(self._with_gpus(node.state))
+        self.changed.set()
+
+    def _with_gpus(self, state: NodeState) -> NodeState:
+        """The GPUs of a node in DRA mode stand in its ResourceSlice."""
+        found = self._slices.get(state.name)
+        if found is None or not found.gpus:
+            return state
+        return replace(state, gpus=found.gpus, topology=homogeneous(state.name, CORES_PER_GPU * len(found.gpus), 0).topology)
+
+
+def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:
+    """Keeps the object as it is now, by its key, or removes a deleted one. Returns what it is, or was last."""
+    if after is not None:
+        known[after.key] = after
+        return after
+    assert before is not None, "one of them exists"
+    if known.get(before.key) == before:  # else it has a successor
+        del known[before.key]
+    return before

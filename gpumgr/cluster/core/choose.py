@@ -1,0 +1,402 @@
+"""The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses, and the rank of the node.
+
+binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
+left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first. topology
+prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
+
+least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
+memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
+
+A pod may have a policy for nodes beside that for the GPUs of a node. Nodes are then compared as a whole, as HAMi's scheduler does: by the
+part of all their GPUs that is in use.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Final, NamedTuple
+
+from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy, SameGpus
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.evaluators.mig import amounts_of, find_place, serves
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.evaluators.select import Placement, find
+from gpumgr.placement.topology.devices import MigProfile
+
+#: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
+Rank = tuple[int, ...]
+_LAST: Final = 1 << 60
+_NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, entirely_free=False)
+
+
+class FreeCores(NamedTuple):
+    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the part of them that has memory, by each GPU's free memory.
+    `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
+
+    free: int
+    usable: int
+    tight: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChoice:
+    """`shares` has the GPUs of each container of the request. `taken`, of the policy least-fragmentation: of the free cores of the node."""
+
+    shares: tuple[Shares, ...]
+    rank: Rank
+    taken: FreeCores | None = None
+
+    def rank_with(self, before: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
+        """The rank on a node that has these free cores `before`, and `cpu_free` thousandths of CPU (None: not known), for a pod that
+        requests `cpu_milli`. `cpu_per_core`: what an average pod requests beside one core of a GPU."""
+        if self.taken is None:
+            return self.rank
+        return (stranded(before, self.taken, cpu_free, cpu_milli, cpu_per_core), *self.rank)
+
+
+def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
+    """What a pod that takes these cores strands, in cores times `cpu_per_core`, which makes it an integer; see `NodeChoice.rank_with`."""
+    free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
+    free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
+    if cpu_free is not None:
+        if cpu_milli > cpu_free:  # kube-scheduler offers no such node, as a rule
+            return _LAST
+        usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
+    return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * cpu_per_core
+
+
+def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
+    """The lowest value of `stranded` on nodes where the free CPU is less than what the usable cores need, or on the others."""
+    well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
+    return well_used - (taken.free + taken.tight) * cpu_per_core
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Why a node can't take the pod: `container` finds no room on GPUs that are offered and that the `constraints` allow.
+
+    `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
+    `distance` compares misfits of one container: the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the room.
+    `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some do, and the scheduler can't name them to the agent.
+    `mig`: all of these GPUs are for MIG devices only.
+    """
+
+    container: ContainerRequest | None
+    closest: tuple[int, Amounts] | None = None
+    free_gpus: int = 0
+    distance: float = 0.0
+    not_offered: bool = False
+    constraints: Constraints = UNCONSTRAINED
+    none_allowed: bool = False
+    agent_chooses: bool = False
+    mig: bool = False
+
+    @property
+    def reason(self) -> tuple[object, ...]:
+        """Equal for misfits that can be compared by their distance."""
+        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig
+
+
+def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+    """Room that the pod's containers have one after another. Nothing is changed."""
+    constraints = request.constraints
+    allowed = node.allowed(constraints)
+    use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
+    for position, container in enumerate(request.containers):
+        if position and container.kind == "init" and container == request.containers[position - 1]:
+            chosen.append(chosen[-1])  # the kubelet gives it exactly what the one before it leaves
+            continue
+        required, devices = _reused(use, container), dict[int, Amounts]()
+        if container.replica is not None:
+            same, unused = request.same_gpus[position], constraints.unused
+            positions = required if len(required) == container.gpus else range(len(node.gpus))
+            capacities, devices = _replica_capacities(node, used, use, allowed, same, positions, unused=unused)
+            placement = _find(node, capacities, _any_share(container), required, policy, constraints)
+            if placement is None:
+                wanted = max(same.containers, key=_size)
+                capacities, _ = _replica_capacities(node, used, use, allowed, same, range(len(node.gpus)), unused=unused)
+        else:
+            capacities = vcuda = _capacities(node, used, use, allowed, vcuda, unused=constraints.unused)
+            wanted, cores = request.chains[position]
+            placement = None
+            if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
+                placement = _find(node, capacities, wanted, required, policy, constraints)
+        if placement is None:
+            return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
+        gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
+        shares = tuple((gpu, devices.get(gpu) or _on(container, node.gpus[gpu])) for gpu in sorted(gpus))
+        use.add(container.kind, shares)
+        chosen.append(shares)
+        score += placement.score or 0
+    after = added(used, use.taken)
+    if request.node_policy is not None:
+        return NodeChoice(shares=tuple(chosen), rank=_node_rank(node, after, request.node_policy, score))
+    rank = _rank(node, after, request, chosen, policy, score)
+    if policy != "least-fragmentation":
+        return NodeChoice(shares=tuple(chosen), rank=rank)
+    shared = _shared(request, chosen)
+    tight = sum(tight_cores(used[gpu], after[gpu]) for gpu in shared)
+    offered = [(node.gpus[gpu], used[gpu], after[gpu]) for gpu in use.taken if node.gpus[gpu].offered]
+    free = sum(max(0, CORES_PER_GPU - before.cores) - max(0, CORES_PER_GPU - held.cores) for _, before, held in offered)
+    usable = sum(usable_cores(gpu, before) - usable_cores(gpu, held) for gpu, before, held in offered)
+    return NodeChoice(shares=tuple(chosen), rank=rank, taken=FreeCores(free, usable, tight))
+
+
+def _find(
+    node: NodeState,
+    capacities: list[GpuCapacity],
+    wanted: ContainerRequest,
+    required: list[int],
+    policy: Policy,
+    constraints: Constraints,
+) -> Placement | None:
+    found: list[tuple[int, Placement]] = []
+    for each in _sets(node, capacities, wanted.gpus, constraints):
+        placement = find(
+            node.topology,
+            each,
+            cores=wanted.cores,
+            memory_blocks=wanted.memory_blocks,
+            policy="spread" if policy == "spread" else "binpack",
+            required=required,
+        )
+        if placement is not None:
+            found.append((_free(each), placement))
+    return min(found, key=lambda pair: _preference(policy, *pair))[1] if found else None
+
+
+def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
+    """The sets of GPUs within one of which the container must be. It has MIG devices or other GPUs, not both."""
+    numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
+    if numa_nodes is not None:
+        sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
+    if gpus > 1 and any(gpu.mig for gpu in node.gpus):
+        parts = ([each for each in gpus if bool(node.gpus[each.index].mig) is mig] for gpus in sets for mig in (True, False))
+        sets = [part for part in parts if part]
+    return sets
+
+
+def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
+    """Compares NUMA nodes with `free` entirely free GPUs."""
+    score = placement.score or 0
+    return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
+
+
+def _free(capacities: Iterable[GpuCapacity]) -> int:
+    return sum(each.entirely_free and each.healthy for each in capacities)
+
+
+def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
+    """GPUs that the container must be on, since the kubelet gives it what an init container leaves there."""
+    pools = {gpu: pool for gpu, pool in use.reusable.items() if pool.replicas or (container.replica is None and pool != NOTHING)}
+    return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
+
+
+def _capacities(
+    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
+) -> list[GpuCapacity]:
+    """`before`: those of the vcuda container before, which a pod's own use has changed since; empty for the first one."""
+    result = list(before) or [_NO_CAPACITY] * len(node.gpus)
+    for position in use.taken if before else range(len(node.gpus)):
+        gpu, held = node.gpus[position], used[position] + use.held(position) if use.taken else used[position]
+        if (unused and held != NOTHING) or gpu.mig:
+            held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
+        healthy = allowed[position] and gpu.offered
+        result[position] = _capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy)
+    return result
+
+
+@lru_cache(maxsize=1 << 14)
+def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_held: int, healthy: bool) -> GpuCapacity:
+    """Kept, since the nodes of a cluster have many GPUs with equal use."""
+    return GpuCapacity(
+        index=position,
+        cores_free=max(0, CORES_PER_GPU - cores_held),
+        memory_blocks_free=max(0, memory_mebibytes - mebibytes_held) // BLOCK_MEBIBYTES,
+        entirely_free=cores_held == mebibytes_held == 0,
+        healthy=healthy,
+    )
+
+
+def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
+    return container.on(gpu.memory_mebibytes, gpu.scaling)
+
+
+def _size(container: ContainerRequest) -> tuple[int, int]:
+    """Compares requests of one pod, on any GPU."""
+    amounts = container.on(1 << 20)
+    return amounts.memory_mebibytes, amounts.cores
+
+
+def _replica_capacities(
+    node: NodeState,
+    used: Used,
+    use: PodUse,
+    allowed: Sequence[bool],
+    same: SameGpus,
+    positions: Iterable[int],
+    *,
+    unused: bool,
+) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
+    """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU.
+
+    `entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs. Memory is in MiB.
+    """
+    result, devices = [], dict[int, Amounts]()
+    for position in positions:
+        gpu, held = node.gpus[position], used[position] + use.held(position)
+        if not gpu.mig:
+            most = same.most(gpu.memory_mebibytes, gpu.scaling)
+        elif device := _device(
+            gpu, used[position] + use.taken.get(position, NOTHING), use.reusable.get(position, NOTHING), same.containers
+        ):
+            most = devices[position] = device
+        else:
+            held, most = Amounts(CORES_PER_GPU, gpu.memory_mebibytes), NOTHING
+        fits = (
+            allowed[position]
+            and (most.memory_mebibytes > 0 or most.whole)
+            and gpu.has_room(held, most)
+            and not (unused and held != NOTHING)
+        )
+        result.append(
+            GpuCapacity(
+                index=position,
+                cores_free=max(1, CORES_PER_GPU - held.cores),
+                memory_blocks_free=max(0, gpu.memory_mebibytes - held.memory_mebibytes),
+                entirely_free=fits,
+                healthy=fits,
+            )
+        )
+    return result, devices
+
+
+def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[ContainerRequest]) -> Amounts | None:
+    """A MIG device that is large enough for each of the containers: the one that an init container leaves, or else a new one. `taken`: all
+    that is taken of the GPU, with what is `left`."""
+    requests = tuple(each.replica for each in same if each.replica is not None)
+    if left.replicas and serves(gpu.mig, replace(left, replicas=0), *requests):
+        return replace(left, replicas=1)
+    if taken.cores and not taken.slices:  # of containers that began before its MIG mode
+        return None
+    return _new_device(gpu.mig, taken.slices, requests)
+
+
+@lru_cache(maxsize=1 << 14)
+def _new_device(profiles: tuple[MigProfile, ...], taken: int, requests: tuple[ReplicaRequest, ...]) -> Amounts | None:
+    """Kept for the same reason as `_capacity`."""
+    place = find_place(profiles, taken, *requests)
+    return replace(amounts_of(place, profiles), replicas=1) if place is not None else None
+
+
+def _any_share(container: ContainerRequest) -> ContainerRequest:
+    """What the evaluators look for among the GPUs that fit: one by the free room, or whole ones by topology."""
+    single = container.gpus == 1 and not container.whole
+    return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
+
+
+def _rank(
+    node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
+) -> tuple[int, ...]:
+    shared = _shared(request, chosen)
+    cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
+    memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
+    free = idle_gpus(node, after)
+    whole = any(container.whole for container in request.containers)
+    return rank_of(policy, (free, cores, memory) if whole else (cores, memory, free), score)
+
+
+def rank_of(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
+    """`left`: what the pod leaves on the node, the most important first; `score`: how well its GPUs are joined."""
+    ordered = tuple(-each for each in left) if policy == "spread" else left
+    return (-score, *ordered) if policy == "topology" else (*ordered, -score)
+
+
+def _node_rank(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
+    """By what is in use of all GPUs: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per million of each kind."""
+    in_use = 0
+    for kind, capacity in (
+        ("cores", CORES_PER_GPU * len(node.gpus)),
+        ("memory_mebibytes", sum(gpu.memory_mebibytes for gpu in node.gpus)),
+        ("replicas", sum(gpu.replicas for gpu in node.gpus)),
+    ):
+        in_use += 10**6 * sum(getattr(held, kind) for held in after) // capacity if capacity else 0
+    order = in_use if policy == "spread" else -in_use
+    return (-score, order) if policy == "topology" else (order, -score)
+
+
+def _shared(request: PodRequest, chosen: Iterable[Shares]) -> set[int]:
+    return {gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares}
+
+
+def tight_cores(before: Amounts, after: Amounts) -> int:
+    """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
+    left = CORES_PER_GPU - after.cores
+    return -left if before == NOTHING else after.cores - before.cores - left
+
+
+def free_cores(node: NodeState, used: Used) -> FreeCores:
+    free = usable = 0
+    for gpu, held in zip(node.gpus, used, strict=True):
+        if gpu.offered:
+            free += max(0, CORES_PER_GPU - held.cores)
+            usable += usable_cores(gpu, held)
+    return FreeCores(free, usable)
+
+
+def usable_cores(gpu: GpuState, held: Amounts) -> int:
+    """The free cores that have memory."""
+    cores, memory = max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes)
+    return min(cores, memory * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores
+
+
+def idle_gpus(node: NodeState, used: Used) -> int:
+    return sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, used, strict=True))
+
+
+def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
+    """`capacities` are those of the GPUs that the constraints allow."""
+    if not node.gpus:
+        return Misfit(container=None)
+    misfit = partial(Misfit, container=container, constraints=constraints)
+    sets = _sets(node, list(capacities), container.gpus, constraints)
+    if not capacities or not sets:
+        named = replace(node, naming="uuid")
+        fixed = any(named.allowed(constraints)) and named.numa_nodes(constraints, container.gpus) != []
+        agent_chooses = node.naming == "none" and fixed
+        return misfit(none_allowed=True, agent_chooses=agent_chooses, distance=float("inf"))
+    free = max(_free(each) for each in sets)
+    if container.replica is not None:
+        offered = [each for each in capacities if node.gpus[each.index].offered]
+        rooms = [(each, _on(container, node.gpus[each.index])) for each in capacities if each not in offered]
+        closed = sum(
+            wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
+        )
+        mig = all(node.gpus[each.index].mig for each in capacities)
+        most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
+        closest = None if mig or most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
+        not_offered = free + closed >= container.gpus > free
+        return misfit(free_gpus=free, closest=closest, distance=float(container.gpus - free), not_offered=not_offered, mig=mig)
+    if container.whole:
+        there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
+        return misfit(free_gpus=free, distance=-float(free), not_offered=there >= container.gpus > free)
+    lacks = [(lack_of(each.cores_free, each.memory_blocks_free, container), each.index, each) for each in capacities]
+    not_offered = any(lack == 0 for lack, _, each in lacks if not each.healthy)
+    if not (healthy := [each for each in lacks if each[-1].healthy]):
+        return misfit(not_offered=not_offered, distance=float("inf"))
+    lack, index, gpu = min(healthy, key=lambda each: each[:2])
+    room = Amounts(gpu.cores_free, gpu.memory_blocks_free * BLOCK_MEBIBYTES)
+    return misfit(free_gpus=free, closest=(node.indices[index], room), distance=lack, not_offered=not_offered)
+
+
+def lack_of(cores: int, memory_blocks: int, container: ContainerRequest) -> float:
+    """The share of a request that is missing on a GPU with so much free, of both resources together."""
+    lack = 0.0
+    if container.cores > cores:
+        lack = (container.cores - cores) / container.cores
+    if container.memory_blocks > memory_blocks:
+        lack += (container.memory_blocks - memory_blocks) / container.memory_blocks
+    return lack

@@ -1,0 +1,96 @@
+"""The text of a rejection: groups of reasons with their counts, and the closest miss of each.
+
+kube-scheduler prints it after "1 " in "0/40 nodes are available: 1 ...", as the text of one node (`FailedAndUnresolvableNodes`): a text for
+each node would cost it much more. So the text itself carries the counts. A full stop follows it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.cluster.core.choose import Misfit
+
+MAX_CHARACTERS: Final = 300
+
+
+@dataclass
+class _Group:
+    count: int
+    node: str
+    misfit: Misfit
+
+
+def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
+    """From (node, misfit) of each node that was offered; there must be one."""
+    return explain_counted((1, node, misfit) for node, misfit in misfits)
+
+
+def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
+    """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
+    groups: dict[tuple[object, ...], _Group] = {}
+    for count, node, misfit in misfits:
+        group = groups.setdefault(misfit.reason, _Group(0, node, misfit))
+        group.count += count
+        if (misfit.distance, node) < (group.misfit.distance, group.node):
+            group.node, group.misfit = node, misfit
+    ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
+    total = sum(group.count for group in ordered)
+    if total == 1:
+        return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
+    detailed = _joined(total, [(group, _closest(group)) for group in ordered])
+    if len(detailed) <= MAX_CHARACTERS:
+        return detailed
+    best = min(ordered, key=lambda group: (group.misfit.distance, group.node))
+    return _bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
+
+
+def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
+    reasons = [
+        f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{closest}" for group, closest in groups
+    ]
+    return f"for the {total} nodes with enough in total: {', '.join(reasons)}"
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 4] + " ..."
+
+
+def _reason(misfit: Misfit) -> str:
+    container = misfit.container
+    if container is None:
+        return "no GPUs that gpumgr can use"
+    gpus, constraints = container.gpus, misfit.constraints
+    numa = " on one NUMA node" if constraints.same_numa_node and gpus > 1 else ""
+    if misfit.agent_chooses:
+        return f"a Topology Manager policy and not only GPUs{constraints.text}{numa}"
+    if misfit.none_allowed:
+        return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
+    if container.replica is not None:
+        wanted = str(container.replica).replace("GPU", "MIG device", 1) if misfit.mig else str(container.replica)
+        text = f"no {'place' if misfit.mig else 'room'} for {wanted}{constraints.text}{numa}"
+    elif container.whole:
+        memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
+        wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
+        text = f"{wanted}{constraints.text}{numa}{memory}"
+    else:
+        text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
+    return f"{text} except unhealthy or cordoned ones" if misfit.not_offered else text
+
+
+def _closest(group: _Group, *, name_node: bool = True) -> str:
+    misfit = group.misfit
+    if misfit.container is None or misfit.none_allowed:
+        return ""
+    place = f"{group.node[:63]}" if name_node else ""
+    if misfit.container.whole or misfit.container.gpus > 1:
+        found = f"{misfit.free_gpus} free"
+        return f" (closest: {place}, {found})" if place else f" ({found})"
+    if misfit.closest is None:
+        return ""
+    gpu, room = misfit.closest
+    where = f"{place} GPU {gpu}".strip()
+    return f" (closest: {where}, {room.cores} cores and {memory_text(room.memory_mebibytes)})"
+
+
+def memory_text(mebibytes: int) -> str:
+    return f"{mebibytes / 1024:g} GiB" if mebibytes >= 1024 and mebibytes % 256 == 0 else f"{mebibytes} MiB"

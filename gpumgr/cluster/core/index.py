@@ -1,0 +1,466 @@
+"""All nodes with their free amounts, and per request the nodes that fit. One writer; nothing in here waits.
+
+The state is derived: nodes, bound pods, and assumed placements that have not been bound yet. An index that is filled with the same nodes
+and bound pods in any order gives the same answers.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import explain_counted
+from gpumgr.cluster.core.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.core.profiles import Profiles
+from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection, Shape
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+
+#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
+NamedShares = tuple[tuple[str | int, Amounts], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPod:
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice.
+    `priority` is Kubernetes' priority."""
+
+    uid: str
+    node: str
+    request: PodRequest
+    shares: tuple[NamedShares, ...] | None = None
+    namespace: str = ""
+    priority: int = 0
+
+
+class Listener(Protocol):
+    """Is called for every change of the index, before the call that causes it returns."""
+
+    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
+    def pod_removed(self, uid: str) -> None: ...
+    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None: ...
+    def node_removed(self, name: str) -> None: ...
+
+
+#: Sets of nodes that were asked about, of 700 bytes each at 5,000 nodes.
+_KEPT_NODE_SETS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSet:
+    """Nodes that are offered: those of the index as a number (see `gpumgr.cluster.core.profiles`), which is small, and the names of
+    others. It holds for one `numbering`."""
+
+    nodes: int
+    others: frozenset[str] = frozenset()
+    numbering: int = 0
+
+    def __len__(self) -> int:
+        return self.nodes.bit_count() + len(self.others)
+
+    def without(self, nodes: int) -> "NodeSet":
+        return replace(self, nodes=self.nodes & ~nodes) if self.nodes & nodes else self
+
+    def within(self, nodes: int) -> "NodeSet":
+        return NodeSet(self.nodes & nodes, numbering=self.numbering)
+
+
+Names = Iterable[str] | NodeSet
+
+
+@dataclass
+class _Node:
+    state: NodeState
+    pods: dict[str, PlacedPod] = field(default_factory=dict)
+    used: Used | None = None
+    #: The CPU of all pods on the node, in thousandths.
+    cpu_milli: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is known of it."""
+        return not (self.pods or self.state.gpus or self.cpu_milli or self.state.cpu_milli)
+
+    @property
+    def cpu_free(self) -> int | None:
+        return None if self.state.cpu_milli is None else max(0, self.state.cpu_milli - self.cpu_milli)
+
+
+class ClusterIndex:
+    """Assumed placements were answered, and are not known to be bound yet. They last until they are bound or removed.
+    `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
+
+    def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
+        self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
+        self._nodes: dict[str, _Node] = {}
+        self._node_of: dict[str, str] = {}
+        #: Pods without GPUs: (node, thousandths of CPU), by UID.
+        self._cpu_pods: dict[str, tuple[str, int]] = {}
+        #: The node of each GPU, by UUID.
+        #: UUID -> names. More than one if a GPU was moved, or an inventory was copied.
+        self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
+        self._assumed: set[str] = set()
+        self._profiles = Profiles(self._cpu_per_core)
+        self._node_sets: dict[Hashable, NodeSet] = {}
+        #: Nodes with changes that `_profiles` does not have yet.
+        self._stale: dict[str, None] = {}
+        self._version = 0
+        #: Names of nodes that have changed; who follows the index clears it. And those since `take_changed`.
+        self.changed: set[str] = set()
+        self._taken: set[str] = set()
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def set_node(self, state: NodeState) -> None:
+        """The node is new or has changed."""
+        node = self._node(state.name)
+        if node.state != state:
+            for uuid in {gpu.uuid for gpu in node.state.gpus} & self._nodes_of_gpu.keys():
+                self._nodes_of_gpu[uuid].discard(state.name)
+                if not self._nodes_of_gpu[uuid]:
+                    del self._nodes_of_gpu[uuid]
+            node.state = state
+            for uuid in {gpu.uuid for gpu in state.gpus if gpu.uuid}:
+                self._nodes_of_gpu[uuid].add(state.name)
+            self._changed(state.name)
+            for listener in self._listeners:
+                listener.node_changed(state, node.pods.values())
+
+    def remove_node(self, name: str) -> None:
+        """Its pods stay on record until they are removed, too: the node may come back before."""
+        self.set_node(NodeState(name=name))
+        if self._nodes[name].empty:
+            self._drop(name)
+
+    def bind(self, pod: PlacedPod) -> None:
+        """The API server shows the pod on its node; this replaces what was assumed."""
+        if self.placement(pod.uid) != pod:
+            self._put(pod)
+        self._assumed.discard(pod.uid)
+
+    def assume(self, pod: PlacedPod) -> None:
+        """The pod is expected on its node."""
+        self._put(pod)
+        self._assumed.add(pod.uid)
+
+    def remove(self, uid: str) -> None:
+        """The pod has ended, or what was assumed has failed."""
+        self._assumed.discard(uid)
+        name = self._node_of.pop(uid, None)
+        if name is None:
+            return
+        node = self._nodes[name]
+        node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
+        for listener in self._listeners:
+            listener.pod_removed(uid)
+        self._changed(name)
+        if node.empty:
+            self._drop(name)
+
+    def use_cpu(self, uid: str, node: str, cpu_milli: int) -> None:
+        """A pod without GPUs is on the node."""
+        if self._cpu_pods.get(uid) != (node, cpu_milli):
+            self.free_cpu(uid)
+            self._cpu_pods[uid] = (node, cpu_milli)
+            self._count_cpu(node, cpu_milli)
+
+    def free_cpu(self, uid: str) -> None:
+        """The pod has ended. It need not be one of them."""
+        if (known := self._cpu_pods.pop(uid, None)) is not None:
+            node, cpu_milli = known
+            self._count_cpu(node, -cpu_milli)
+            if self._nodes[node].empty:
+                self._drop(node)
+
+    def settle(self) -> None:
+        """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        for name in self._stale:
+            if name in self._nodes:
+                self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
+            else:
+                self._profiles.remove(name)
+        self._stale.clear()
+
+    # -- queries -----------------------------------------------------------------------------------------------------------
+
+    def placement(self, uid: str) -> PlacedPod | None:
+        """Where the pod is bound or assumed."""
+        name = self._node_of.get(uid)
+        return self._nodes[name].pods[uid] if name is not None else None
+
+    def is_assumed(self, uid: str) -> bool:
+        return uid in self._assumed
+
+    def node(self, name: str) -> NodeState | None:
+        found = self._nodes.get(name)
+        return found.state if found is not None else None
+
+    def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
+        """Bound and assumed pods of a node, by UID."""
+        found = self._nodes.get(name)
+        return found.pods if found is not None else {}
+
+    def used(self, name: str) -> Used:
+        """What is used of each GPU of a node. It may exceed a GPU's capacity if pods or the node claim so."""
+        node = self._nodes[name]
+        if node.used is None:
+            node.used = used_on(node.state, node.pods.values())
+        return node.used
+
+    def node_set(self, names: Names) -> NodeSet:
+        """Of names of nodes, or as it is now: a node that has become known since is one of `nodes`. A set that was made before nodes were
+        numbered again has all nodes."""
+        self.settle()
+        numbering = self._profiles.numbering
+        if isinstance(names, NodeSet):
+            there = [name for name in names.others if name in self._profiles.slots]
+            nodes = names.nodes if names.numbering == numbering else -1
+            if not (there or nodes & ~self._profiles.all):
+                return names
+            return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
+        names = tuple(names)
+        # The same names come in another order each time. Their hashes are secret, so that no two sets have one sum.
+        content = numbering, self._profiles.memberships, len(names), sum(map(hash, names))
+        if (known := self._node_sets.get(content)) is not None:
+            return known
+        others = frozenset[str]()
+        try:
+            nodes = self._profiles.nodes_of(names)
+        except KeyError:
+            others = frozenset(names) - self._profiles.slots.keys()
+            nodes = self._profiles.nodes_of([name for name in names if name not in others])
+        if len(self._node_sets) >= _KEPT_NODE_SETS:
+            self._node_sets.clear()
+        return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
+
+    def take_changed(self) -> NodeSet:
+        """Nodes on which more may fit, or less, since the last call; for one caller. CPU does not count, as in `version`."""
+        taken = self.node_set(self._taken)
+        self._taken.clear()
+        return taken
+
+    def names(self, offered: NodeSet) -> list[str]:
+        """None of a set that was made before nodes were numbered again: it is not known which ones it had."""
+        found = self.node_set(offered)
+        if offered.numbering != found.numbering:
+            return []
+        return [*found.others, *(place.name for place in self._profiles.places_of(found.nodes))]
+
+    def rank(
+        self, request: PodRequest, policy: Policy, names: Names, most: int = 1, *, shape: Shape | None = None
+    ) -> list[tuple[str, NodeChoice]] | Rejection:
+        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: that
+        of the request, if results are kept there and not for later calls."""
+        ordered = self.order(request, policy, names, most, shape=shape)
+        if isinstance(ordered, Rejection):
+            return ordered
+        found = ((name, self._found(name, request, policy)) for name in ordered)
+        return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
+
+    def order(
+        self, request: PodRequest, policy: Policy, names: Names, most: int | None = None, *, shape: Shape | None = None
+    ) -> list[str] | Rejection:
+        """The names of `rank`; without `most` all that fit."""
+        offered, shape = self.node_set(names), shape or self.shape(request, policy, keep=True)
+        named, nodes = self._named(request, offered)
+        ranked = shape.fitting(nodes, most)
+        found = [(name, self._found(name, request, policy)) for name in named]
+        for name, choice in found:
+            if isinstance(choice, NodeChoice):
+                place = self._profiles.places[name]
+                rank = choice.rank_with(place.profile.cores, place.cpu_free, request.cpu_milli, self._cpu_per_core)
+                ranked.append((rank, name))
+        if ranked:
+            return [name for _, name in sorted(ranked)[:most]]
+        closest = [(count, name) for count, name in shape.misfits(nodes)] + [(1, name) for name in named]
+        if offered.others:
+            closest.append((len(offered.others), min(offered.others)))
+        misfits = ((count, name, self._found(name, request, policy)) for count, name in closest)
+        return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
+
+    def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:
+        """For questions that must not displace what is kept for the verbs."""
+        return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
+
+    def any_fits(self, request: PodRequest, policy: Policy, names: Names) -> bool:
+        """`order` without the reasons, which cost the most."""
+        named, nodes = self._named(request, self.node_set(names))
+        found = (self._found(name, request, policy) for name in named)
+        return bool(self.shape(request, policy, keep=True).fitting(nodes, 1)) or any(
+            isinstance(each, NodeChoice) for each in found
+        )
+
+    def examine(
+        self, request: PodRequest, policy: Policy, names: Names, shape: Shape | None = None, *, reasons: bool = True
+    ) -> Iterator[None]:
+        """What takes long in `rank` and `order`, in steps of less than a millisecond. Afterwards `rank` takes a few milliseconds. Without
+        `reasons` the same for `any_fits`."""
+        offered = self.node_set(names)
+        shape = shape or self.shape(request, policy, keep=True)
+        for profile in shape.unexamined(self._named(request, offered)[1], reasons=reasons):
+            shape.choice(profile)
+            yield
+
+    @property
+    def version(self) -> int:
+        """Differs after every change that may let a request fit: not after those of CPU by pods without GPUs."""
+        return self._version
+
+    @property
+    def placed_pods(self) -> int:
+        """Bound and assumed pods."""
+        return len(self._node_of)
+
+    @property
+    def assumed_pods(self) -> int:
+        return len(self._assumed)
+
+    def fits(self, pod: PlacedPod) -> bool:
+        """Whether a placement with known GPUs has its room, on GPUs that are offered."""
+        node = self._nodes.get(pod.node)
+        taken = _taken(node.state, pod) if node is not None else None
+        if node is None or taken is None:
+            return False
+        without = self.used_without(pod.node, pod.uid)
+        return all(node.state.gpus[gpu].has_room(without[gpu], amounts) for gpu, amounts in taken.items())
+
+    def choose_on(self, name: str, uid: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+        """A choice on this node, as if the pod had nothing there yet."""
+        node = self.node(name)
+        return choose(node, self.used_without(name, uid), request, policy) if node is not None else Misfit(container=None)
+
+    def used_without(self, name: str, uid: str) -> Used:
+        """As `used`, if the pod had nothing there."""
+        node = self._nodes[name]
+        return used_on(node.state, _but(node.pods, uid)) if uid in node.pods else self.used(name)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------
+
+    def _node(self, name: str) -> _Node:
+        if name not in self._nodes:
+            self._nodes[name] = _Node(NodeState(name=name))
+            self._changed(name)
+        return self._nodes[name]
+
+    def _put(self, pod: PlacedPod) -> None:
+        self.remove(pod.uid)
+        node = self._node(pod.node)
+        node.pods[pod.uid] = pod
+        node.cpu_milli += pod.request.cpu_milli
+        self._node_of[pod.uid] = pod.node
+        for listener in self._listeners:
+            listener.pod_placed(pod, self._nodes[pod.node].state)
+        self._changed(pod.node)
+
+    def _drop(self, name: str) -> None:
+        del self._nodes[name]
+        for listener in self._listeners:
+            listener.node_removed(name)
+        self._note(name)
+
+    def _changed(self, name: str) -> None:
+        self._nodes[name].used = None
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        self._version += 1
+        self.changed.add(name)
+        self._taken.add(name)
+        self._stale[name] = None
+
+    def _count_cpu(self, name: str, cpu_milli: int) -> None:
+        self._node(name).cpu_milli += cpu_milli
+        self._stale[name] = None
+
+    def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
+        """The nodes with GPUs that the request names, and the others."""
+        uuids = request.constraints.uuids
+        named = {name for gpu in uuids for name in self._nodes_of_gpu.get(gpu, ())} if uuids else ()
+        there = [name for name in sorted(named) if self.node_set((name,)).nodes & offered.nodes]
+        return there, offered.nodes & ~self._profiles.nodes_of(there)
+
+    def _found(self, name: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+        node = self._nodes.get(name)
+        return choose(node.state, self.used(name), request, policy) if node is not None else Misfit(container=None)
+
+
+def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:
+    """The choice in terms that outlive a change of the node: UUIDs where the node has them."""
+    return tuple(tuple((node.gpus[gpu].uuid or gpu, amounts) for gpu, amounts in shares) for shares in choice.shares)
+
+
+def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
+    """What the node reports, then the pods with known GPUs, then a likely choice for the others; the order of `pods` has no influence."""
+    used: Used = (NOTHING,) * len(node.gpus)
+    for shares in node.other.values():
+        used = added(used, _summed(shares))
+    unknown = []
+    for pod in sorted(pods, key=lambda pod: pod.uid):
+        if pod.uid in node.other:
+            used = added(used, _replicas(pod.request, node.other[pod.uid]))
+            continue
+        taken = _taken(node, pod)
+        if taken is None:
+            unknown.append(pod)
+        else:
+            used = added(used, taken)
+    for pod in unknown:
+        if (
+            len(pod.request.containers) > MAX_GPU_CONTAINERS
+        ):  # a choice would take long: it has all GPUs until its agent reports them
+            full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
+            used = added(used, dict(enumerate(full)))
+            continue
+        # The agent, which has chosen, follows the constraints; an older one does not read them.
+        anywhere = PodRequest(pod.request.containers)
+        for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
+            choice = choose(node, used, wanted, "binpack")
+            if isinstance(choice, NodeChoice):
+                used = added(used, _use(pod.request, choice.shares))
+                break
+    return used
+
+
+def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
+    """Those of a pod of which the node reports only the amounts: one on each GPU."""
+    replicas = any(container.replica for container in request.containers) and not any(each.replicas for _, each in shares)
+    return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
+
+
+def _summed(shares: Shares) -> Mapping[int, Amounts]:
+    taken: dict[int, Amounts] = {}
+    for gpu, amounts in shares:
+        taken[gpu] = taken.get(gpu, NOTHING) + amounts
+    return taken
+
+
+def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
+    """None: its GPUs are not known, or not on this node any more."""
+    if pod.shares is None or len(pod.shares) != len(pod.request.containers):
+        return None
+    positions = node.positions
+    found: list[Shares] = []
+    for shares in pod.shares:
+        resolved = [(positions.get(gpu), amounts) for gpu, amounts in shares]
+        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None))
+        if len(found[-1]) != len(shares):
+            return None
+    return _use(pod.request, found)
+
+
+def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
+    """A whole GPU has all its memory; the largest MIG device has its own."""
+    whole = amounts.whole and not amounts.slices
+    return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
+
+
+def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
+    use = PodUse()
+    for container, each in zip(request.containers, shares, strict=True):
+        use.add(container.kind, each)
+    return use.taken
+
+
+def _but(pods: Mapping[str, PlacedPod], uid: str) -> Iterable[PlacedPod]:
+    return (pod for pod in pods.values() if pod.uid != uid)

@@ -1,0 +1,140 @@
+"""A node's GPUs as the scheduler sees them, and what pods use of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.evaluators.replicas import Scaling
+from gpumgr.placement.topology.devices import Level, MigProfile, Topology
+
+#: (position of the GPU on its node, amounts) of each GPU of a container.
+Shares = tuple[tuple[int, Amounts], ...]
+Naming = Literal["uuid", "index", "none"]
+#: What is used of each GPU of a node, by position.
+Used = tuple[Amounts, ...]
+
+NOTHING = Amounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
+    that of the node for such containers; None: that of the scheduler's settings, which the requests have. `mig`: it is not shared, and each
+    of them gets a MIG device of one of these profiles, created on demand."""
+
+    uuid: str = ""
+    model: str = ""
+    memory_mebibytes: int
+    numa: int = -1
+    healthy: bool = True
+    cordoned: bool = False
+    index: int | None = None
+    replicas: int = 0
+    scaling: Scaling | None = None
+    mig: tuple[MigProfile, ...] = ()
+
+    @property
+    def offered(self) -> bool:
+        return self.healthy and not self.cordoned
+
+    def has_room(self, used: Amounts, wanted: Amounts) -> bool:
+        """Beside what is used of it."""
+        after = used + wanted
+        replicas = not wanted.replicas or after.replicas <= self.replicas
+        if bool(wanted.slices) != bool(self.mig) or used.slices & wanted.slices:
+            return False
+        return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """`gpus` are in the order of NVML's indices, in which a GPU that the driver can't describe is missing; row i of `topology` belongs to
+    gpus[i].
+
+    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
+    itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
+    `cpu_milli`: the CPU for pods, in thousandths; None: not known.
+    """
+
+    name: str
+    gpus: tuple[GpuState, ...] = ()
+    topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
+    naming: Naming = "uuid"
+    other: Mapping[str, Shares] = field(default_factory=dict)
+    model_label: str = ""
+    pool: str = ""
+    cpu_milli: int | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """NVML's index of each GPU."""
+        return tuple(position if gpu.index is None else gpu.index for position, gpu in enumerate(self.gpus))
+
+    @property
+    def positions(self) -> Mapping[str | int, int]:
+        """The position of each GPU, by its UUID and by NVML's index."""
+        by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
+        return by_uuid | {index: position for position, index in enumerate(self.indices)}
+
+    def allowed(self, constraints: Constraints) -> Sequence[bool]:
+        """For each GPU whether a pod may use it. All or none where the node's agent chooses among them."""
+        chosen_here = self.naming == "none"
+        if constraints.unused and chosen_here and len(self.gpus) > 1:
+            return [False] * len(self.gpus)
+        if not constraints.of_single_gpus:
+            return [True] * len(self.gpus)
+        each = [constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in self.gpus]
+        return each if not chosen_here or all(each) else [False] * len(each)
+
+    def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
+        """The NUMA nodes on one of which a container with `gpus` GPUs must be; None: anywhere."""
+        if not constraints.same_numa_node or gpus < 2:
+            return None
+        found = sorted({gpu.numa for gpu in self.gpus})
+        return () if self.naming == "none" and len(found) > 1 else [each for each in found if each >= 0]
+
+
+def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
+    """A node of which only the sums are known: equal GPUs, equally far from each other (as gpu-admission assumes)."""
+    count = cores // CORES_PER_GPU
+    rows = range(count)
+    return NodeState(
+        name=name,
+        gpus=tuple(GpuState(memory_mebibytes=memory_mebibytes // count) for _ in rows),
+        topology=Topology(
+            levels=tuple(tuple(Level.PSB if a == b else Level.SYS for b in rows) for a in rows), nvlinks=((0,) * count,) * count
+        ),
+        naming="index",
+    )
+
+
+class PodUse:
+    """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Amounts] = {}
+        self.reusable: dict[int, Amounts] = {}
+
+    def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
+        for gpu, wanted in shares:
+            pool = self.reusable.get(gpu, NOTHING)
+            memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
+            slices = pool.slices & wanted.slices
+            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas), slices)
+            if slices != wanted.slices:  # a MIG device of its own; the other one stays until the pod ends
+                again = Amounts(replicas=again.replicas)
+            fresh = wanted - again
+            self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
+            self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
+
+    def held(self, gpu: int) -> Amounts:
+        """What later containers of the pod cannot have."""
+        return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
+
+
+def added(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
+    return tuple(amounts + taken[gpu] if gpu in taken else amounts for gpu, amounts in enumerate(used))

@@ -1,0 +1,236 @@
+"""Nodes in groups that a request finds alike, so that it is computed once for each group.
+
+A share sees one GPU of a node, so it is compared with rooms: equal GPUs with equal use. Whole GPUs see which GPUs are in use, and not how
+much. Other requests see profiles: nodes that differ only by name. Sets of nodes are integers: bit n is the node with the slot n.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import itemgetter
+from typing import Final
+
+from gpumgr.cluster.core.choose import FreeCores, Misfit, NodeChoice, free_cores, idle_gpus, usable_cores
+from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.placement.topology.devices import Topology
+
+#: A placeholder for every UUID that no request names. Names in annotations are stripped, so none equals it.
+_SOME_UUID: Final = " "
+#: So many results are kept for each profile, about 600 bytes each; a new one replaces the oldest. There are few profiles of idle GPUs.
+_KEPT_CHOICES: Final = 16
+_KEPT_BY_IDLE: Final = 64
+#: Slots of removed nodes before all nodes are numbered again.
+_UNUSED_SLOTS: Final = 1024
+
+#: Nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each group has its own lowest rank.
+Nodes = list[int]
+_ONE: Final = ord("1")
+_FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
+
+
+class Profile:
+    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node. `idle`: the profile in which the GPUs
+    that are in use are full; itself, if it is such a one."""
+
+    __slots__ = ("choices", "cores", "idle", "idle_gpus", "nodes", "rooms", "state", "used")
+
+    def __init__(self, state: NodeState, used: Used, idle: "Profile | None" = None, rooms: tuple["Room", ...] = ()) -> None:
+        self.state, self.used, self.rooms = state, used, rooms
+        self.idle = idle or self
+        self.nodes: Nodes = [0, 0]
+        self.cores: FreeCores = free_cores(state, used)
+        self.idle_gpus = idle_gpus(state, used)
+        self.choices: dict[int, NodeChoice | Misfit] = {}
+
+    def keep(self, key: int, choice: NodeChoice | Misfit) -> None:
+        if len(self.choices) >= (_KEPT_BY_IDLE if self.idle is self else _KEPT_CHOICES):
+            del self.choices[next(iter(self.choices))]
+        self.choices[key] = choice
+
+
+class Room:
+    """Equal GPUs with equal use, on these nodes. `key` orders them as a share prefers them: by free cores, then by free memory."""
+
+    __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "usable", "used")
+
+    def __init__(self, gpu: GpuState, used: Amounts) -> None:
+        self.gpu, self.used, self.nodes = gpu, used, [0, 0]
+        self.cores_free = max(0, CORES_PER_GPU - used.cores)
+        self.memory_free = max(0, gpu.memory_mebibytes - used.memory_mebibytes)
+        self.blocks_free = self.memory_free // BLOCK_MEBIBYTES
+        self.idle = not (used.cores or used.memory_mebibytes)
+        self.usable = usable_cores(gpu, used)
+        self.key = self.cores_free, self.memory_free
+
+
+def _key(room: Room) -> tuple[int, int]:
+    return room.key
+
+
+_KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
+
+
+@dataclass
+class _Kind:
+    """Equal nodes, with any use of their GPUs. `gpus`: what shares see of them."""
+
+    key: _KindKey
+    state: NodeState
+    gpus: tuple[GpuState, ...]
+    profiles: dict[Used, Profile] = field(default_factory=dict)
+    idle: dict[Used, Profile] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Place:
+    """A node. `cpu_free` is in thousandths, None if it is not known."""
+
+    name: str
+    slot: int
+    state: NodeState
+    kind: _Kind
+    profile: Profile
+    cpu_free: int | None
+    short_of_cpu: bool
+
+
+class Profiles:
+    """`rooms` are in their order. `all` nodes; `with_gpus`, `with_mig`: those with GPUs, and with MIG devices; on `unnamed` nodes the agent
+    chooses the GPUs. `numbering` differs after nodes have got other slots. `memberships` counts nodes that came and went."""
+
+    def __init__(self, cpu_per_core: int) -> None:
+        self._cpu_per_core = cpu_per_core
+        self.numbering = self.memberships = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.places: dict[str, Place] = {}
+        self.slots: dict[str, int] = {}
+        #: Those of removed nodes: a node that is made anew is in the sets that had it.
+        self._slots_left: dict[str, int] = {}
+        self.by_slot: list[Place | None] = []
+        #: Nodes by the number of their idle GPUs.
+        self.by_idle_gpus: dict[int, int] = {}
+        self.rooms: list[Room] = []
+        self.all = self.with_gpus = self.with_mig = self.unnamed = 0
+        self._room_of: dict[tuple[GpuState, Amounts], Room] = {}
+        self._kinds: dict[_KindKey, _Kind] = {}
+
+    @property
+    def profiles(self) -> Iterator[Profile]:
+        return (profile for kind in self._kinds.values() for profile in kind.profiles.values())
+
+    @property
+    def idle_profiles(self) -> Iterator[Profile]:
+        return (profile for kind in self._kinds.values() for profile in kind.idle.values())
+
+    def nodes_of(self, names: Sequence[str]) -> int:
+        """Of names that are all on record. Raises KeyError."""
+        if len(names) < 2:
+            return 1 << self.slots[names[0]] if names else 0
+        slots = itemgetter(*names)(self.slots)
+        bits = bytearray(b"0") * len(self.by_slot)
+        for slot in slots:
+            bits[~slot] = _ONE
+        return int(bits, 2)
+
+    def places_of(self, nodes: int) -> Iterator[Place]:
+        bits = bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS)
+        return filter(None, compress(self.by_slot, bits))
+
+    def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
+        """The node is new or has changed."""
+        place = self.places.get(state.name)
+        kind = place.kind if place is not None and place.state is state else self._kind(state)
+        profile = kind.profiles.get(used) or self._profile(kind, used)
+        short = cpu_free is not None and cpu_free < profile.cores.usable * self._cpu_per_core
+        if place is not None and place.profile is profile and place.short_of_cpu == short:
+            place.state, place.cpu_free = state, cpu_free
+            return
+        slot = self._slots_left.pop(state.name, len(self.by_slot)) if place is None else place.slot
+        if place is None:
+            if slot == len(self.by_slot):
+                self.by_slot.append(None)
+            self.slots[state.name] = slot
+            self.memberships += 1
+        else:
+            self._leave(place)
+        self.places[state.name] = self.by_slot[slot] = made = Place(state.name, slot, state, kind, profile, cpu_free, short)
+        self._enter(made)
+
+    def remove(self, name: str) -> None:
+        if (place := self.places.pop(name, None)) is None:
+            return
+        self._leave(place)
+        self.by_slot[place.slot] = None
+        self._slots_left[name] = self.slots.pop(name)
+        self.all &= ~(1 << place.slot)
+        self.memberships += 1
+        if len(self.by_slot) > 2 * len(self.places) + _UNUSED_SLOTS:
+            left = list(self.places.values())
+            self._begin()
+            self.numbering += 1
+            for each in left:
+                self.put(each.state, each.profile.used, each.cpu_free)
+
+    def _enter(self, place: Place) -> None:
+        """Groups without nodes are not on record."""
+        bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
+        self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
+        for room in profile.rooms:
+            if not any(room.nodes):
+                insort(self.rooms, room, key=_key)
+                self._room_of[room.gpu, room.used] = room
+        for group in _groups(profile):
+            group.nodes[place.short_of_cpu] |= bit
+        self.by_idle_gpus[profile.idle_gpus] = self.by_idle_gpus.get(profile.idle_gpus, 0) | bit
+        self.all |= bit
+        self.with_gpus |= bit if state.gpus else 0
+        self.with_mig |= bit if any(gpu.mig for gpu in state.gpus) else 0
+        self.unnamed |= bit if state.naming == "none" else 0
+
+    def _leave(self, place: Place) -> None:
+        bit, kind, profile = 1 << place.slot, place.kind, place.profile
+        for group in _groups(profile):
+            group.nodes[place.short_of_cpu] &= ~bit
+        self.by_idle_gpus[profile.idle_gpus] &= ~bit
+        for room in profile.rooms:
+            if not any(room.nodes):
+                position = bisect_left(self.rooms, room.key, key=_key)
+                while self.rooms[position] is not room:
+                    position += 1
+                del self.rooms[position], self._room_of[room.gpu, room.used]
+        if not any(profile.idle.nodes):
+            del kind.idle[profile.idle.used]
+        if not any(profile.nodes):
+            del kind.profiles[profile.used]
+        if not kind.profiles:
+            del self._kinds[kind.key]
+        self.with_gpus, self.with_mig, self.unnamed = (each & ~bit for each in (self.with_gpus, self.with_mig, self.unnamed))
+
+    def _kind(self, state: NodeState) -> _Kind:
+        gpus = tuple(replace(gpu, uuid=_SOME_UUID if gpu.uuid else "") for gpu in state.gpus)
+        key = (state.topology, state.naming, gpus)
+        if (known := self._kinds.get(key)) is not None:
+            return known
+        seen = tuple(replace(gpu, index=None, numa=-1) for gpu in gpus)
+        return _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus), seen)
+
+    def _profile(self, kind: _Kind, used: Used) -> Profile:
+        """MIG devices have places, so a GPU with some of them is not full."""
+        full = [
+            Amounts(CORES_PER_GPU, gpu.memory_mebibytes) if held.cores and not gpu.mig else held
+            for gpu, held in zip(kind.gpus, used, strict=True)
+        ]
+        idle = kind.idle.get(tuple(full)) or Profile(kind.state, tuple(full))
+        rooms = {key: self._room_of.get(key) or Room(*key) for key in zip(kind.gpus, used, strict=True) if not key[0].mig}
+        return Profile(kind.state, used, idle, tuple(rooms.values()))
+
+
+def _groups(profile: Profile) -> Iterator[Profile | Room]:
+    yield profile
+    if profile.idle is not profile:
+        yield profile.idle
+    yield from profile.rooms

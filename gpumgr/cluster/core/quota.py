@@ -1,0 +1,388 @@
+"""Limits of namespaces, what their pods hold, and whether a pod may have more. `quota_rank` finds the nodes.
+
+What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision costs the same with any number of
+pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import memory_text
+from gpumgr.cluster.core.index import PlacedPod
+from gpumgr.cluster.core.node import NOTHING, NodeState, PodUse, Used
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.replicas import Scaling
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """GPUs that limits can't distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
+
+    model: str = ""
+    label: str = ""
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`gpus` counts the GPUs of containers that request whole ones."""
+
+    cores: int = 0
+    memory_mebibytes: int = 0
+    gpus: int = 0
+
+    def plus(self, other: "Held", sign: int = 1) -> "Held":
+        return Held(
+            self.cores + sign * other.cores,
+            self.memory_mebibytes + sign * other.memory_mebibytes,
+            self.gpus + sign * other.gpus,
+        )
+
+
+#: The number of kept rejections, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
+_MAX_REJECTIONS: Final = 12_000
+#: For so many requests the nodes are kept on which a quota denies them, about 1 MB each at 5,000 nodes with different GPUs.
+_MAX_DENIED: Final = 16
+NONE_HELD: Final = Held()
+#: What a pod holds of each kind of GPU.
+Holding = Mapping[GpuKind, Held]
+NO_HOLDING: Final[Holding] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What a namespace may hold of the GPUs that all given texts match; None: as much as there is.
+
+    `model` is part of the model's name, of the driver's or of the node's label, in any case. `label` is the node's label itself; None: any.
+    """
+
+    cores: int | None = None
+    memory_mebibytes: int | None = None
+    gpus: int | None = None
+    model: str = ""
+    label: str | None = None
+    pool: str = ""
+
+    def covers(self, kind: GpuKind) -> bool:
+        wanted = self.model.casefold()
+        return (
+            (wanted in kind.model.casefold() or wanted in kind.label.casefold())
+            and self.label in (None, kind.label)
+            and self.pool in ("", kind.pool)
+        )
+
+    @property
+    def where(self) -> str:
+        model = "nodes without a model label" if self.label == "" else self.label or self.model
+        return (f" on {model}" if model else "") + (f" in pool {self.pool}" if self.pool else "")
+
+    def exceeded(self, used: Held, wanted: Held) -> str | None:
+        """The first amount that would be too much, in words; nothing is too much of what is not wanted."""
+        if self.cores is not None and wanted.cores and used.cores + wanted.cores > self.cores:
+            return f"{used.cores} of {self.cores} cores{self.where}; the pod needs {wanted.cores}"
+        if self.gpus is not None and wanted.gpus and used.gpus + wanted.gpus > self.gpus:
+            return f"{used.gpus} of {self.gpus} whole GPUs{self.where}; the pod needs {wanted.gpus}"
+        memory = used.memory_mebibytes, self.memory_mebibytes, wanted.memory_mebibytes
+        if memory[1] is not None and memory[2] and memory[0] + memory[2] > memory[1]:
+            used_text, limit, need = (memory_text(each or 0) for each in memory)
+            return f"{used_text} of {limit} of GPU memory{self.where}; the pod needs {need}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceQuota:
+    """All `limits` hold. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
+
+    limits: tuple[Limit, ...] = ()
+    labels: frozenset[str] | None = None
+    pools: frozenset[str] | None = None
+
+    def forbidden(self, kind: GpuKind) -> str | None:
+        """Why no pod of the namespace may have this kind of GPU, in words."""
+        if self.labels is not None and kind.label not in self.labels:
+            return f"has no quota for {f'model {kind.label}' if kind.label else 'nodes without a model label'}; {_models(self.labels)}"
+        if self.pools is not None and kind.pool not in self.pools:
+            return f"may not use {f'pool {kind.pool}' if kind.pool else 'nodes without a pool'}, only {', '.join(sorted(self.pools))}"
+        return None
+
+
+#: What counts of a GPU: kind, memory in MiB, and see GpuState.scaling.
+CountedGpu = tuple[GpuKind, int, Scaling | None]
+
+
+@dataclass
+class _Class:
+    """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are like this one."""
+
+    gpus: frozenset[CountedGpu]
+    uniform: CountedGpu | None
+    names: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Denied:
+    """The nodes on which a quota denies one request. `names`: by the reason; they are those of `checked`: the version of the index, the
+    state of the quota, the nodes and how many of them are needed. `best`: so many that are allowed; empty: all nodes were examined.
+    `nodes`: what was found of each node at `state`, "" if it is allowed."""
+
+    state: Hashable = None
+    checked: Hashable = None
+    names: Mapping[str, Set[str]] = field(default_factory=dict)
+    best: list[str] = field(default_factory=list)
+    nodes: dict[str, tuple[NodeState, Used, str]] = field(default_factory=dict)
+
+
+class Quotas:
+    """Follows a ClusterIndex as its listener. `limits`: by namespace; others have none. `problem`: why no limits are known at all."""
+
+    def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
+        self.limits: Mapping[str, NamespaceQuota] = limits or {}
+        self.problem: str | None = None
+        #: By the request's digest; with the state of index and limits, and the offered nodes. The least recently used one is first.
+        self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
+        self._denied: OrderedDict[Hashable, Denied] = OrderedDict()
+        self._used: dict[str, dict[GpuKind, Held]] = {}
+        #: By namespace with limits: how often a pod of it has ended.
+        self._freed: dict[str, int] = {}
+        self._pods: dict[str, tuple[str, Holding]] = {}
+        self._classes: dict[frozenset[CountedGpu], _Class] = {}
+        self._class_of: dict[str, _Class] = {}
+
+    # -- what the index reports --------------------------------------------------------------------------------------------
+
+    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None:
+        holding = self.holding(pod, node)
+        self._pods[pod.uid] = (pod.namespace, holding)
+        self._count(pod.namespace, holding, 1)
+
+    def pod_removed(self, uid: str) -> None:
+        if (known := self._pods.pop(uid, None)) is not None:
+            self._count(*known, -1)
+
+    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
+        """A node without GPUs has been removed, perhaps for a moment: what its pods held there still counts."""
+        gpus = frozenset(gpus_of(node))
+        found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
+        before = self._class_of.get(node.name)
+        found.names.add(node.name)
+        self._class_of[node.name] = found
+        if before is not None and before is not found:
+            self._leave(before, node.name)
+        if before is not found and node.gpus:
+            for pod in pods:
+                self.pod_removed(pod.uid)
+                self.pod_placed(pod, node)
+
+    def node_removed(self, name: str) -> None:
+        for each in self._denied.values():
+            each.nodes.pop(name, None)
+        if (known := self._class_of.pop(name, None)) is not None:
+            self._leave(known, name)
+
+    def state(self, namespace: str) -> Hashable:
+        """Differs after a change that may allow the namespace more; None: it has no limits."""
+        limits = self.limits.get(namespace)
+        return None if limits is None else (limits, self._freed.get(namespace, 0))
+
+    def denied(self, namespace: str, request: PodRequest, policy: Policy) -> Denied:
+        """What is kept of one of the last requests."""
+        key = namespace, request.gpu_digest, policy
+        found = self._denied.setdefault(key, Denied())
+        self._denied.move_to_end(key)
+        if len(self._denied) > _MAX_DENIED:
+            self._denied.popitem(last=False)
+        return found
+
+    def rejection(self, key: Hashable, state: Hashable) -> Rejection | None:
+        """The last answer to this question, if it was given at this state."""
+        known = self.rejections.get(key)
+        if known is None or known[0] != state:
+            return None
+        self.rejections.move_to_end(key)
+        return known[1]
+
+    def keep_rejection(self, key: Hashable, state: Hashable, rejection: Rejection) -> None:
+        """Displaces the least recently used one."""
+        self.rejections[key] = state, rejection
+        if len(self.rejections) > _MAX_REJECTIONS:
+            self.rejections.popitem(last=False)
+
+    # -- decisions ---------------------------------------------------------------------------------------------------------
+
+    def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
+        """The nodes on which any choice of GPUs exceeds the quota, by the reason, which has the numbers."""
+        reasons: dict[str, set[str]] = {}
+        if namespace not in self.limits:
+            return reasons
+        for each in self._classes.values():
+            if each.uniform is not None:
+                refusal = self.refusal(namespace, _on_equal_gpus(each.uniform, request.containers))
+            else:
+                closed = self.closed(namespace, each.gpus, request)
+                refusal = min(closed.values()) if len(closed) == len(each.gpus) else None
+            if refusal is not None:
+                reasons.setdefault(refusal, set()).update(each.names)
+        return reasons
+
+    def closed(self, namespace: str, gpus: Set[CountedGpu], request: PodRequest) -> Mapping[CountedGpu, str]:
+        """The GPUs that no container of the pod may have, with the reason."""
+        parts = {replace(each, gpus=1) for each in request.containers}
+        found = {}
+        for gpu in gpus:
+            if all(self.refusal(namespace, _on_equal_gpus(gpu, (part,))) for part in parts):
+                found[gpu] = str(self.refusal(namespace, _on_equal_gpus(gpu, request.containers)))
+        return found
+
+    def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
+        """Why the namespace may not hold `wanted` besides what it holds, or None."""
+        found = self._refused(namespace, wanted, freed)
+        return found[0] if found is not None else None
+
+    def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, Set[GpuKind]] | None:
+        """The reason, and the kinds of GPUs that exceed the limit."""
+        quota = self.limits.get(namespace)
+        if quota is None:
+            return None
+        for kind in wanted:
+            if (text := quota.forbidden(kind)) is not None:
+                return f"namespace {namespace} {text}", {kind}
+        used = self._used.get(namespace, {})
+        for limit in quota.limits:
+            held = _sum(used, limit).plus(_sum(freed, limit), -1)
+            if (text := limit.exceeded(held, _sum(wanted, limit))) is not None:
+                return f"namespace {namespace} uses {text}", {kind for kind in wanted if limit.covers(kind)}
+        return None
+
+    def choose(
+        self, namespace: str, node: NodeState, used: Used, request: PodRequest, policy: Policy, freed: Holding = NO_HOLDING
+    ) -> NodeChoice | Misfit | Rejection:
+        """The choice on this node among the GPUs that the quota allows. The quota's Rejection, if the pod has room on others only.
+
+        While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
+        needs one GPU only, all GPUs that count in the same way are closed with it.
+        """
+        refused: tuple[str, Set[GpuKind]] | None = None
+        one = sum(each.gpus for each in request.containers) == 1
+        gpus = gpus_of(node)
+        while True:
+            choice = choose(node, used, request, policy)
+            if isinstance(choice, Misfit):
+                return choice if refused is None else Rejection(refused[0])
+            found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
+            if found is None:
+                return choice
+            refused = refused or found
+            if node.naming == "none":  # the agent chooses
+                return Rejection(refused[0])
+            counted = [gpu for shares in choice.shares for gpu, _ in shares if gpus[gpu][0] in found[1]]
+            closed = {gpu for gpu, each in enumerate(gpus) if each == gpus[counted[-1]]} if one else {counted[-1]}
+            offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
+            node = replace(node, gpus=tuple(offered))
+
+    def without(self, namespace: str, uid: str) -> "Quotas":
+        """Those of one namespace as they are now, without what this pod holds. Nothing changes them."""
+        made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
+        made._used = {namespace: dict(self._used.get(namespace, {}))}
+        owner, holding = self.held(uid)
+        if owner == namespace:
+            _add(made._used[namespace], holding, -1)
+        return made
+
+    def held(self, uid: str) -> tuple[str, Holding]:
+        """The namespace of a placed pod, and what the pod holds."""
+        return self._pods.get(uid, ("", NO_HOLDING))
+
+    def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
+        """What the pod holds on this node. On a node with different GPUs, a pod with GPUs that are not known counts on the first ones."""
+        known = self._class_of.get(node.name)
+        uniform = (GpuKind(), 0, None) if known is None else known.uniform
+        if uniform is not None:
+            return _on_equal_gpus(uniform, pod.request.containers)
+        positions = node.positions
+        places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
+        if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
+            places = [list(range(each.gpus)) for each in pod.request.containers]
+        return _holding(gpus_of(node), pod.request.containers, places)
+
+    def choice_holding(self, choice: NodeChoice, request: PodRequest, node: NodeState) -> Holding:
+        """What a pod would hold with this choice."""
+        return _holding(gpus_of(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
+
+    def _leave(self, left: _Class, name: str) -> None:
+        left.names.discard(name)
+        if not left.names:
+            del self._classes[left.gpus]
+
+    def _count(self, namespace: str, holding: Holding, sign: int) -> None:
+        used = self._used.setdefault(namespace, {})
+        if sign < 0 and namespace in self.limits:
+            self._freed[namespace] = self._freed.get(namespace, 0) + 1
+        _add(used, holding, sign)
+        if not used:
+            del self._used[namespace]
+
+
+def added_holdings(holdings: Iterable[Holding]) -> Holding:
+    total: dict[GpuKind, Held] = {}
+    for holding in holdings:
+        _add(total, holding)
+    return total
+
+
+def _add(total: dict[GpuKind, Held], holding: Holding, sign: int = 1) -> None:
+    for kind, held in holding.items():
+        total[kind] = total.get(kind, NONE_HELD).plus(held, sign)
+        if total[kind] == NONE_HELD:
+            del total[kind]
+
+
+def _models(labels: frozenset[str]) -> str:
+    return f"its models: {', '.join(sorted(labels))}" if labels else "it has none for any model"
+
+
+def _sum(holding: Holding, limit: Limit) -> Held:
+    total = NONE_HELD
+    for kind, held in holding.items():
+        if limit.covers(kind):
+            total = total.plus(held)
+    return total
+
+
+def gpus_of(node: NodeState) -> list[CountedGpu]:
+    """The GPUs of a node by position; one without a model if the node has none."""
+    gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes, gpu.scaling) for gpu in node.gpus]
+    return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
+
+
+def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
+    """What containers hold on equal GPUs."""
+    return _on_equal_gpus((kind, memory_mebibytes, None), containers)
+
+
+@lru_cache(maxsize=4096)
+def _on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
+    """The choice has no influence: the kubelet reuses devices of init containers wherever they are."""
+    return _holding([gpu], containers, [range(each.gpus) for each in containers])
+
+
+def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
+    """`places`: positions of the GPUs of each container; a position after the last one of `gpus` is like the last one."""
+    use, whole = PodUse(), PodUse()
+    for container, positions in zip(containers, places, strict=True):
+        for gpu in positions:
+            _, memory, scaling = gpus[min(gpu, len(gpus) - 1)]
+            use.add(container.kind, ((gpu, container.counted(memory, scaling)),))
+            if container.whole:
+                whole.add(container.kind, ((gpu, Amounts(1)),))
+    total: dict[GpuKind, Held] = {}
+    for gpu, taken in use.taken.items():
+        kind = gpus[min(gpu, len(gpus) - 1)][0]
+        count = whole.taken.get(gpu, NOTHING).cores
+        _add(total, {kind: Held(taken.cores, taken.memory_mebibytes, count)})
+    return total

@@ -1,0 +1,185 @@
+"""The request of a pod: amounts per GPU for each container that wants GPUs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from hashlib import blake2b
+from typing import Final, Literal, TypeVar
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.evaluators.replicas import ReplicaRequest, Scaling
+from gpumgr.placement.evaluators.select import check_request
+from gpumgr.placement.topology.matrix import MAX_GPUS
+
+#: Containers of a pod that request GPUs: the time of a placement grows with their number. A larger pod is refused.
+MAX_GPU_CONTAINERS: Final = 64
+
+#: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.choose`.
+Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerRequest:
+    """`gpus` GPUs with `cores_per_gpu` of each; 100 cores are a whole GPU. `memory_mebibytes` is on these GPUs together. `replica`: what
+    it requests of each GPU by HAMi's resources, which may be shares of several GPUs; then there is no `memory_mebibytes`."""
+
+    kind: ContainerKind = "app"
+    gpus: int = 1
+    cores_per_gpu: int
+    memory_mebibytes: int = 0
+    replica: ReplicaRequest | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.cores_per_gpu >= CORES_PER_GPU
+
+    @property
+    def cores(self) -> int:
+        return self.gpus * self.cores_per_gpu
+
+    @property
+    def memory_blocks(self) -> int:
+        return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
+
+    def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
+        """What a GPU must have for it: as `counted`, but a replica without cores needs one. The agent demands a free core for it, and the
+        kubelet may admit pods in another order."""
+        counted = self.counted(gpu_mebibytes, scaling)
+        return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
+
+    def counted(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
+        """What it takes of one GPU with so much memory; a whole GPU has all of it. `scaling`: the GPU's own, see GpuState."""
+        if self.replica is not None:
+            return self.replica.scaled(scaling).counted(gpu_mebibytes)
+        return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
+
+
+class SameGpus:
+    """Containers that the kubelet puts on the GPUs of the first of them: an init container leaves it its replicas."""
+
+    def __init__(self, containers: Iterable[ContainerRequest]) -> None:
+        self.containers = tuple(dict.fromkeys(containers))
+        self._most: dict[tuple[int, Scaling | None], Amounts] = {}
+
+    def most(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
+        """What one of these GPUs must have; see `ContainerRequest.on`."""
+        key = gpu_mebibytes, scaling
+        if key not in self._most:
+            self._most[key] = reduce(Amounts.most, (each.on(*key) for each in self.containers))
+        return self._most[key]
+
+
+@dataclass(frozen=True)
+class PodRequest:
+    """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
+
+    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy among nodes, where it differs from that among the
+    GPUs of a node. Names are not part of it: pods with equal requests share every result.
+    """
+
+    containers: tuple[ContainerRequest, ...] = ()
+    constraints: Constraints = UNCONSTRAINED
+    cpu_milli: int = 0
+    node_policy: Policy | None = None
+
+    @property
+    def without_cpu(self) -> "PodRequest":
+        """CPU decides which of the nodes that fit is the best, not whether a node fits: kube-scheduler checks that."""
+        return replace(self, cpu_milli=0) if self.cpu_milli else self
+
+    @cached_property
+    def gpu_digest(self) -> bytes:
+        """Differs for requests that differ in more than CPU. Results are kept by it: constraints may have long texts."""
+        return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
+
+    @cached_property
+    def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
+        """For each container: what must be on its GPUs, that is its request and those of the containers which reuse them; and their cores
+        in all."""
+        return [_together(self.containers[place:]) for place in range(len(self.containers))]
+
+    @cached_property
+    def same_gpus(self) -> Sequence[SameGpus]:
+        """The same of containers with replicas."""
+        return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
+
+
+NO_REQUEST: Final = PodRequest()
+_Container = TypeVar("_Container")
+
+
+def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:
+    """From (name, kind, cores, memory blocks) of containers that want GPUs. Raises Refusal for what the agents of all nodes refuse."""
+    made = []
+    for name, kind, cores, blocks in _counted(containers):
+        try:
+            check_request(cores, blocks)
+        except Refusal as error:
+            raise Refusal(error.code, f"container {name}: {error}") from error
+        gpus = max(1, cores // CORES_PER_GPU)
+        _check_gpus(name, gpus)
+        memory = blocks * BLOCK_MEBIBYTES
+        made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
+    for position in range(len(made)):
+        needs = chain_needs(made[position:])
+        if needs.most_cores < CORES_PER_GPU < needs.cores:
+            raise Refusal(
+                "invalid_request",
+                f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "
+                "container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+            )
+    return PodRequest(tuple(made))
+
+
+def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaRequest]]) -> PodRequest:
+    """From (name, kind, request) of containers that request GPUs by HAMi's resources. Raises Refusal, as `vcuda_request`."""
+    made = []
+    for name, kind, each in _counted(containers):
+        if each.problem:
+            raise Refusal("invalid_request", f"container {name}: {each.problem}")
+        _check_gpus(name, each.count)
+        made.append(ContainerRequest(kind=kind, gpus=each.count, cores_per_gpu=each.cores, replica=each))
+    return PodRequest(tuple(made))
+
+
+def too_many(containers: int) -> str | None:
+    """Why a pod may not have so many containers that request GPUs, as kube-scheduler shows it after a number of nodes."""
+    if containers <= MAX_GPU_CONTAINERS:
+        return None
+    return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
+
+
+def _counted(containers: Iterable[_Container]) -> list[_Container]:
+    counted = list(containers)
+    if (text := too_many(len(counted))) is not None:
+        raise Refusal("invalid_request", text)
+    return counted
+
+
+def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]:
+    if len(chain) == 1:
+        return chain[0], chain[0].cores
+    needs = chain_needs(chain)
+    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
+    gpus = max(1, cores // CORES_PER_GPU)
+    memory = needs.memory_blocks * BLOCK_MEBIBYTES
+    together = ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)
+    return together, needs.cores
+
+
+def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
+    """The first container, and after an init container those to which the kubelet gives its replicas."""
+    same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
+    for each in chain[1:]:
+        if replicas > 0:
+            same.append(each)
+            replicas -= 0 if each.kind == "init" else each.gpus
+    return same
+
+
+def _check_gpus(name: str, gpus: int) -> None:
+    if gpus > MAX_GPUS:
+        raise Refusal("invalid_request", f"container {name}: {gpus} GPUs asked, and gpumgr supports {MAX_GPUS} on a node")

@@ -1,0 +1,346 @@
+"""Compares one request with the nodes: the fitting nodes in order, or the reasons why no node fits.
+
+Nothing is kept for a request but choices per profile (`gpumgr.cluster.core.profiles`), so the costs do not depend on how many different
+requests there are. Groups of nodes are compared by the lowest rank that one of them can have; only nodes that may be among the best are
+looked at.
+"""
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import nsmallest
+from itertools import count, groupby
+from operator import itemgetter
+from typing import Final
+
+from gpumgr.cluster.core.choose import (
+    FreeCores,
+    Misfit,
+    NodeChoice,
+    Rank,
+    choose,
+    lack_of,
+    least_stranded,
+    rank_of,
+    stranded,
+    tight_cores,
+    usable_cores,
+)
+from gpumgr.cluster.core.node import NOTHING
+from gpumgr.cluster.core.profiles import Place, Profile, Profiles, Room
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.evaluators.replicas import Scaling
+
+_numbers: Final = count()
+#: The profiles of so many nodes are found node by node.
+_FEW: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """No node that was offered fits. `text` has the reasons."""
+
+    text: str
+
+
+class _Best:
+    """(rank, name) of the best nodes so far, in no order; at most `most` of them."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._worst: Rank | None = None
+        self.found: list[tuple[Rank, str]] = []
+
+    def may_take(self, least: Rank) -> bool:
+        """Whether a node with this rank, or with a rank that begins so, may be one of them."""
+        return self._worst is None or least <= self._worst
+
+    def add(self, ranked: Iterable[tuple[Rank, str]]) -> None:
+        self.found += ranked
+        if self._most is not None and len(self.found) >= self._most:
+            self.found = nsmallest(self._most, self.found)
+            self._worst = self.found[-1][0]
+
+
+class Shape:
+    """One request under one policy. `offered` and `nodes` are sets of nodes as in `gpumgr.cluster.core.profiles`."""
+
+    def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, cpu_per_core: int, *, keep: bool) -> None:
+        """`keep`: choices are kept with the profiles, for the next time; otherwise here."""
+        self.request, self.policy = request, policy
+        self._own: dict[Profile, NodeChoice | Misfit] | None = None if keep else {}
+        self._profiles, self._cpu_per_core = profiles, cpu_per_core
+        self._gpu_request = request.without_cpu
+        self._by_cpu = policy == "least-fragmentation" and request.node_policy is None
+        self._alike = request.node_policy is None
+        containers = request.containers
+        self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
+        self._whole = self._alike and all(each.whole for each in containers)
+        #: A container needs so many idle GPUs.
+        self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
+        #: Whether a pod may use such GPUs, and what it takes of one: by what distinguishes them.
+        self._allowed: dict[tuple[str, str], bool] = {}
+        self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
+        #: By the identity of the profile's state, which equal nodes share.
+        self._keys: dict[int, int] = {}
+
+    # -- nodes that fit ----------------------------------------------------------------------------------------------------
+
+    def fitting(self, offered: int, most: int | None) -> list[tuple[Rank, str]]:
+        """(rank, name) of the nodes that fit, the best one first."""
+        best = _Best(most)
+        if not self.request.constraints.use_uuids:  # then the nodes with these GPUs are the only ones
+            apart = self._apart
+            if self._share is not None:
+                self._in_rooms(self._share, offered & ~apart, best)
+                offered &= apart
+            if offered:
+                self._in_profiles(offered, best)
+        return sorted(best.found)
+
+    def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
+        """Profiles for which a choice is still to be computed; without `reasons` only those that may fit."""
+        if not self.request.constraints.use_uuids:
+            views = self._views(offered if self._share is None else offered & self._apart)
+            needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))
+            yield from [profile for profile in needed if self._kept(profile) is None]
+
+    def choice(self, profile: Profile) -> NodeChoice | Misfit:
+        if (found := self._kept(profile)) is None:
+            found = choose(profile.state, profile.used, self._gpu_request, self.policy)
+            # Computed again on the node that is taken or named: GPUs of 64 containers need much memory, and so do texts of users.
+            if isinstance(found, NodeChoice):
+                found = NodeChoice(shares=(), rank=found.rank, taken=found.taken)
+            else:
+                found = replace(found, constraints=UNCONSTRAINED)
+            if self._own is None:
+                profile.keep(self._key(profile), found)
+            else:
+                self._own[profile] = found
+        return found
+
+    def _may_fit(self, profile: Profile) -> bool:
+        return profile.idle_gpus >= self._whole_gpus
+
+    def _kept(self, profile: Profile) -> NodeChoice | Misfit | None:
+        return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
+
+    def _key(self, profile: Profile) -> int:
+        """What decides in a profile. The texts of constraints do not, but the GPUs that they allow."""
+        if (known := self._keys.get(id(profile.state))) is None:
+            constraints, gpus = self.request.constraints, profile.state.gpus
+            allowed = constraints.of_single_gpus and tuple(
+                constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus
+            )
+            decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
+            known = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
+            self._keys[id(profile.state)] = known
+        return known
+
+    @property
+    def _apart(self) -> int:
+        """Nodes of which more than one GPU decides where a share fits: GPUs with MIG devices, or the agent chooses."""
+        constraints, profiles = self.request.constraints, self._profiles
+        restricted = constraints.of_single_gpus or constraints.unused
+        return profiles.with_mig | (profiles.unnamed if restricted else 0)
+
+    def _views(self, offered: int) -> Iterator[tuple[Profile, bool, int]]:
+        """Each profile with its nodes, and whether these are short of CPU."""
+        profiles: Iterable[Profile] = self._profiles.idle_profiles if self._whole else self._profiles.profiles
+        if offered.bit_count() <= _FEW:
+            there = [place.profile for place in self._profiles.places_of(offered)]
+            profiles = dict.fromkeys(each.idle if self._whole else each for each in there)
+        for profile in profiles:
+            for short in (False, True):
+                if (held := profile.nodes[short]) and (nodes := held & offered):
+                    yield profile, short, nodes
+
+    def _in_profiles(self, offered: int, best: _Best) -> None:
+        alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
+        for profile, short, nodes in self._views(offered):
+            if self._may_fit(profile) and isinstance(choice := self.choice(profile), NodeChoice):
+                key = choice.rank, choice.taken, short
+                alike[key] = alike.get(key, 0) | nodes
+        groups: list[tuple[Rank, int, FreeCores | None, Rank]] = []
+        for (rank, taken, short), nodes in alike.items():
+            least = rank if taken is None else (self._least(taken, short_of_cpu=short), *rank)
+            groups.append((least, nodes, taken, rank))
+        for least, nodes, taken, rank in sorted(groups, key=_least):
+            if not best.may_take(least):
+                return
+            self._add(nodes, taken, rank, best)
+
+    def _least(self, taken: FreeCores, *, short_of_cpu: bool) -> int:
+        return least_stranded(taken, self.request.cpu_milli, self._cpu_per_core, short_of_cpu=short_of_cpu)
+
+    def _stranded(self, place: Place, taken: FreeCores) -> int:
+        return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)
+
+    # -- rooms of a share --------------------------------------------------------------------------------------------------
+
+    def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
+        """`left`: nodes on which the GPU is not found yet. Rooms come in the order in which a node's agent prefers them."""
+        rooms, least_cores = self._rooms(left), 1 if share.replica is not None else share.cores
+        start = bisect_left(rooms, (least_cores, 0), key=_key)
+        ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
+        for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
+            if not left:
+                return
+            fits = [room for room in alike if any(nodes & left for nodes in room.nodes) and self._fits(room, share)]
+            if not fits:
+                continue
+            if not best.may_take(self._least_of_cores(fits[0].cores_free, share)):
+                return
+            twice = seen = 0
+            for room in fits:
+                nodes = room.nodes[0] | room.nodes[1]
+                twice, seen = twice | seen & nodes, seen | nodes
+            for room in fits:
+                self._in_room(room, share, left & ~twice, best)
+            if twice & left:  # the positions of the GPUs decide between two of them
+                self._in_profiles(twice & left, best)
+            left &= ~seen
+
+    def _rooms(self, nodes: int) -> list[Room]:
+        if nodes.bit_count() > _FEW:
+            return self._profiles.rooms
+        return sorted({room for place in self._profiles.places_of(nodes) for room in place.profile.rooms}, key=_key)
+
+    def _in_room(self, room: Room, share: ContainerRequest, left: int, best: _Best) -> None:
+        wanted = self._amounts(room, share)
+        after = room.used + wanted
+        cores, memory = CORES_PER_GPU - after.cores, room.gpu.memory_mebibytes - after.memory_mebibytes
+        taken = FreeCores(room.cores_free - cores, room.usable - usable_cores(room.gpu, after), tight_cores(room.used, after))
+        for idle, there in sorted(self._profiles.by_idle_gpus.items(), reverse=self.policy == "spread"):
+            rank = rank_of(self.policy, (cores, memory, idle - room.idle))
+            for short in (False, True):
+                if not (nodes := room.nodes[short] & there & left):
+                    continue
+                least = (self._least(taken, short_of_cpu=short), *rank) if self._by_cpu else rank
+                if best.may_take(least):
+                    self._add(nodes, taken if self._by_cpu else None, rank, best)
+
+    def _add(self, nodes: int, taken: FreeCores | None, rank: Rank, best: _Best) -> None:
+        """`rank` without what the pod strands, which depends on each node. `taken` None: it does not count."""
+        places = self._profiles.places_of(nodes)
+        if taken is None:
+            best.add((rank, place.name) for place in places)
+        else:
+            best.add(((self._stranded(place, taken), *rank), place.name) for place in places)
+
+    def _least_of_cores(self, cores_free: int, share: ContainerRequest) -> Rank:
+        """The beginning of a rank that is not above those in rooms with so many free cores, or with more (spread: fewer)."""
+        most = CORES_PER_GPU if share.replica is not None else share.cores
+        least = 1 if share.replica is not None else share.cores
+        if self._by_cpu:
+            return ((cores_free - 3 * most) * self._cpu_per_core,)
+        if self.policy == "spread":
+            return (least - cores_free,)
+        return rank_of(self.policy, (cores_free - most,))[: 2 if self.policy == "topology" else 1]
+
+    def _fits(self, room: Room, share: ContainerRequest) -> bool:
+        if not (self._is_allowed(room) and room.gpu.offered) or (self.request.constraints.unused and room.used != NOTHING):
+            return False
+        if share.replica is None:
+            return room.cores_free >= share.cores and room.blocks_free >= share.memory_blocks
+        wanted = self._amounts(room, share)
+        return (wanted.memory_mebibytes > 0 or wanted.whole) and room.gpu.has_room(room.used, wanted)
+
+    def _is_allowed(self, room: Room) -> bool:
+        key = room.gpu.uuid, room.gpu.model
+        if key not in self._allowed:
+            self._allowed[key] = self.request.constraints.allows(*key)
+        return self._allowed[key]
+
+    def _amounts(self, room: Room, share: ContainerRequest) -> Amounts:
+        key = room.gpu.memory_mebibytes, room.gpu.scaling
+        if key not in self._wanted:
+            self._wanted[key] = share.on(*key)
+        return self._wanted[key]
+
+    # -- nodes that do not fit ---------------------------------------------------------------------------------------------
+
+    def misfits(self, offered: int) -> Iterator[tuple[int, str]]:
+        """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes of which none fits."""
+        with_gpus = offered & self._profiles.with_gpus
+        yield from self._first(offered & ~with_gpus)
+        if self.request.constraints.use_uuids:
+            yield from self._first(with_gpus)
+            return
+        if self._share is not None:
+            apart = self._apart
+            yield from self._without_room(self._share, with_gpus & ~apart)
+            with_gpus &= apart
+        kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
+        for profile, _, nodes in self._views(with_gpus):
+            found = self.choice(profile)
+            assert isinstance(found, Misfit), "no node fits"
+            count, distance, nearest = kinds.get(found.reason, (0, found.distance, 0))
+            if found.distance <= distance:
+                nearest = nodes | (nearest if found.distance == distance else 0)
+                distance = found.distance
+            kinds[found.reason] = count + nodes.bit_count(), distance, nearest
+        yield from ((count, self._first_name(nearest)) for count, _, nearest in kinds.values())
+
+    def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str]]:
+        """GPUs that are not offered and have the room make a misfit of another kind."""
+        allowed = closed = 0
+        lacks: list[tuple[float, int]] = []
+        for room in self._rooms(nodes):
+            if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room):
+                allowed |= here
+                lack = self._lack(room, share)
+                if not room.gpu.offered:
+                    closed |= 0 if lack else here
+                elif share.replica is None:  # with replicas all nodes lack one GPU
+                    lacks.append((lack, here))
+        yield from self._first(nodes & ~allowed)
+        lacks.sort(key=_least)
+        for part in (allowed & ~closed, closed):
+            if part:
+                nearest = 0
+                for _, alike in groupby(lacks, key=_least):
+                    for _, here in alike:
+                        nearest |= here & part
+                    if nearest:
+                        break
+                yield part.bit_count(), self._first_name(nearest or part)
+
+    def _lack(self, room: Room, share: ContainerRequest) -> float:
+        full = self.request.constraints.unused and room.used != NOTHING
+        if share.replica is None:
+            return lack_of(0 if full else room.cores_free, 0 if full else room.blocks_free, share)
+        wanted = self._amounts(room, share)
+        return float(wanted.cores > max(1, room.cores_free) or wanted.memory_mebibytes > room.memory_free)
+
+    def _first(self, nodes: int) -> Iterator[tuple[int, str]]:
+        if nodes:
+            yield nodes.bit_count(), self._first_name(nodes)
+
+    def _first_name(self, nodes: int) -> str:
+        return min(place.name for place in self._profiles.places_of(nodes))
+
+
+@lru_cache(maxsize=4096)
+def _number_of(_key: Hashable) -> int:
+    """A number is compared faster. A key that was forgotten gets another one."""
+    return next(_numbers)
+
+
+def _is_share(container: ContainerRequest) -> bool:
+    return container.gpus == 1 and not container.whole
+
+
+def _key(room: Room) -> tuple[int, int]:
+    return room.key
+
+
+def _tier(room: Room) -> tuple[int, int]:
+    """Of rooms that are equal for a share in blocks the one that is first on the node is taken."""
+    return room.cores_free, room.blocks_free
+
+
+_least = itemgetter(0)

@@ -1,0 +1,87 @@
+"""Sums over the GPUs of a node, for people and metrics: what is used, what is free, and what of that is out of reach."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, Used
+from gpumgr.cluster.core.request import PodRequest
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.mig import has_place
+
+#: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
+Totals = Counter[tuple[str, str, str]]
+
+#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing of the other amount, so no
+#: pod can have it. "closed": free on GPUs that are unhealthy or cordoned.
+PARTS: Final = ("used", "free", "partial", "stranded", "closed")
+#: Of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
+GPU_PARTS: Final = ("free", "partial", "full", "closed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    """`sums`: what is free on all GPUs that are offered together, which
+    is what kube-scheduler alone would count."""
+
+    totals: Totals
+    sums: Amounts
+
+
+def summarize(node: NodeState, used: Used) -> NodeSummary:
+    totals = Totals()
+    for gpu, held in zip(node.gpus, used, strict=True):
+        free = _free(gpu, held)
+        part = _part(gpu, held, free)
+        totals["gpus", gpu.model, part] += 1
+        for each, amounts in (("used", held), ("stranded" if part == "full" else part, free)):
+            totals["cores", gpu.model, each] += amounts.cores
+            totals["memory", gpu.model, each] += amounts.memory_mebibytes
+    return NodeSummary(totals=totals, sums=free_sum(zip(node.gpus, used, strict=True)))
+
+
+def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:
+    """What is free on the offered ones of these GPUs together, from (GPU, what is used of it)."""
+    return sum((_free(gpu, held) for gpu, held in gpus if gpu.offered), NOTHING)
+
+
+def _free(gpu: GpuState, held: Amounts) -> Amounts:
+    return Amounts(max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes))
+
+
+def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:
+    if not gpu.offered:
+        return "closed"
+    if held == NOTHING:
+        return "free"
+    if gpu.mig and not has_place(gpu.mig, held.slices):
+        return "full"
+    return "partial" if free.cores and free.memory_mebibytes else "full"
+
+
+def in_total(request: PodRequest) -> Amounts:
+    """What kube-scheduler subtracts from a node's sums for the pod: the larger of its containers together and each init container.
+    Sidecars run beside both."""
+    running = largest = NOTHING
+    for container in request.containers:
+        amounts = Amounts(container.cores, container.memory_mebibytes)
+        if container.kind == "init":
+            at_start = running + amounts
+            largest = Amounts(max(largest.cores, at_start.cores), max(largest.memory_mebibytes, at_start.memory_mebibytes))
+        else:
+            running = running + amounts
+    return Amounts(max(largest.cores, running.cores), max(largest.memory_mebibytes, running.memory_mebibytes))
+
+
+def covers(sums: Amounts, wanted: Amounts) -> bool:
+    return sums.cores >= wanted.cores and sums.memory_mebibytes >= wanted.memory_mebibytes
+
+
+def frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
+    """The sums that no other one covers: a request that none of them covers is too large for every node."""
+    best: list[Amounts] = []
+    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
+        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
+            best.append(each)
+    return tuple(best)

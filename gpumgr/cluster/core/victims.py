@@ -1,0 +1,210 @@
+"""The pods to evict from a node so that another pod fits on its GPUs.
+
+Of several sets the best one is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
+priorities in sum. Of few pods all sets are tried. Otherwise they are too many, and those are tried that free one GPU after another,
+beginning with each of 16.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, islice
+from typing import Final
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.index import PlacedPod, used_on
+from gpumgr.cluster.core.node import NOTHING, NodeState, Used
+from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+
+#: Of at most so many pods all sets are tried.
+_MAX_EXACT: Final = 6
+#: Smaller sets are tried in place of one with at most so many pods, and so many of them.
+_MAX_IMPROVED: Final = 4
+_MAX_TRIES: Final = 32
+#: So many sets are grown: each from another GPU, those with the cheapest pods.
+_MAX_FIRST: Final = 16
+#: The lowest highest priority, the number of pods, the sum of their priorities.
+Cost = tuple[int, int, int]
+_NO_PRIORITY: Final = -(1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Evictable:
+    """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: what it holds of all of them."""
+
+    uid: str
+    priority: int
+    gpus: frozenset[int] = frozenset()
+    cores: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """`victims` are UIDs; `choice`: the GPUs that the pod gets once they have ended."""
+
+    victims: frozenset[str]
+    choice: NodeChoice
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemptor:
+    """The pod that needs room. `within_quota`: what its quota allows it on the node with this use, once these pods have ended; None: it has
+    no quota. `evicts`: the pods that it may evict, and those that end anyway; None: all."""
+
+    request: PodRequest
+    priority: int
+    policy: Policy
+    within_quota: Callable[[Used, Set[str]], NodeChoice | Misfit | Rejection] | None = None
+    evicts: Set[str] | None = None
+
+
+def find_eviction(
+    node: NodeState,
+    pods: Mapping[str, PlacedPod],
+    preemptor: Preemptor,
+    *,
+    unbound: Set[str] = frozenset(),
+    ending: Set[str] = frozenset(),
+    proposed: frozenset[str] = frozenset(),
+) -> Eviction | None:
+    """The best set of victims among `pods` of this node; it is empty if the pod fits without. None if no set helps.
+
+    `unbound` pods can't be evicted, so theirs is only what the preemptor may not take: what pods with a lower priority hold before they are
+    bound (freed for them by preemption) is there for it. `ending` pods end anyway. `proposed`: what kube-scheduler evicts, also pods
+    without GPUs. These victims stay, unless they are there because GPUs are short in total: then a better set may replace them.
+    """
+    lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
+    gone = (ending & pods.keys()) | (lower & unbound)
+    if preemptor.evicts is not None:
+        lower &= preemptor.evicts
+        if proposed - lower:
+            return None
+    if proposed & (pods.keys() - lower):
+        return None
+    taken, used = _taken(node, pods)
+    evictable = [
+        Evictable(uid, pods[uid].priority, frozenset(taken[uid]), sum(each.cores for each in taken[uid].values()))
+        for uid in sorted(lower - gone)
+    ]
+
+    @cache
+    def found(uids: frozenset[str]) -> NodeChoice | None:
+        left = _without(used, [taken[uid] for uid in (uids | gone) & pods.keys()])
+        if preemptor.within_quota is None:
+            choice: object = choose(node, left, preemptor.request, preemptor.policy)
+        else:
+            choice = preemptor.within_quota(left, uids | gone)
+        return choice if isinstance(choice, NodeChoice) else None
+
+    sets: list[frozenset[str]] = []
+    if proposed:
+        more = fewest([each for each in evictable if each.uid not in proposed], lambda uids: found(uids | proposed) is not None)
+        sets += [proposed | _uids(more)] if more is not None else []
+    if not proposed or (
+        proposed <= _uids(evictable) and _short(node, [preemptor.request, *(pod.request for pod in pods.values())])
+    ):
+        best = fewest(evictable, lambda uids: found(uids) is not None)
+        # If it waits only for pods that end anyway: with them as victims it is nominated, and their GPUs are kept for it.
+        sets += [_uids(best) or frozenset(lower & ending)] if best is not None else []
+    by_uid = {each.uid: each for each in evictable}
+    costs = {uids: _cost([by_uid[uid] for uid in uids & by_uid.keys()], len(uids - ending)) for uids in sets}
+    victims = min(sets, key=lambda uids: costs[uids], default=None)
+    choice = found(victims) if victims is not None else None
+    return Eviction(victims=victims, choice=choice, cost=costs[victims]) if victims is not None and choice is not None else None
+
+
+def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...] | None:
+    """The best of `pods` to evict; none if it fits without, None if it does not fit even without all of them."""
+    if fits(frozenset()):
+        return ()
+    pool = next(
+        (
+            pool
+            for most in sorted({each.priority for each in pods})
+            if fits(_uids(pool := [each for each in pods if each.priority <= most]))
+        ),
+        None,
+    )
+    if pool is None:
+        return None
+    if len(pool) <= _MAX_EXACT:
+        every = [found for size in range(1, len(pool) + 1) for found in combinations(pool, size)]
+        return next(found for found in sorted(every, key=_cost) if fits(_uids(found)))
+    on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
+
+    def grown(first: int) -> frozenset[Evictable]:
+        """The pods of this GPU, then of the one that adds the fewest, and so on."""
+        chosen, left = on[first], on.keys() - {first}
+        while left and not fits(_uids(chosen)):
+            # The highest priority of the pool is needed in any case, so the number of pods comes first.
+            nearest = min(left, key=lambda gpu: (_cost(on[gpu] - chosen)[1:], gpu))
+            chosen, left = chosen | on[nearest], left - {nearest}
+        return chosen if left or fits(_uids(chosen)) else frozenset(pool)
+
+    firsts = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))[:_MAX_FIRST]
+    sets = {grown(first) for first in firsts} or {frozenset(pool)}
+    return min((_reduced(each, fits) for each in sets), key=lambda found: (_cost(found), sorted(_uids(found))))
+
+
+def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
+    """A smaller set of `pods`: without those that can stay, the smallest ones first."""
+    by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
+    left = tuple(by_priority)
+    for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
+        rest = tuple(other for other in left if other is not each)
+        if rest and fits(_uids(rest)):
+            left = rest
+    if len(left) > _MAX_IMPROVED:
+        return left
+    for base in (by_priority, left):
+        smaller = (found for size in range(1, len(left)) for found in combinations(base, size))
+        for found in islice(smaller, _MAX_TRIES):
+            if fits(_uids(found)):
+                return found
+    return left
+
+
+def _cost(pods: Collection[Evictable], count: int | None = None) -> Cost:
+    priorities = [each.priority for each in pods]
+    return max(priorities, default=_NO_PRIORITY), len(pods) if count is None else count, sum(priorities)
+
+
+def _uids(pods: Iterable[Evictable]) -> frozenset[str]:
+    return frozenset(each.uid for each in pods)
+
+
+def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
+    """Whether the node certainly has not enough cores in total, as kube-scheduler counts."""
+    asked = sum(container.cores for request in requests for container in request.containers if container.kind != "init")
+    return asked > CORES_PER_GPU * sum(gpu.healthy for gpu in node.gpus)
+
+
+def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
+    """What each pod holds of which GPU, and what is used in all."""
+    empty = used_on(node, ())
+    known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
+    taken = {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
+    for uid in taken.keys() & node.other.keys():  # what the node reports is in both; an older agent reports no replicas
+        taken[uid] = {gpu: amounts + taken[uid].get(gpu, NOTHING) for gpu, amounts in node.other[uid]}
+    used = used_on(node, known)
+    for uid, pod in sorted(pods.items()):
+        if uid not in taken:
+            known.append(pod)
+            before, used = used, used_on(node, known)
+            taken[uid] = _difference(used, before)
+    return taken, used
+
+
+def _difference(after: Used, before: Used) -> Mapping[int, Amounts]:
+    return {gpu: a - b for gpu, (a, b) in enumerate(zip(after, before, strict=True)) if a != b}
+
+
+def _without(used: Used, taken: Iterable[Mapping[int, Amounts]]) -> Used:
+    left = list(used)
+    for each in taken:
+        for gpu, amounts in each.items():
+            left[gpu] -= amounts
+    return tuple(left)

@@ -1,0 +1,134 @@
+"""The Binding of a pod: one write that sets its node and its annotations (the API server merges them in the same update)."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Final
+
+from gpumgr.cluster.core.index import PlacedPod
+from gpumgr.cluster.core.node import GpuState, NodeState
+from gpumgr.cluster.scheduler.lease import LeaseTimes
+from gpumgr.cluster.scheduler.objects import WatchedPod
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.units import Amounts
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Method
+from gpumgr.kube.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode, slices_of
+from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, MigAllocation, allocation_of, encode_allocations
+from gpumgr.kube.replica_requests import HAMI_ALLOCATED, devices_text
+from gpumgr.ledger.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
+from gpumgr.placement.evaluators.mig import place_at
+
+#: The limit of a write that places a pod; a leader sends none that its Lease does not outlive.
+WRITE_SECONDS: Final = LeaseTimes().bind_seconds
+
+
+class BindingError(GpumgrError):
+    """The pod was not bound. `uncertain`: there was no answer, so it may be bound all the same. `conflict`: the API server found the pod
+    changed, so an earlier request may have bound it."""
+
+    def __init__(self, message: str, *, uncertain: bool = False, conflict: bool = False) -> None:
+        super().__init__(message)
+        self.uncertain, self.conflict = uncertain, conflict
+
+
+def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
+    """gpumgr's annotation and gpu-manager's. Raises BindingError if the pod's annotations would become too long: the API server accepts
+    them in a Binding, and refuses every later update of the pod."""
+    made = {
+        PLACEMENT_ANNOTATION: encode(_placement(pod, placed, node)),
+        ASSIGNED: "false",
+        PREDICATE_NODE: node.name,
+        PREDICATE_TIME: str(now_nanoseconds),
+        **_for_hami(pod, placed, node),
+    }
+    if node.naming != "none" and placed.shares is not None:
+        positions = node.positions
+        for place, shares in zip(pod.places, placed.shares, strict=True):
+            if place is not None:
+                indices = sorted(node.indices[positions[gpu]] for gpu, _ in shares)
+                made[f"{PREDICATE_INDEX}{place}"] = ",".join(map(str, indices))
+    size = pod.annotation_bytes + sum(len(text.encode()) for pair in made.items() for text in pair)
+    if size > MAX_ANNOTATIONS_BYTES:
+        raise BindingError(
+            f"the pod's annotations would have {size} bytes, and Kubernetes allows {MAX_ANNOTATIONS_BYTES}; shorten the pod's own"
+        )
+    return made
+
+
+def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, str]:
+    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read it. HAMi's scheduler does not count the pod,
+    since the node's name is not beside it."""
+    if not pod.every_container or placed.shares is None or node.naming != "uuid":
+        return {}
+    found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
+    gpus, devices = {gpu.uuid: gpu for gpu in node.gpus}, list[MigAllocation]()
+    for name, container, shares in zip(pod.containers, pod.request.containers, placed.shares, strict=True):
+        if (replica := container.replica) is None:
+            continue
+        for uuid, amounts in shares:
+            gpu = gpus.get(str(uuid), GpuState(memory_mebibytes=0))
+            if amounts.slices and (place := place_at(gpu.mig, replace(amounts, replicas=0))) is not None:
+                where = {"container": pod.every_container.index(name), "device": len(found[name])}
+                devices.append(allocation_of(gpu.uuid, place, **where))
+            limit = amounts if amounts.slices else replica.scaled(gpu.scaling).limit(gpu.memory_mebibytes)
+            found[name].append((str(uuid), limit))
+    allocations = {MIG_ALLOCATIONS: encode_allocations(devices)} if devices else {}
+    return {HAMI_ALLOCATED: devices_text(found.values()), **allocations}
+
+
+def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement:
+    if node.naming != "uuid" or placed.shares is None:
+        return Placement(node=node.name)
+    return Placement(
+        node=node.name,
+        containers={
+            name: tuple((str(gpu), amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares)
+            for name, shares in zip(pod.containers, placed.shares, strict=True)
+        },
+        slices=slices_of(dict(zip(pod.containers, placed.shares, strict=True))),
+    )
+
+
+async def send_binding(
+    server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str], check: Callable[[], None]
+) -> None:
+    """`check` raises BindingError if the binding must not be sent. It is called when a connection is there. Raises BindingError."""
+    body = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "annotations": annotations},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+    }
+    await _send(server, "POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, "the binding", check)
+
+
+async def send_annotations(server: ApiServer, pod: WatchedPod, annotations: Mapping[str, str], check: Callable[[], None]) -> None:
+    """For a pod that kube-scheduler binds itself. An index that an earlier choice left is removed. `check`: see `send_binding`.
+
+    Raises BindingError.
+    """
+    indices = {f"{PREDICATE_INDEX}{place}": None for place in pod.places if place is not None}
+    body = {"metadata": {"uid": pod.uid, "annotations": {**indices, **annotations}}}
+    await _send(server, "PATCH", pod_path(pod.namespace, pod.name), body, "the annotations", check)
+
+
+def pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+async def _send(
+    server: ApiServer, method: Method, path: str, body: Mapping[str, object], what: str, check: Callable[[], None]
+) -> None:
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await server.send(method, path, body, check=check)
+    except AnswerError as error:
+        wait = f", and asks to wait for {ceil(error.retry_after_seconds)} s" if error.retry_after_seconds else ""
+        message = f"the API server refused {what}: {error}{wait}"
+        raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
+    except API_FAILURES as error:
+        if isinstance(error.__cause__, BindingError):  # of `check`
+            raise error.__cause__ from None
+        why = str(error) or type(error).__name__
+        raise BindingError(f"the API server did not answer {what}: {why}", uncertain=True) from error

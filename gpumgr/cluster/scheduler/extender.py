@@ -1,0 +1,429 @@
+"""The verbs of the extender: a question to the index, and an answer in kube-scheduler's terms.
+
+Between reading the index and changing it there is no `await`, so verbs that overlap need no lock.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.scheduler.binding import (
+    WRITE_SECONDS,
+    BindingError,
+    binding_annotations,
+    pod_path,
+    send_annotations,
+    send_binding,
+)
+from gpumgr.cluster.scheduler.leader import Leadership
+from gpumgr.cluster.scheduler.objects import WatchedPod
+from gpumgr.cluster.scheduler.preemption import Preemption, placed_on
+from gpumgr.cluster.scheduler.rejections import Rejections
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
+from gpumgr.common.aio import in_slices
+from gpumgr.common.errors import GpumgrError
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.ledger.pods import TERMINAL_PHASES
+from gpumgr.settings.schema import SchedulerSettings
+
+_log = structlog.get_logger(__name__)
+
+#: The pod and the names of nodes of a request.
+_Asked = tuple[WatchedPod, Sequence[str]]
+#: So long a verb works before the event loop serves others.
+SLICE_SECONDS = 0.005
+#: The highest score of extender/v1.
+MAX_SCORE = 10
+NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
+#: Assumed pods that are looked up at a time; how long after a look without an answer the next one is due; and how long the API server
+#: may work on a request after the connection is lost (its --request-timeout).
+_MAX_LOOKS: Final = 20
+_LOOK_AGAIN_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Assumed:
+    """A pod with assumed GPUs. `due`: when the API server is asked about it."""
+
+    pod: WatchedPod
+    due: float
+
+
+class Extender:
+    """`clock` is monotonic, in seconds. `leadership` None: no other replica. All verbs answer errors in the answer's `Error`."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        watches: ClusterWatches,
+        settings: SchedulerSettings,
+        *,
+        leadership: Leadership | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
+        self._quotas = quotas
+        self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
+        self._leadership = leadership
+        self._rejections = Rejections(index, quotas, watches, clock=clock)
+        #: UIDs of pods that are being written, and of those that a Binding has bound, or may have bound, without that the watch shows it.
+        self._sending: set[str] = set()
+        self._unsettled: set[str] = set()
+        #: Pods with assumed GPUs, and some that had: the watch may show a pod later than kube-scheduler does, or not at all.
+        self._assumed: dict[str, _Assumed] = {}
+
+    @property
+    def answers(self) -> bool:
+        """False: another replica leads."""
+        return self._leadership is None or self._leadership.answers
+
+    @property
+    def problem(self) -> str | None:
+        """Why no pod can be placed at present."""
+        return self._watches.problem
+
+    @property
+    def ready(self) -> bool:
+        return self.problem is None
+
+    def filter(self, args: FilterArgs) -> FilterResult:
+        """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
+        return self._filter(args, self._settings.candidates)
+
+    async def filter_in_slices(self, args: FilterArgs) -> FilterResult:
+        """`filter`, which does not hold the event loop for long."""
+        asked = await self._examined(args)
+        return self._filter(args, self._settings.candidates, asked) if self.answers else FilterResult(error=NOT_LEADING)
+
+    async def _examined(self, args: FilterArgs) -> _Asked | None:
+        """What the index computes for a new request may take a second at thousands of nodes. No `await` follows before `_filter`."""
+        if not self.ready:
+            return None
+        try:
+            asked = self._asked(args)
+        except UNREADABLE:
+            return None
+        await self._preemption.keep_nominated()
+        pod, names = asked
+        if pod.wants_gpu and pod.refusal is None:
+            question = self._question(pod, self._index.node_set(names), self._settings.candidates)
+            await in_slices(question.examine(), SLICE_SECONDS)
+        return asked
+
+    def _asked(self, args: FilterArgs) -> _Asked:
+        """Raises UNREADABLE."""
+        return self._watches.parse_pod(args.pod), args.names()
+
+    def _filter(self, args: FilterArgs, candidates: int, asked: _Asked | None = None) -> FilterResult:
+        if (problem := self.problem) is not None:
+            return FilterResult(error=problem)
+        try:
+            pod, names = asked or self._asked(args)
+        except UNREADABLE as error:
+            return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
+        if not pod.wants_gpu or not names:
+            return self._passed(args, list(names))
+        if pod.refusal is not None:
+            return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
+        if self._quotas.problem is not None:
+            return FilterResult(error=self._quotas.problem)
+        self._preemption.refresh()
+        if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
+            return FilterResult(error="the pod is bound already")
+        if pod.uid in self._sending | self._unsettled:
+            return self._as_sent(args, pod, names)
+        self._forget(pod.uid)
+        offered = self._index.node_set(names)
+        ranked = self._question(pod, offered, candidates).rank()
+        if isinstance(ranked, Rejection):
+            with self._preemption.without_lower(pod.priority) as more:
+                ranked = self._question(pod, offered, candidates).rank() if more else ranked
+        if isinstance(ranked, Rejection):
+            self._preemption.restore(pod.uid)
+            self._rejections.add(pod, pod.policy or self._settings.policy, offered)
+            if pod.nominated is not None:
+                # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
+                return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
+            return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
+        self._rejections.remove(pod.uid)
+        if candidates == 1:
+            placed = placed_on(self._index, pod, *ranked[0])
+            self._assume(pod, placed)
+            self._preemption.placed(placed)
+        else:
+            self._preemption.restore(pod.uid)
+        return self._passed(args, [name for name, _ in ranked])
+
+    def _question(self, pod: WatchedPod, names: NodeSet, most: int) -> RankWithinQuota:
+        policy = pod.policy or self._settings.policy
+        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
+
+    async def preempt(self, args: PreemptArgs) -> PreemptResult:
+        """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
+        try:
+            pod, proposed = self._watches.parse_pod(args.pod), args.proposed()
+        except UNREADABLE as error:
+            _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
+            return PreemptResult()
+        if self.ready:
+            await self._preemption.keep_nominated()
+        bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
+        written = bound or pod.uid in self._sending | self._unsettled
+        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
+            return PreemptResult()
+        if not self._preemption.keeps(pod.uid):
+            self._forget(pod.uid)
+        return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
+
+    def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
+        """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
+        placed = self._index.placement(pod.uid)
+        if placed is None or placed.node not in names:
+            return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
+        return self._passed(args, [placed.node])
+
+    async def predicates(self, args: FilterArgs) -> FilterResult:
+        """gpu-admission's only verb: filter, which also writes the annotations to the pod, since kube-scheduler binds it itself."""
+        if not self._settings.predicates:
+            return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
+        try:
+            pod = self._watches.parse_pod(args.pod)
+        except UNREADABLE:
+            return self._filter(args, 1)
+        asked = await self._examined(args)
+        if pod.uid in self._sending:
+            return FilterResult(error="the pod's annotations are being written already")
+        result = self._filter(args, 1, asked)
+        rejected = result.failed_and_unresolvable_nodes or result.failed_nodes
+        placed = self._index.placement(pod.uid) if not (result.error or rejected) else None
+        node = self._index.node(placed.node) if placed is not None else None
+        if placed is None or node is None:
+            result.failed_nodes = rejected  # kube-schedulers of gpu-admission's time read this one
+            return result
+        try:
+            with self._writing(pod, placed):
+                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+                await send_annotations(self._server, pod, annotations, self._check_lease)
+        except BindingError as error:
+            if error.conflict:  # this pod is gone
+                self._forget(pod.uid)
+            return FilterResult(error=str(error))
+        return result
+
+    def prioritize(self, args: FilterArgs) -> list[HostPriority]:
+        """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
+        try:
+            pod, names = self._watches.parse_pod(args.pod), args.names()
+        except UNREADABLE:
+            return []
+        scores = dict.fromkeys(names, 0)
+        if self.ready and names and pod.request.containers:
+            ordered = self._index.order(pod.request, pod.policy or self._settings.policy, names)
+            if not isinstance(ordered, Rejection):
+                count = len(ordered)
+                scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
+        return list(map(HostPriority, scores, scores.values()))
+
+    async def bind(self, args: BindArgs) -> BindResult:
+        """Validates the assumed GPUs again, or chooses others of this node, and binds the pod."""
+        if (problem := self.problem) is not None:
+            return BindResult(problem)
+        try:
+            await self._bind(args)
+        except GpumgrError as error:
+            _log.warning("pod_not_bound", pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node, reason=str(error))
+            return BindResult(str(error))
+        return BindResult()
+
+    async def retryable(self) -> WatchedPod | None:
+        """A pod that was rejected and fits by now."""
+        if not (self.ready and self.answers):
+            return None
+        await self._preemption.keep_nominated()
+        return await self._rejections.fitting()
+
+    async def run(self) -> NoReturn:
+        """A daemon. Without it what is assumed never ends."""
+        while True:
+            await asyncio.sleep(1)
+            await self.look_up_assumed()
+
+    async def look_up_assumed(self) -> None:
+        """Asks the API server about the pods that have been assumed for long. What a pod holds that is bound by now stays assumed until the
+        watch shows it; one that is not bound, has ended or is deleted loses it."""
+        assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
+        self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
+        due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
+        await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
+
+    def prepare(self) -> None:
+        """To be called between verbs: computes what the next ones need."""
+        if self.ready:
+            self._index.settle()
+
+    async def _bind(self, args: BindArgs) -> None:
+        """Raises GpumgrError."""
+        await self._preemption.keep_nominated()
+        filtered = self._assumed.get(args.pod_uid)
+        pod = self._watches.pending.get(args.pod_uid) or (filtered.pod if filtered else None)
+        if pod is None:
+            pod = await self._read_pod(args.pod_namespace, args.pod_name, args.pod_uid)
+        if pod.refusal is not None:
+            raise BindingError(pod.refusal)
+        if pod.uid in self._sending:
+            raise BindingError("the pod is being bound already")
+        placed = self._validated(pod, args.node)
+        node = self._index.node(args.node)
+        assert node is not None, "a node with a choice is in the index"
+        if pod.uid not in self._unsettled:
+            self._forget(pod.uid)
+            excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
+            if excess is not None:
+                raise BindingError(excess)
+        try:
+            with self._writing(pod, placed):
+                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+                await send_binding(self._server, pod, args.node, annotations, self._check_lease)
+        except BindingError as error:
+            if not (error.uncertain or error.conflict):
+                raise
+            await self._settle(args, pod, placed, error)
+        if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
+            self._unsettled.add(pod.uid)
+        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
+
+    @contextmanager
+    def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
+        """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
+        for certain. Raises BindingError."""
+        uid = pod.uid
+        self._assume(pod, placed)
+        self._preemption.placed(placed)
+        self._sending.add(uid)
+        try:
+            self._check_lease()
+            yield
+            self._unsettled.discard(uid)
+        except BindingError as error:
+            if error.uncertain or error.conflict:
+                self._unsettled.add(uid)
+            elif uid not in self._unsettled:
+                self._forget(uid)
+            raise
+        finally:
+            self._sending.discard(uid)
+            if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
+                self._assume(pod, placed)
+
+    def _check_lease(self) -> None:
+        """Raises BindingError."""
+        if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
+            raise BindingError("the Lease of this replica may end before the binding does; kube-scheduler will try again")
+
+    async def _settle(self, args: BindArgs, pod: WatchedPod, placed: PlacedPod, failure: BindingError) -> None:
+        """Reads the pod to find out whether it is bound. Returns if it is bound to this node; raises `failure` or BindingError if not."""
+        try:
+            found = await self._read_pod(pod.namespace, pod.name, pod.uid)
+        except BindingError as error:
+            if not error.uncertain:  # it is gone
+                self._forget(pod.uid)
+            raise failure from error
+        if found.node is None:
+            if failure.conflict:
+                self._forget(pod.uid)
+            raise failure
+        if self._index.is_assumed(pod.uid):
+            self._assume(found, found.placed or placed)
+        if found.node != args.node:
+            raise BindingError(f"the pod is bound to node {found.node} already")
+
+    async def _look_up(self, assumed: _Assumed) -> None:
+        uid, found, assumed.due = assumed.pod.uid, None, self._clock() + _LOOK_AGAIN_SECONDS
+        try:
+            found = await self._read_pod(assumed.pod.namespace, assumed.pod.name, uid)
+        except BindingError as error:
+            if error.uncertain:
+                return
+        placed = self._index.placement(uid)
+        if placed is None or not self._index.is_assumed(uid) or self._assumed.get(uid) is not assumed or uid in self._sending:
+            return  # a verb or the watch has changed it in the meantime
+        if found is not None and found.node is not None:
+            self._unsettled.add(uid)
+            self._assume(found, found.placed or placed)
+        elif found is not None and found.promise is not None and self._settings.predicates:
+            self._assume(found, placed)
+        else:
+            self._forget(uid)
+            _log.info("assumption_ended", pod_uid=uid)
+
+    def _forget(self, uid: str) -> None:
+        self._unsettled.discard(uid)
+        self._assumed.pop(uid, None)
+        if self._index.is_assumed(uid):
+            self._index.remove(uid)
+
+    def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
+        """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
+        self._preemption.refresh()
+        placed = self._index.placement(pod.uid)
+        if placed is not None and not self._index.is_assumed(pod.uid):
+            raise BindingError(f"the pod is bound to node {placed.node} already")
+        sent = pod.uid in self._unsettled
+        if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
+            return placed
+        self._forget(pod.uid)
+        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
+        if (state := self._index.node(node)) is not None:
+            policy = pod.policy or self._settings.policy
+            choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
+        if isinstance(choice, Rejection):
+            raise BindingError(choice.text)
+        if isinstance(choice, Misfit):
+            raise BindingError(f"node {node} {explain([(node, choice)])}")
+        return placed_on(self._index, pod, node, choice)
+
+    async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
+        """Raises BindingError; it is not uncertain if this pod has ended or does not exist."""
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                item = await self._server.read("GET", pod_path(namespace, name))
+            pod, phase = self._watches.parse_pod(item), (item.get("status") or {}).get("phase")
+        except AnswerError as error:
+            raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
+        except (*API_FAILURES, *UNREADABLE) as error:
+            raise BindingError(f"the pod can't be read: {type(error).__name__}: {error}", uncertain=True) from error
+        if pod.uid != uid:
+            raise BindingError(f"the pod has the UID {pod.uid}, the request has {uid}")
+        if phase in TERMINAL_PHASES:
+            raise BindingError(f"the pod has ended ({phase})")
+        return pod
+
+    def _assume(self, pod: WatchedPod, placed: PlacedPod) -> None:
+        seconds = self._settings.assume_seconds
+        if pod.uid in self._unsettled:
+            seconds = max(seconds, _REQUEST_SECONDS)
+        self._assumed[pod.uid] = _Assumed(pod, self._clock() + seconds)
+        self._index.assume(placed)
+
+    def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
+        if args.by_name:
+            return FilterResult(node_names=names)
+        items = args.items()
+        return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in names]})

@@ -1,0 +1,171 @@
+"""The life of the scheduler's process: credentials, watches, the listening socket, and its end."""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.binding import pod_path
+from gpumgr.cluster.scheduler.extender import Extender
+from gpumgr.cluster.scheduler.hami_webhook import webhook_application
+from gpumgr.cluster.scheduler.leader import Leadership, Replica
+from gpumgr.cluster.scheduler.listening import VerbListener
+from gpumgr.cluster.scheduler.pages import make_pages, page_server, serve_pages
+from gpumgr.cluster.scheduler.rejections import retry_waiting_pods
+from gpumgr.cluster.scheduler.server import make_application
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.aio import persistently, run_until
+from gpumgr.common.errors import InputError
+from gpumgr.kube.client import ApiServer
+from gpumgr.settings import Settings
+from gpumgr.settings.profile import replica_resources
+from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
+from gpumgr.web.credentials import Certificates
+
+_log = structlog.get_logger(__name__)
+
+REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
+_SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """The address and port of "127.0.0.1:12345" or "[::1]:12345"; port 0 takes a free one. Raises InputError."""
+    host, _, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        ip_address(host)
+    except ValueError as error:
+        raise InputError(f"--listen {text!r}: expected ADDRESS:PORT with an IP address, for example 127.0.0.1:12345") from error
+    if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65535):
+        raise InputError(f"--listen {text!r}: the port must be a whole number from 0 to 65535")
+    return host, int(port)
+
+
+def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
+    """None: plain HTTP. Raises InputError unless clients need certificates, or plain HTTP is wanted and reaches this machine only."""
+    cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
+    if insecure_loopback:
+        if cert_file is not None:
+            raise InputError("--insecure-loopback serves plain HTTP, and scheduler.tls_cert_file is set; remove one of them")
+        if not ip_address(host).is_loopback:
+            raise InputError(
+                f"--insecure-loopback needs a loopback address in --listen, for example 127.0.0.1:12345; {host} is none"
+            )
+        return None
+    if cert_file is None or key_file is None or client_ca_file is None:
+        raise InputError(
+            "set scheduler.tls_cert_file, scheduler.tls_key_file and scheduler.client_ca_file; for first steps, add --insecure-loopback, "
+            "and run the extender on the machine of kube-scheduler"
+        )
+    return Certificates(cert_file, key_file, client_ca_file, section="scheduler", clients_required=True)
+
+
+def webhook(settings: Settings) -> VerbListener | None:
+    """None: the setting webhook.port is 0. Raises InputError."""
+    wanted, hami = settings.webhook, replica_resources(settings)
+    if not wanted.port:
+        return None
+    if hami is None or wanted.tls_cert_file is None or wanted.tls_key_file is None:
+        raise InputError(
+            "webhook.port needs node.profile hami or both, webhook.tls_cert_file and webhook.tls_key_file; set them, or the port to 0"
+        )
+    application = webhook_application(hami, wanted)
+    tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")
+    return VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+
+
+def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
+    """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
+    namespace = settings.lease_namespace or _pod_namespace()
+    if namespace is None:
+        raise InputError(f"outside of a pod, set {section}.lease_namespace to the namespace of the Lease")
+    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(8)}"
+    return Replica(namespace=namespace, lease=settings.lease_name, identity=identity, pod=os.environ.get("POD_NAME"))
+
+
+def own_pod_path() -> str | None:
+    """The path of the pod that this process runs in, from its environment (downward API); None: not known."""
+    name, namespace = os.environ.get("POD_NAME"), _pod_namespace()
+    return pod_path(namespace, name) if name and namespace else None
+
+
+def _pod_namespace() -> str | None:
+    with suppress(OSError):
+        return os.environ.get("POD_NAMESPACE") or _SERVICE_ACCOUNT.read_text().strip() or None
+    return None
+
+
+async def run_scheduler(
+    settings: Settings, kubeconfig: Path | None, listen: tuple[str, int], *, insecure_loopback: bool, stop: asyncio.Event
+) -> None:
+    """Serves until `stop` is set. Requests that run then are finished, and the Lease is given up.
+
+    Raises InputError for credentials, certificates or an address that can't be used.
+    """
+    wanted = settings.scheduler
+    tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
+    hami_webhook = webhook(settings)
+    replica = this_replica(wanted) if wanted.leader_election else None
+    server, lease_server = await connections(kubeconfig or settings.kubernetes.kubeconfig)
+    quotas = Quotas()
+    index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
+    watches = ClusterWatches(server, index, quotas, wanted, hami=replica_resources(settings))
+    leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
+    extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
+    pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
+    web_server = page_server(pages, settings, wanted.http_port)
+    application = make_application(
+        extender,
+        max_request_mebibytes=wanted.max_request_mebibytes,
+        client_names=wanted.client_names,
+        middlewares=[metrics.middleware],
+    )
+    listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+    running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]
+    if leadership is not None:
+        running.append(leadership.run())
+    if (own_pod := own_pod_path()) is not None:
+        running.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
+    daemons = asyncio.create_task(run_together(*running))
+    try:
+        await listener.start(*listen)
+        if hami_webhook is not None:
+            await hami_webhook.start(listen[0], settings.webhook.port)
+        await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are scheduled")
+        serving = await run_until(stop.wait(), asyncio.shield(daemons))
+        if not serving.cancelled():
+            serving.result()
+    finally:
+        await listener.stop()  # the Lease is renewed until the last request has ended
+        if hami_webhook is not None:
+            await hami_webhook.stop()
+        await web_server.stop()
+        daemons.cancel()
+        await asyncio.wait([daemons])
+        if leadership is not None:
+            await leadership.release()
+        for each in (server, lease_server):
+            await each.close()
+
+
+async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
+    """One for the Lease alone: bindings that wait for a slow API server may use up all connections of the other. A leader has less time
+    than Retry-After may ask for; its writes keep to the pauses of the election. Raises SettingsError."""
+    lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
+    return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
+
+
+async def run_together(*daemons: Coroutine[Any, Any, object]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for daemon in daemons:
+            group.create_task(daemon)

@@ -1,0 +1,191 @@
+"""The scheduler's metrics: verbs are counted when they end; all else is taken from the overview at each scrape.
+
+Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are those of the cluster's GPUs, up to MAX_MODELS.
+"""
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, get_args
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics
+
+import gpumgr
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.summary import GPU_PARTS, PARTS, Totals
+from gpumgr.cluster.scheduler.api import KINDS, Kind
+from gpumgr.cluster.scheduler.objects import Inventory
+from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.cluster.scheduler.wire import FilterResult, PreemptResult
+from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
+
+VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")
+#: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
+OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
+#: Models with series of their own, those with the most GPUs; all others are "other".
+MAX_MODELS: Final = 32
+#: Key of a response under which the server leaves its outcome.
+OUTCOME: Final = web.ResponseKey("outcome", str)
+#: From an answer from memory to kube-scheduler's timeout.
+_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
+
+_SECONDS: Final = Family(
+    name="gpumgr_scheduler_request_duration_seconds",
+    about="How long the extender took to answer a call of kube-scheduler. A rejection names no node.",
+    kind="histogram",
+    labels=("verb", "outcome"),
+)
+_BUILD: Final = gauge("scheduler_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
+_LEADER: Final = gauge("scheduler_leader", "1 on the replica that answers kube-scheduler.")
+_SYNCED: Final = gauge("scheduler_synced", "1 once all nodes and pods have been read.")
+_UNREADABLE: Final = gauge(
+    "scheduler_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
+)
+_SILENCE: Final = gauge(
+    "scheduler_api_silence_seconds",
+    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
+    "resource",
+)
+_NODES: Final = gauge(
+    "scheduler_nodes",
+    "Nodes with GPUs, by inventory: used, outdated (it claims more GPUs than the kubelet of the Ready node has), unusable (see the log), "
+    "none (counted by capacity, as under gpu-manager).",
+    "inventory",
+)
+_PLACED: Final = gauge("scheduler_placed_pods", "Pods with GPUs in the index, bound and assumed.")
+_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods with GPUs that are assumed until the pod is bound.")
+_WAITING: Final = gauge(
+    "scheduler_waiting_pods",
+    "Pods with GPU requests that are not bound, by reason: refused (no agent grants the request), quota, resources (no node has enough in "
+    "total), fragmentation (a node has enough in total, and not on GPUs that the pod can use), elsewhere (GPUs are free: kube-scheduler's "
+    "own filters, or not tried yet), unexamined (too many different requests).",
+    "reason",
+)
+_GPUS: Final = gauge(
+    "scheduler_gpus",
+    "GPUs by model and part: free, partial (partly used), full, closed (unhealthy or cordoned).",
+    "model",
+    "part",
+)
+_CORES: Final = gauge(
+    "scheduler_gpu_cores_ratio",
+    "Cores by model and part, 1 = all cores of one GPU: "
+    "used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on "
+    "GPUs without free memory), closed.",
+    "model",
+    "part",
+)
+_MEMORY: Final = gauge(
+    "scheduler_gpu_memory_bytes",
+    "GPU memory by model and part: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on GPUs without "
+    "free cores), closed.",
+    "model",
+    "part",
+)
+FAMILIES: Final = (
+    _SECONDS,
+    _BUILD,
+    _LEADER,
+    _SYNCED,
+    _UNREADABLE,
+    _SILENCE,
+    _NODES,
+    _PLACED,
+    _ASSUMED,
+    _WAITING,
+    _GPUS,
+    _CORES,
+    _MEMORY,
+)
+
+
+class SchedulerMetrics:
+    def __init__(
+        self,
+        index: ClusterIndex,
+        overview: ClusterOverview,
+        *,
+        leader: Callable[[], bool],
+        synced: Callable[[], bool],
+        unreadable: Callable[[], int],
+        silences: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._index, self._overview, self._leader, self._synced = index, overview, leader, synced
+        self._unreadable, self._silences = unreadable, silences
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry(auto_describe=False)
+        seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
+        self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}
+        ProcessCollector(registry=self._registry)
+
+    @property
+    def middleware(self) -> Middleware:
+        """Counts the calls of the verbs by the last part of their path."""
+
+        @web.middleware
+        async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
+            start = time.perf_counter()
+            response = await handler(request)
+            outcome = response.get(OUTCOME, "unavailable" if response.status == 503 else "error")
+            self.answered(request.path.rpartition("/")[2], outcome, time.perf_counter() - start)
+            return response
+
+        return measured
+
+    def answered(self, verb: str, outcome: str, seconds: float) -> None:
+        """Other verbs are ignored."""
+        if (verb, outcome) in self._seconds:
+            self._seconds[verb, outcome].observe(seconds)
+
+    def page(self, waiting: Counter[Kind | None]) -> bytes:
+        """The body of a scrape. `waiting`: how many pods wait for each reason; None: not examined. Refresh the overview before."""
+        return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
+
+    def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
+        totals = self._overview.totals
+        sizes = Counter[str]()
+        for (what, model, _), count in totals.items():
+            sizes[model] += count if what == "gpus" else 0
+        shown = {model for model, _ in sizes.most_common(MAX_MODELS)}
+        families: dict[Family, Mapping[tuple[str, ...], float]] = {
+            _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
+            _LEADER: {(): self._leader()},
+            _SYNCED: {(): self._synced()},
+            _UNREADABLE: {(): self._unreadable()},
+            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._silences().items()},
+            _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
+            _PLACED: {(): self._index.placed_pods},
+            _ASSUMED: {(): self._index.assumed_pods},
+            _WAITING: {(kind or "unexamined",): waiting[kind] for kind in (*KINDS, None)},
+            _GPUS: _by_model(totals, "gpus", GPU_PARTS, shown, 1),
+            _CORES: _by_model(totals, "cores", PARTS, shown, 0.01),
+            _MEMORY: _by_model(totals, "memory", PARTS, shown, 1 << 20),
+        }
+        return render_all(families)
+
+
+def outcome_of(result: object) -> str:
+    """Of an answer of the extender: one of OUTCOMES."""
+    if getattr(result, "error", ""):
+        return "error"
+    match result:
+        case FilterResult():
+            found = bool(result.node_names or (result.nodes or {}).get("items"))
+        case PreemptResult():
+            found = bool(result.victims)
+        case _:
+            found = True
+    return "ok" if found else "rejected"
+
+
+def _by_model(totals: Totals, what: str, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[tuple[str, ...], float]:
+    """(Model, part) -> amount; all parts of each model, so that a first one shows as an increase."""
+    series: Counter[tuple[str, ...]] = Counter()
+    for counted, model, part in totals:
+        if counted == what:
+            name = (model or "unknown") if model in shown else "other"
+            series.update({(name, each): totals[what, model, each] if each == part else 0 for each in parts})
+    return {key: round(amount * unit, 2) for key, amount in series.items()}

@@ -1,0 +1,357 @@
+"""Nodes and pods of the API server as the index needs them.
+
+What users and agents write is checked; a bad text is a `problem`, not an error."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from typing import Any, Final, Literal
+
+from msgspec import UNSET
+
+from gpumgr.cluster.core.index import NamedShares, PlacedPod
+from gpumgr.cluster.core.node import GpuState, NodeState, homogeneous
+from gpumgr.cluster.core.request import (
+    MAX_GPU_CONTAINERS,
+    NO_REQUEST,
+    ContainerRequest,
+    PodRequest,
+    Policy,
+    replica_request,
+    vcuda_request,
+)
+from gpumgr.cluster.scheduler.pod_spec import PodSpec
+from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
+from gpumgr.common.errors import Refusal
+from gpumgr.common.foreign_text import convert
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
+from gpumgr.kube.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    PLACEMENT_ANNOTATION,
+    decode_inventory,
+    decode_placement,
+)
+from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
+from gpumgr.ledger.annotations import PREDICATE_INDEX, PREDICATE_NODE
+from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.placement.evaluators.mig import most_devices
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.settings.hami_resources import ReplicaResources
+
+#: NVML's index as gpu-manager and gpumgr write it.
+_INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
+
+
+#: HAMi's annotation of a node: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+_HAMI_CORDON: Final = "hami.io/device-cordon"
+
+#: How the scheduler sees the GPUs of a node, see WatchedNode.
+Inventory = Literal["used", "outdated", "unusable", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedNode:
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
+    the agent has gone, or can't write. "none": by capacity (gpu-manager's nodes), or without GPUs. `problem`: why its inventory is not
+    used."""
+
+    uid: str
+    state: NodeState
+    inventory: Inventory = "none"
+    ready: bool = True
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedPod:
+    """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an
+    init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
+    `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
+    annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
+    kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node that the annotations of a pod which
+    is not bound name; kube-scheduler may be binding it there.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    node: str | None = None
+    request: PodRequest = NO_REQUEST
+    containers: tuple[str, ...] = ()
+    places: tuple[int | None, ...] = ()
+    every_container: tuple[str, ...] = ()
+    policy: Policy | None = None
+    refusal: str | None = None
+    shares: tuple[NamedShares, ...] | None = None
+    annotation_bytes: int = 0
+    problem: str | None = None
+    priority: int = 0
+    preempts: bool = True
+    nominated: str | None = None
+    ending: bool = False
+    promised: str | None = None
+
+    @property
+    def wants_gpu(self) -> bool:
+        return bool(self.containers)
+
+    @property
+    def placed(self) -> PlacedPod | None:
+        """The pod on its node; None if it is not bound, or can hold no GPU."""
+        return self.on(self.node, self.shares) if self.node is not None and self.request.containers else None
+
+    def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
+        return PlacedPod(
+            uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
+        )
+
+    @property
+    def promise(self) -> PlacedPod | None:
+        return self.on(self.promised, self.shares) if self.promised is not None and self.request.containers else None
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaLabels:
+    """The labels of nodes that quotas refer to."""
+
+    model: str = ""
+    pool: str = ""
+
+
+def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), hami: ReplicaResources | None = None) -> WatchedNode:
+    """`hami`: HAMi's resources, if pods may request them. Raises ValueError, KeyError, TypeError or AttributeError for an object that is
+    not a node."""
+    metadata = item["metadata"]
+    name, uid = metadata["name"], metadata["uid"]
+    if not (name and uid and isinstance(name, str) and isinstance(uid, str)):
+        raise ValueError("a node without a name or a UID")
+    there: Mapping[str, object] = metadata.get("labels") or {}
+    text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    status: Mapping[str, Any] = item.get("status") or {}
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
+    capacity: Mapping[str, object] = status.get("capacity") or {}
+    inventory: Inventory = "none"
+    state = problem = None
+    with_replicas = False
+    if text is not None:
+        try:
+            state, with_replicas = _from_inventory(name, str(text), hami)
+            offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
+            offered |= hami is not None and _quantity(capacity, hami.count_resource) >= len(state.gpus)
+            inventory = "used" if offered or not ready else "outdated"
+        except ValueError as error:
+            inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
+    if state is None:
+        try:
+            state = _from_capacity(name, capacity)
+        except ValueError as error:
+            state, problem = NodeState(name=name), problem or f"capacity: {error}"
+    model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
+    state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
+    if hami is not None and not with_replicas:
+        # An older agent, or none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
+        rest = max(0, _quantity(capacity, hami.count_resource) - sum(gpu.replicas for gpu in state.gpus))
+        if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
+            state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
+    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
+        uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
+        state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
+    return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
+
+
+def _cpu_milli(status: Mapping[str, Any]) -> int | None:
+    cpu = (status.get("allocatable") or {}).get("cpu")
+    try:
+        return None if cpu is None else parse_milli(str(cpu))
+    except ValueError:
+        return None
+
+
+def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tuple[NodeState, bool]:
+    """Also whether it has the replicas of GPUs that are shared. Raises ValueError."""
+    inventory = decode_inventory(text)
+    usual = (hami.device_memory_scaling, hami.device_core_scaling) if hami is not None else UNSET
+    scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
+    state = NodeState(
+        name=name,
+        gpus=tuple(
+            GpuState(
+                uuid=gpu.uuid,
+                model=gpu.model,
+                memory_mebibytes=gpu.memory,
+                numa=gpu.numa,
+                healthy=gpu.healthy,
+                cordoned=gpu.cordoned,
+                index=None if gpu.index is UNSET else gpu.index,
+                replicas=most_devices(gpu.mig_profiles) if gpu.replicas is UNSET else gpu.replicas,
+                scaling=scaling,
+                mig=gpu.mig_profiles,
+            )
+            for gpu in inventory.gpus
+        ),
+        topology=inventory.topology(),
+        naming="uuid" if inventory.topology_manager == "none" else "none",
+        other=inventory.held,
+    )
+    return state, any(gpu.replicas is not UNSET for gpu in inventory.gpus)
+
+
+def _quantity(capacity: Mapping[str, object], resource: str) -> int:
+    return quantity_or_0(str(capacity.get(resource, "0")))
+
+
+def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
+    cores = parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+    blocks = parse_quantity(str(capacity.get(MEMORY_RESOURCE, "0")))
+    if cores > MAX_GPUS * CORES_PER_GPU:
+        raise ValueError(f"{cores} {CORE_RESOURCE} are more than the {MAX_GPUS} GPUs that gpumgr supports on one node")
+    return homogeneous(name, cores, blocks * BLOCK_MEBIBYTES) if cores >= CORES_PER_GPU else NodeState(name=name)
+
+
+def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = None) -> WatchedPod:
+    """`hami` as for `parse_node`. Raises what `parse_pod` raises."""
+    view = parse_pod(item, hami)
+    if not item["metadata"]["uid"]:
+        raise ValueError("a pod without a UID")
+    spec, status = item.get("spec") or {}, item.get("status") or {}
+    node = spec.get("nodeName") or None
+    base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
+    wanted = [each for each in view.containers if each.wants_gpu]
+    if view.ended or not (wanted or hami):
+        return base
+    decoded, refusal = convert(spec, PodSpec), view.unreadable
+    if hami is not None and (bare := _without_count(decoded, hami)):
+        refusal = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
+        base = replace(base, containers=tuple(bare), refusal=refusal)
+    if not wanted:
+        return base
+    apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
+    annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
+    request, policy = NO_REQUEST, None
+    try:
+        request = _request(wanted)
+        policy = policy_of(annotations)
+    except Refusal as error:
+        refusal = str(error)
+        request = _held(wanted) if node is not None else request
+    node_policy = node_policy_of(annotations)
+    promised = annotations.get(PREDICATE_NODE) if node is None else None
+    pod = replace(
+        base,
+        request=replace(request, cpu_milli=decoded.cpu_milli, constraints=view.constraints, node_policy=node_policy),
+        containers=tuple(each.name for each in wanted),
+        places=tuple(apps.get(each.name) for each in wanted),
+        every_container=tuple(each.name for each in view.containers) if any(each.replicas for each in wanted) else (),
+        policy=policy,
+        refusal=refusal,
+        annotation_bytes=sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
+        priority=int(spec.get("priority") or 0),
+        preempts=spec.get("preemptionPolicy") != "Never",
+        nominated=None if node is not None else status.get("nominatedNodeName") or None,
+        ending=item["metadata"].get("deletionTimestamp") is not None,
+        promised=str(promised) if promised else None,
+    )
+    named = node or pod.promised
+    if named is None or not pod.request.containers:
+        return pod
+    try:
+        pod = replace(pod, shares=_named_shares(pod, named, annotations))
+    except ValueError as error:
+        pod = replace(pod, problem=str(error))
+    return pod if pod.shares is not None else replace(pod, request=_largest(pod.request))
+
+
+def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
+    """Containers with HAMi's amounts that would get no GPU."""
+    names = (hami.count_resource,)
+    return [each.name for each in spec.all_containers if each.wants_any(hami.amounts) and not each.wants_any(names)]
+
+
+def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
+    """Raises Refusal for what no new pod may request."""
+    replicas = [(each.name, each.kind, each.replicas) for each in wanted if each.replicas is not None]
+    if replicas and any(each.cores or each.memory_blocks for each in wanted):
+        text = (
+            f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports pods with those of one kind"
+        )
+        raise Refusal("invalid_request", text)
+    if replicas:
+        return replica_request(replicas)
+    return vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+
+
+def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
+    """Of a refused pod that is on a node all the same: its agent grants the containers one by one, also too many and of both kinds."""
+    try:
+        return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
+    except Refusal:  # every agent refuses this container, and with it the pod
+        return NO_REQUEST
+
+
+def _largest(request: PodRequest) -> PodRequest:
+    """Of a pod with too many containers so many that it still has too many: it holds all GPUs of its node (see `used_on`), and thousands of
+    containers do not stop the event loop."""
+    containers = request.containers
+    largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
+    return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
+
+
+def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
+    """The GPUs by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
+    text = annotations.get(PLACEMENT_ANNOTATION)
+    if text is not None:
+        try:
+            placement = decode_placement(str(text))
+        except ValueError as error:
+            raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: {error}") from error
+        if placement.node != node:
+            raise ValueError(f"annotation {PLACEMENT_ANNOTATION} is about node {placement.node[:253]}, the pod is on {node}")
+        if placement.containers:
+            if set(placement.containers) != set(pod.containers):
+                raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
+            placed, named = placement.named, list[NamedShares]()
+            for name, container in zip(pod.containers, pod.request.containers, strict=True):
+                replicas = 1 if container.replica else 0
+                named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
+                if not _fits(container, named[-1]):
+                    raise ValueError(
+                        f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not those that it requests"
+                    )
+            return tuple(named)
+    # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.
+    if annotations.get(PREDICATE_NODE) != node or any(each.replica for each in pod.request.containers):
+        return None
+    found: list[NamedShares] = []
+    for place, container in zip(pod.places, pod.request.containers, strict=True):
+        indices = str(annotations.get(f"{PREDICATE_INDEX}{place}", "")).split(",")
+        if place is None or not len(set(indices)) == len(indices) == container.gpus or not all(map(_INDEX.fullmatch, indices)):
+            return None
+        amounts = Amounts(container.cores_per_gpu, 0 if container.whole else container.memory_mebibytes)
+        found.append(tuple((int(each), amounts) for each in indices))
+    return tuple(found)
+
+
+def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
+    """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
+    if len(shares) != container.gpus:
+        return False
+    if (replica := container.replica) is not None:
+        return all(_may_be(replica, amounts) for _, amounts in shares)
+    memory = sum(amounts.memory_mebibytes for _, amounts in shares)
+    cores_fit = all(amounts.cores == container.cores_per_gpu for _, amounts in shares)
+    return cores_fit and (container.whole or memory == container.memory_mebibytes)
+
+
+def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
+    """Whether these are what a replica counts on some GPU. The factors of its node may be higher than those here; if a pod claims too
+    little, its agent reports what it holds."""
+    if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
+        memory = 0 if replica.whole else replica.memory_mebibytes or 0
+        return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory
+    if replica.whole:
+        return amounts.whole
+    most = replica.scaled((min(1.0, replica.memory_scaling), min(1.0, replica.core_scaling))).counted(0)
+    fixed = replica.memory_mebibytes is not None
+    return 1 <= amounts.cores <= max(1, most.cores) and (not fixed or amounts.memory_mebibytes <= most.memory_mebibytes)

@@ -1,0 +1,129 @@
+"""The cluster at a glance, for the page and for metrics: a row and sums of each node, computed again only for nodes that have changed.
+
+A refresh runs in slices, so that a verb never waits for all nodes.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.node import NOTHING, NodeState, Used
+from gpumgr.cluster.core.summary import NodeSummary, Totals, frontier, summarize
+from gpumgr.cluster.scheduler.objects import WatchedNode
+from gpumgr.common.units import Amounts
+
+#: Nodes that are computed before the event loop serves others.
+_SLICE: Final = 100
+#: Removed nodes that are remembered; a page that missed more of them gets all nodes again.
+_REMEMBERED: Final = 4096
+_CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, True): 2}
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """`row` is the node's row of the page, encoded."""
+
+    version: int
+    row: msgspec.Raw
+    summary: NodeSummary
+    inventory: str
+
+
+class ClusterOverview:
+    """`totals` are those of all nodes; `inventories` counts nodes by WatchedNode.inventory.
+    Nodes without GPUs and without an inventory are left out."""
+
+    def __init__(self, index: ClusterIndex, nodes: Mapping[str, WatchedNode]) -> None:
+        self._index, self._watched = index, nodes
+        #: In the order of their versions.
+        self._nodes: dict[str, _Node] = {}
+        self._removed: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._lock = asyncio.Lock()
+        self._frontier: tuple[int, tuple[Amounts, ...]] = (-1, ())
+        self.version = 0
+        self.totals = Totals()
+        self.inventories: Counter[str] = Counter()
+
+    async def refresh(self) -> None:
+        """Takes over what has changed in the index."""
+        async with self._lock:
+            while self._index.changed:
+                for _ in range(min(_SLICE, len(self._index.changed))):
+                    self._update(self._index.changed.pop())
+                await asyncio.sleep(0)
+
+    def _update(self, name: str) -> None:
+        before = self._nodes.pop(name, None)
+        if before is not None:
+            self._count(before, -1)
+        self.version += 1
+        state, watched = self._index.node(name), self._watched.get(name)
+        if state is None or watched is None or not (state.gpus or watched.inventory != "none"):
+            if before is not None:
+                self._removed.append((self.version, name))
+            return
+        used = self._index.used(name)
+        after = _Node(
+            self.version, msgspec.Raw(msgspec.json.encode(_row(state, used, watched))), summarize(state, used), watched.inventory
+        )
+        self._nodes[name] = after
+        self._count(after, 1)
+
+    def _count(self, node: _Node, sign: int) -> None:
+        for key, amount in node.summary.totals.items():
+            self.totals[key] += sign * amount
+            if not self.totals[key]:
+                del self.totals[key]
+        self.inventories[node.inventory] += sign
+
+    # -- queries, as of the last refresh -----------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Nodes with GPUs or an inventory."""
+        return self._nodes.keys()
+
+    def sums(self, name: str) -> Amounts:
+        """What is free on the node's GPUs together."""
+        node = self._nodes.get(name)
+        return node.summary.sums if node is not None else NOTHING
+
+    @property
+    def largest_sums(self) -> tuple[Amounts, ...]:
+        """A request that none of these covers is too large for each node."""
+        if self._frontier[0] != self.version:
+            self._frontier = self.version, frontier(node.summary.sums for node in self._nodes.values())
+        return self._frontier[1]
+
+    def since(self, version: int) -> dict[str, Any]:
+        """Rows of the nodes that have changed since that version, and names of those that were removed; all rows if that is not known."""
+        remembered = self._removed[0][0] - 1 if len(self._removed) == _REMEMBERED else 0
+        full = not remembered <= version <= self.version or version == 0
+        rows: Iterator[_Node] = takewhile(lambda node: full or node.version > version, reversed(self._nodes.values()))
+        return {
+            "version": self.version,
+            "full": full,
+            "nodes": [node.row for node in rows],
+            "removed": [] if full else [name for at, name in self._removed if at > version and name not in self._nodes],
+        }
+
+
+def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:
+    """`gpus`: for each [model's position in `models`, used cores, used MiB, all MiB, 0 = offered, 1 = cordoned, 2 = unhealthy]."""
+    models = sorted({gpu.model for gpu in state.gpus})
+    return {
+        "name": state.name,
+        "models": models,
+        "gpus": [
+            (models.index(gpu.model), held.cores, held.memory_mebibytes, gpu.memory_mebibytes, _CLOSED[gpu.healthy, gpu.cordoned])
+            for gpu, held in zip(state.gpus, used, strict=True)
+        ],
+        "ready": watched.ready,
+        "inventory": watched.inventory,
+        **({"pool": state.pool} if state.pool else {}),
+        **({"problem": watched.problem} if watched.problem else {}),
+    }

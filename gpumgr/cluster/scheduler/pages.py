@@ -1,0 +1,252 @@
+"""What the scheduler shows to people and to Prometheus: the cluster page, its data, the reasons of a pod, metrics and probes.
+
+Every replica serves it, from its own index. Access rules are those of the node's page.
+"""
+
+import asyncio
+import gzip
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import quote
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+import gpumgr
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.api import Kind, Why
+from gpumgr.cluster.scheduler.metrics import SchedulerMetrics
+from gpumgr.cluster.scheduler.objects import WatchedPod
+from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.cluster.scheduler.reasons import Reasons, request_text
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.accept import accepts_gzip
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.settings import Settings
+from gpumgr.web.access import CurrentPolicy, Scope
+from gpumgr.web.app_server import AppServer
+from gpumgr.web.index_page import IndexPage
+from gpumgr.web.listening import ListenError
+from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
+from gpumgr.web.responses import failure, json_response, on_response_prepare
+
+_log = structlog.get_logger(__name__)
+
+PAGE: Final = Path(__file__).with_name("page") / "index.html"
+#: Waiting pods that the page lists.
+MAX_PENDING: Final = 1000
+#: The kinds of reasons of all waiting pods are computed once in this time, however many clients ask.
+_KEPT_SECONDS: Final = 1.0
+#: Questions about single pods that are answered at a time: each examines all nodes.
+_MAX_QUESTIONS: Final = 4
+#: Shorter answers are not compressed.
+_LONG_BYTES: Final = 4096
+#: Path -> who may read it, and what answers.
+Routes = Mapping[str, tuple[Scope, Handler]]
+
+
+class ClusterPages:
+    def __init__(
+        self,
+        server: ApiServer,
+        watches: ClusterWatches,
+        overview: ClusterOverview,
+        reasons: Reasons,
+        metrics: SchedulerMetrics,
+        *,
+        leader: Callable[[], bool],
+    ) -> None:
+        self._server, self._watches, self._overview = server, watches, overview
+        self._reasons, self._metrics, self._leader = reasons, metrics, leader
+        self._page = IndexPage(PAGE)
+        #: Versions of the overview are those of this run.
+        self._run = secrets.token_hex(4)
+        self._questions = 0
+        self._computing = asyncio.Lock()
+        self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
+
+    def routes(self) -> Routes:
+        return {
+            "/": ("page", self._index),
+            "/metrics": ("metrics", self._scrape),
+            "/api/cluster": ("page", self._cluster),
+            "/api/why": ("page", self._why),
+        }
+
+    @property
+    def synced(self) -> bool:
+        return self._watches.problem is None
+
+    async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
+        """Reasons.kinds of all waiting pods; the overview is refreshed."""
+        async with self._computing:
+            await self._overview.refresh()
+            now = asyncio.get_running_loop().time()
+            if now >= self._kinds[0] + _KEPT_SECONDS:
+                self._kinds = now, await self._reasons.kinds(self._watches.pending.values())
+            return self._kinds[1]
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return self._page.response(request)
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        waiting = await self._waiting()
+        body = self._metrics.page(Counter(kind for _, kind, _ in waiting))
+        return await _packed(
+            request, web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        )
+
+    async def _cluster(self, request: web.Request) -> web.Response:
+        """With `?run=RUN&since=VERSION` of an earlier answer only the nodes that have changed."""
+        since = request.query.get("since", "0")
+        known = request.query.get("run") == self._run and since.isascii() and since.isdigit() and len(since) < 16
+        waiting = await self._waiting()
+        shown = sorted(waiting, key=lambda each: (each[0].namespace, each[0].name))[:MAX_PENDING]
+        return await _packed(
+            request,
+            json_response(
+                {
+                    "run": self._run,
+                    "gpumgr": gpumgr.__version__,
+                    "leader": self._leader(),
+                    "synced": self._watches.synced,
+                    "waiting": len(waiting),
+                    "pods": [_row(*each) for each in shown],
+                    **self._overview.since(int(since) if known else 0),
+                }
+            ),
+        )
+
+    async def _why(self, request: web.Request) -> web.Response:
+        """?namespace=NAMESPACE&name=NAME; with `&nodes=1` each node is listed in its group."""
+        namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
+        if not (namespace and name):
+            return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
+        if (problem := self._watches.problem) is not None:
+            return failure(503, problem)
+        if self._questions >= _MAX_QUESTIONS:
+            return failure(503, "the scheduler answers too many questions at present; try again", headers={"Retry-After": "1"})
+        self._questions += 1
+        try:
+            return await self._answer(request, namespace, name)
+        finally:
+            self._questions -= 1
+
+    async def _answer(self, request: web.Request, namespace: str, name: str) -> web.Response:
+        try:
+            item = await self._server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}")
+            pod = self._watches.parse_pod(item)
+        except AnswerError as error:
+            return failure(404 if error.status == 404 else 503, f"pod {namespace}/{name}: {error}")
+        except API_FAILURES as error:
+            return failure(503, f"the API server did not answer: {error}")
+        except UNREADABLE as error:
+            return failure(422, f"pod {namespace}/{name} can't be read: {error}")
+        status = item.get("status") or {}
+        why = Why(
+            namespace=namespace, pod=name, phase=str(status.get("phase", "")), node=pod.node or "", problem=pod.problem or ""
+        )
+        if pod.node is not None:
+            for container, shares in zip(pod.containers, pod.shares or (), strict=False):
+                why.gpus[container] = [(gpu, amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares]
+        elif pod.wants_gpu:
+            scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
+            why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
+            why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
+        elif why.phase == "Pending":
+            why.problem = "it requests no GPU, so gpumgr has no part in where it runs"
+        return await _packed(request, json_response(why))
+
+
+def _row(pod: WatchedPod, kind: str | None, limit: str) -> dict[str, Any]:
+    return {"namespace": pod.namespace, "name": pod.name, "request": request_text(pod.request), "kind": kind, "limit": limit}
+
+
+async def _packed(request: web.Request, response: web.Response) -> web.Response:
+    body = response.body
+    response.headers["Vary"] = "Accept-Encoding"
+    if (
+        isinstance(body, bytes)
+        and len(body) >= _LONG_BYTES
+        and accepts_gzip(",".join(request.headers.getall("Accept-Encoding", ())))
+    ):
+        response.body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
+        response.headers["Content-Encoding"] = "gzip"
+    return response
+
+
+class Pages(Protocol):
+    """`synced`: the process is ready."""
+
+    def routes(self) -> Routes: ...
+
+    @property
+    def synced(self) -> bool: ...
+
+
+def application_of(pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] = ()) -> web.Application:
+    """The pages and the probes."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def readyz(_: web.Request) -> web.Response:
+        return json_response({"status": "ok" if pages.synced else "failing"}, status=200 if pages.synced else 503)
+
+    routes: Routes = {**pages.routes(), "/healthz": ("probe", healthz), "/readyz": ("probe", readyz)}
+    access = make_middleware({path: scope for path, (scope, _) in routes.items()}, policy, names)
+    app = web.Application(middlewares=[access], client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.get(path, handler) for path, (_, handler) in routes.items()])
+    app.on_response_prepare.append(on_response_prepare)
+    return app
+
+
+def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
+    """Raises SettingsError if a file of the section http can't be used."""
+    http, names = settings.http, (settings.node.name,)
+    return AppServer(
+        lambda policy: application_of(pages, policy, names),
+        host=http.address,
+        port=port,
+        max_connections=http.max_connections,
+        token_file=http.token_file,
+        tls_cert_file=http.tls_cert_file,
+        tls_key_file=http.tls_key_file,
+        client_ca_file=http.client_ca_file,
+    )
+
+
+async def serve_pages(server: AppServer, *, lost: str) -> None:
+    """The process works without its pages if the port is taken. `lost`: what is missing then."""
+    try:
+        await server.start()
+    except ListenError as error:
+        _log.error("pages_not_served", error=str(error), consequence=lost)
+
+
+def make_pages(
+    server: ApiServer,
+    index: ClusterIndex,
+    watches: ClusterWatches,
+    quotas: Quotas,
+    settings: Settings,
+    *,
+    leader: Callable[[], bool] = lambda: True,
+) -> tuple[ClusterPages, SchedulerMetrics]:
+    overview = ClusterOverview(index, watches.nodes)
+    reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
+    metrics = SchedulerMetrics(
+        index,
+        overview,
+        leader=leader,
+        synced=lambda: watches.synced,
+        unreadable=lambda: watches.unreadable,
+        silences=lambda: watches.silences,
+    )
+    return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -1,0 +1,170 @@
+"""Why a pod waits: the reason of every node, from the index, whether or not the pod has reached the verbs."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.explain import explain, memory_text
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.quota import Denied, Quotas
+from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection, Shape
+from gpumgr.cluster.core.summary import covers, free_sum, in_total
+from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
+from gpumgr.cluster.scheduler.objects import WatchedPod
+from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.common.aio import in_slices
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
+
+#: Nodes that are examined before the event loop serves others.
+_SLICE: Final = 20
+_SLICE_SECONDS: Final = 0.005
+#: Different requests of waiting pods that are examined.
+MAX_REQUESTS: Final = 48
+
+
+class Reasons:
+    def __init__(
+        self,
+        index: ClusterIndex,
+        overview: ClusterOverview,
+        policy: Policy,
+        quotas: Quotas,
+    ) -> None:
+        self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
+
+    async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
+        """With what stands against the pod wherever it goes, or "". Refresh the overview before. `known` keeps what does not depend on
+        the namespace from one pod to the next."""
+        if pod.refusal is not None:
+            return "refused", pod.refusal
+        if self._quotas.problem is not None:
+            return "quota", self._quotas.problem
+        known = {} if known is None else known
+        policy = pod.policy or self._policy
+        request = pod.request.without_cpu
+        if (kind := known.get((request, policy))) is None:
+            kind = known[request, policy] = await self._without_quota(request, policy)
+        if kind == "elsewhere" and pod.namespace in self._quotas.limits:
+            names, shape = await self._examined(request, policy)
+            question = RankWithinQuota(
+                self._index, self._quotas, pod.namespace, request, policy, names, shape=shape, denied=Denied()
+            )
+            await in_slices(question.examine(), _SLICE_SECONDS)
+            if isinstance(within := question.rank(), Rejection):
+                return "quota", within.text
+        return kind, ""
+
+    async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
+        """The index examines the request only if it may fit: in-tree shortages are many, and do not reach the verbs."""
+        await asyncio.sleep(0)
+        wanted = in_total(request)
+        if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
+            return "resources"
+        names, shape = await self._examined(request, policy)
+        if not isinstance(self._index.rank(request, policy, names, shape=shape), Rejection):
+            return "elsewhere"
+        return "fragmentation" if await self._allowed_in_total(request) else "resources"
+
+    async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
+        """In slices, and without an effect on what the index keeps for the verbs."""
+        names, shape = list(self._overview.names), self._index.shape(request, policy)
+        await in_slices(self._index.examine(request, policy, names, shape), _SLICE_SECONDS)
+        return names, shape
+
+    async def _allowed_in_total(self, request: PodRequest) -> bool:
+        """Whether a node has enough in total on the GPUs that the constraints allow."""
+        if request.constraints == UNCONSTRAINED:
+            return True
+        wanted = in_total(request)
+        for number, name in enumerate(list(self._overview.names)):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            state = self._index.node(name)
+            if state is not None and covers(self._overview.sums(name), wanted):
+                used, allowed = self._index.used(name), state.allowed(request.constraints)
+                gpus = [each for each in zip(state.gpus, used, allowed, strict=True) if each[2]]
+                if covers(free_sum((gpu, held) for gpu, held, _ in gpus), wanted):
+                    return True
+        return False
+
+    async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
+        """What `kind` says of each pod; None beyond MAX_REQUESTS different requests. Refresh the overview before."""
+        known: dict[tuple[PodRequest, Policy], Kind] = {}
+        found: list[tuple[WatchedPod, Kind | None, str]] = []
+        for pod in list(pods):
+            full = (
+                len(known) == MAX_REQUESTS
+                and pod.refusal is None
+                and (pod.request.without_cpu, pod.policy or self._policy) not in known
+            )
+            found.append((pod, None, "") if full else (pod, *await self.kind(pod, known)))
+        return found
+
+    async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
+        """The groups of nodes, the largest one first."""
+        await self._overview.refresh()
+        kind, limit = await self.kind(pod)
+        waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
+        if pod.refusal is not None:
+            return waiting
+        excluded = self._quotas.excluded(pod.namespace, pod.request)
+        denied = {name: text for text, names in excluded.items() for name in names}
+        found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
+        for number, name in enumerate(list(self._overview.names)):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            reason, detail, lack = (f"denied by quota: {denied[name]}", "", 0.0) if name in denied else self._on(name, pod)
+            found[reason].append((name, detail, lack))
+        for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
+            nearest = min(nodes, key=lambda node: (node[2], node[0]))
+            closest = f"{nearest[0]}, {nearest[1]}" if nearest[1] else ""
+            listed = sorted((name, detail) for name, detail, _ in nodes) if each_node else []
+            waiting.groups.append(NodeGroup(reason=reason, count=len(nodes), closest=closest, nodes=listed))
+        return waiting
+
+    def _on(self, name: str, pod: WatchedPod) -> tuple[str, str, float]:
+        """The reason, what the node has, and how much it lacks: the lowest lacks least."""
+        sums, wanted = self._overview.sums(name), in_total(pod.request)
+        if not covers(sums, wanted):
+            lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
+            return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
+        node = self._index.node(name)
+        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
+        if node is not None:
+            used, policy = self._index.used_without(name, pod.uid), pod.policy or self._policy
+            choice = self._quotas.choose(pod.namespace, node, used, pod.request, policy)
+        if isinstance(choice, Rejection):
+            return f"denied by quota: {choice.text}", "", 0.0
+        if not isinstance(choice, Misfit):
+            return "the GPUs that it asks for are free", "", 0.0
+        reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
+        return reason, detail.removeprefix("closest: ").removesuffix(")"), choice.distance
+
+
+def request_text(request: PodRequest) -> str:
+    """Such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
+    texts = [f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers]
+    constraints = request.constraints
+    return "; ".join(texts) + constraints.text + (" on one NUMA node" if constraints.same_numa_node else "")
+
+
+def _container_text(container: ContainerRequest) -> str:
+    if container.replica is not None:
+        return str(container.replica)
+    if container.whole:
+        memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
+        return f"{container.gpus} GPU{'s' if container.gpus > 1 else ''}{memory}"
+    return f"{container.cores} cores and {memory_text(container.memory_mebibytes)} of one GPU"
+
+
+def _in_total(amounts: Amounts) -> str:
+    return f"{amounts.cores} cores" + (f" and {memory_text(amounts.memory_mebibytes)}" if amounts.memory_mebibytes else "")
+
+
+def _share(have: int, wanted: int) -> float:
+    return min(1.0, have / wanted) if wanted else 1.0

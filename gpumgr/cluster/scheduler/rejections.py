@@ -1,0 +1,146 @@
+"""The pods that filter has rejected, and how those of them that fit by now are tried again.
+
+kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process
+does: then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that
+ends. Such a pod would wait for the next event, or for five minutes. An update of any pod that has a node is an event, so the leader updates
+an annotation of its own pod.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import accumulate
+from operator import or_
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.request import Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.scheduler.objects import WatchedPod
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.aio import in_slices
+from gpumgr.kube.client import API_FAILURES, ApiServer
+
+_log = structlog.get_logger(__name__)
+
+RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
+#: kube-scheduler has this time to try a pod again by itself, twice as much the next time, and so on: kube-scheduler's own filters may
+#: reject a pod that fits here.
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 64.0
+#: One look works so long at most, and so long before the event loop serves others; the next one goes on where it has stopped.
+_LOOK_SECONDS: Final = 0.4
+_SLICE_SECONDS: Final = 0.005
+#: Looks of which it is remembered what had changed before them.
+_REMEMBERED: Final = 100
+
+
+@dataclass(slots=True)
+class _Rejected:
+    """`offered`: by kube-scheduler. The pod did not fit at the look with this number, with this state of its quota."""
+
+    pod: WatchedPod
+    policy: Policy
+    offered: NodeSet
+    look: int
+    quota: Hashable
+    due: float
+    pause_seconds: float = _FIRST_PAUSE_SECONDS
+
+
+class Rejections:
+    """`clock` is monotonic, in seconds."""
+
+    def __init__(
+        self, index: ClusterIndex, quotas: Quotas, watches: ClusterWatches, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._index, self._quotas, self._watches, self._clock = index, quotas, watches, clock
+        self._pods: dict[str, _Rejected] = {}
+        #: What changed since the look before, for each of the last looks.
+        self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)
+        self._looks = 0
+
+    def add(self, pod: WatchedPod, policy: Policy, offered: NodeSet) -> None:
+        if len(self._pods) > 2 * len(self._watches.pending) + _REMEMBERED:
+            self._pods = {uid: each for uid, each in self._pods.items() if uid in self._watches.pending}
+        due = self._clock() + _FIRST_PAUSE_SECONDS
+        self._pods[pod.uid] = _Rejected(pod, policy, offered, self._looks, self._quotas.state(pod.namespace), due)
+
+    def remove(self, uid: str) -> None:
+        self._pods.pop(uid, None)
+
+    def names(self, uid: str) -> Sequence[str]:
+        """The nodes that were offered for a rejected pod."""
+        found = self._pods.get(uid)
+        return self._index.names(found.offered) if found is not None else ()
+
+    async def fitting(self) -> WatchedPod | None:
+        """A waiting pod that fits by now, and that kube-scheduler has not tried again for a while."""
+        now = self._clock()
+        changed = self._index.take_changed()
+        if self._changed and self._changed[-1].numbering != changed.numbering:
+            self._changed.clear()
+        self._changed.append(changed)
+        self._looks += 1
+        since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
+        waiting = [each for uid, each in self._pods.items() if each.due <= now and uid in self._watches.pending]
+        waiting.sort(key=lambda each: (each.look, -each.pod.priority))
+        seen: set[Hashable] = set()
+        began = turn = time.perf_counter()
+        for each in waiting:
+            if self._pods.get(each.pod.uid) is not each:
+                continue
+            looks, quota = self._looks - each.look, self._quotas.state(each.pod.namespace)
+            nodes = self._index.node_set(each.offered)
+            if looks <= len(since) and quota == each.quota:
+                nodes = nodes.within(since[looks - 1])
+            key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
+            if len(nodes) and key not in seen:
+                seen.add(key)
+                if await self._fits(each, nodes):
+                    each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
+                    return each.pod
+            each.look, each.quota = self._looks, quota
+            if time.perf_counter() > turn + _SLICE_SECONDS:
+                await asyncio.sleep(0)
+                turn = time.perf_counter()
+            if turn > began + _LOOK_SECONDS:
+                break
+        return None
+
+    async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
+        request = each.pod.request.without_cpu
+        await in_slices(self._index.examine(request, each.policy, nodes, reasons=False), _SLICE_SECONDS)
+        fits = self._index.any_fits(request, each.policy, nodes)
+        if not fits or each.pod.namespace not in self._quotas.limits:
+            return fits
+        question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
+        await in_slices(question.examine(), _SLICE_SECONDS)
+        return not isinstance(question.rank(), Rejection)
+
+
+async def retry_waiting_pods(
+    server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 1.0
+) -> NoReturn:
+    """A daemon. `own_pod`: the path of this process's pod. One pod at a time is enough: its binding is an event, too."""
+    logged = ""
+    while True:
+        await asyncio.sleep(period_seconds)
+        if (pod := await retryable()) is None:
+            continue
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            await server.send("PATCH", own_pod, {"metadata": {"annotations": {RETRIED_ANNOTATION: now}}})
+            _log.info("waiting_pods_retried", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid)
+            logged = ""
+        except API_FAILURES as error:
+            if (text := f"{type(error).__name__}: {error}") != logged:
+                logged = text
+                _log.warning("waiting_pods_not_retried", error=text, consequence="kube-scheduler tries them at the next event")

@@ -1,0 +1,248 @@
+"""The watches of nodes, pods and quotas, which keep the index up to date."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NoReturn, TypedDict
+
+import structlog
+
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.cluster.scheduler.pod_spec import CpuPod, decode_pod
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.scheduler.resource_quota import WatchedResourceQuota, parse_resource_quota
+from gpumgr.common.aio import run_until
+from gpumgr.common.foreign_text import decode_stored
+from gpumgr.common.units import VCUDA_NAMES
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.settings.schema import SchedulerSettings
+
+_log = structlog.get_logger(__name__)
+
+NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
+#: Ended pods hold nothing: for this watch they are deleted.
+_RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+class _NodeMetadata(TypedDict, total=False):
+    name: str
+    uid: str
+    labels: dict[str, Any] | None
+    annotations: dict[str, Any] | None
+
+
+class _NodeStatus(TypedDict, total=False):
+    capacity: dict[str, Any] | None
+    allocatable: dict[str, Any] | None
+    conditions: Any
+
+
+class _Node(TypedDict, total=False):
+    """The parts of a node that are used: not its images and managed fields, which are most of it."""
+
+    metadata: _NodeMetadata
+    status: _NodeStatus | None
+
+
+class ClusterWatches:
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
+    node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
+    `synced`: nodes, pods and quotas have been listed once. `more` is watched beside them, and listed again with them. `complete` adds to a
+    node what its object does not have. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        settings: SchedulerSettings,
+        *,
+        hami: ReplicaResources | None = None,
+        watch_times: WatchTimes | None = None,
+        more: Sequence[Reflector[Any]] = (),
+        complete: Callable[[NodeState], NodeState] = lambda state: state,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
+        self._more, self._complete, self._hami = more, complete, hami
+        #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
+        self._promises = settings.predicates
+        self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
+        self.pending: dict[str, WatchedPod] = {}
+        self.nominated: dict[str, WatchedPod] = {}
+        self.ending: set[str] = set()
+        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        self.nodes: dict[str, WatchedNode] = {}
+        self._nodes: Reflector[WatchedNode] = Reflector(
+            server,
+            "/api/v1/nodes",
+            {},
+            parse=lambda item: parse_node(item, labels, hami),
+            decode=lambda item: decode_stored(item, _Node),
+            on_change=self._node_changed,
+            watch_times=watch_times,
+            clock=clock,
+        )
+        self._limits: Reflector[QuotaTexts] | None = None
+        if settings.quota_configmap:
+            namespace, _, name = settings.quota_configmap.partition("/")
+            self._limits = Reflector(
+                server,
+                f"/api/v1/namespaces/{namespace}/configmaps",
+                {"fieldSelector": f"metadata.name={name}"},
+                parse=QuotaTexts.of,
+                on_change=self._sources.configmap_changed,
+                watch_times=watch_times,
+                clock=clock,
+            )
+        self._resource_quotas: Reflector[WatchedResourceQuota] | None = None
+        if hami is not None:
+            self._resource_quotas = Reflector(
+                server,
+                "/api/v1/resourcequotas",
+                {},
+                parse=lambda item: parse_resource_quota(item, hami),
+                on_change=self._sources.resource_quota_changed,
+                watch_times=watch_times,
+                clock=clock,
+            )
+        self._pods: Reflector[WatchedPod | CpuPod] = Reflector(
+            server,
+            "/api/v1/pods",
+            {"fieldSelector": _RUNNING},
+            parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
+            decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
+            on_change=self._pod_changed,
+            watch_times=watch_times,
+            clock=clock,
+        )
+
+        self._listed, self._list_again = asyncio.Event(), asyncio.Event()
+        self.synced = False
+
+    def parse_pod(self, item: Mapping[str, Any]) -> WatchedPod:
+        """Raises what `parse_watched_pod` raises."""
+        return parse_watched_pod(item, self._hami)
+
+    @property
+    def _watched(self) -> list[Reflector[Any]]:
+        return [each for each in (self._nodes, self._pods, self._limits, self._resource_quotas, *self._more) if each is not None]
+
+    @property
+    def problem(self) -> str | None:
+        """Why the index may not be up to date; None: it is."""
+        if not self.synced:
+            return NOT_SYNCED
+        outdated = next((why for each in self._watched if (why := each.outdated)), None)
+        return f"{outdated}; no pod is placed until it answers" if outdated else None
+
+    @property
+    def silences(self) -> Mapping[str, float]:
+        """Resource -> seconds since the API server has last sent something about it."""
+        found: dict[str, float] = {}
+        for each in self._watched:
+            found[each.resource] = max(found.get(each.resource, 0.0), each.silent_seconds)
+        return found
+
+    @property
+    def unreadable(self) -> int:
+        """How many objects can't be read."""
+        return sum(each.unreadable for each in self._watched)
+
+    async def run(self) -> NoReturn:
+        while True:
+            watching = await run_until(self._list_again.wait(), self._watch())
+            if not watching.cancelled():
+                watching.result()
+            self._list_again.clear()
+            for each in self._watched:
+                each.expire()
+
+    async def refresh(self) -> None:
+        """Lists everything again, while `run` runs. The index then has what the API server had when this was called."""
+        self._listed.clear()
+        self._list_again.set()
+        await self._listed.wait()
+
+    async def _watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sources.run())
+            for each in self._watched:
+                group.create_task(each.run())
+            for each in self._watched:
+                await each.synced.wait()
+            await self._sources.read.wait()
+            self._index.settle()
+            if not self.synced:
+                gc.collect()
+                gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds
+            self.synced = True
+            if not self._list_again.is_set():
+                self._listed.set()
+
+    def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
+        if before is not None and (after is None or after.state.name != before.state.name):
+            self._index.remove_node(before.state.name)
+            self.nodes.pop(before.state.name, None)
+        if after is None:
+            return
+        self._index.set_node(self._complete(after.state))
+        self.nodes[after.state.name] = after
+        self._index.changed.add(after.state.name)
+        if after.problem is not None and (before is None or before.problem != after.problem):
+            used = "its capacity" if after.state.gpus else "none of its GPUs"
+            _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
+
+    def _pod_changed(self, before: WatchedPod | CpuPod | None, after: WatchedPod | CpuPod | None) -> None:
+        if isinstance(after, CpuPod):
+            self._index.use_cpu(after.uid, after.node, after.cpu_milli)
+            return
+        if before is not None and (after is None or after.placed is not None or after.node is None):
+            self._index.free_cpu(before.uid)
+        before = None if isinstance(before, CpuPod) else before
+        if after is None:
+            if before is not None:
+                self.pending.pop(before.uid, None)
+                self.nominated.pop(before.uid, None)
+                self.ending.discard(before.uid)
+                self._index.remove(before.uid)
+            return
+        if after.problem is not None and (before is None or before.problem != after.problem):
+            _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
+        if after.placed is not None:
+            self._index.bind(after.placed)
+        elif after.node is not None:  # it can hold no GPU
+            self._index.remove(after.uid)
+            self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
+        if after.node is None and after.wants_gpu:
+            self.pending[after.uid] = after
+            if self._promises:
+                self._keep_promise(after)
+        else:
+            self.pending.pop(after.uid, None)
+        if after.nominated is not None:
+            self.nominated[after.uid] = after
+        else:
+            self.nominated.pop(after.uid, None)
+        if after.ending:
+            self.ending.add(after.uid)
+
+    def _keep_promise(self, pod: WatchedPod) -> None:
+        """The GPUs that /scheduler/predicates wrote to the pod are kept until it is bound, deleted or placed again. A newer choice that
+        the pod does not show yet stays."""
+        promise, current = pod.promise, self._index.placement(pod.uid)
+        if promise is not None and (current is None or _same_gpus(current, promise)):
+            self._index.assume(current or promise)
+
+
+def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:
+    names = [[[gpu for gpu, _ in shares] for shares in each.shares or ()] for each in (placed, promise)]
+    return placed.node == promise.node and (promise.shares is None or names[0] == names[1])

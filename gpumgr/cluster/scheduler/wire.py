@@ -1,0 +1,100 @@
+"""extender/v1: the requests of kube-scheduler and the answers to them. The keys are the names of the Go fields."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+
+_NONE: Final = msgspec.Raw(b"null")
+
+
+class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
+    """Of filter and prioritize. `node_names` with nodeCacheCapable, else `nodes` with whole Node objects in "items"."""
+
+    pod: dict[str, Any]
+    nodes: dict[str, Any] | None = None
+    node_names: msgspec.Raw = _NONE
+
+    def names(self) -> Sequence[str]:
+        """Raises ValueError, KeyError or TypeError for nodes without a name."""
+        names = _names_of(bytes(self.node_names))
+        return names if names is not None else list(self.items())
+
+    @property
+    def by_name(self) -> bool:
+        """The answer has names instead of whole nodes."""
+        return bytes(self.node_names) != bytes(_NONE)
+
+    def items(self) -> Mapping[str, Any]:
+        """Whole nodes by their names. Raises ValueError, KeyError or TypeError for nodes without a name."""
+        named = {item["metadata"]["name"]: item for item in (self.nodes or {}).get("items") or ()}
+        if not all(name and isinstance(name, str) for name in named):
+            raise ValueError("a node without a name")
+        return named
+
+
+@lru_cache(maxsize=4)
+def _names_of(text: bytes) -> tuple[str, ...] | None:
+    """kube-scheduler may send the same text again. Raises ValueError."""
+    try:
+        names: tuple[str, ...] | None = decode_json(text, tuple[str, ...] | None)  # type: ignore[arg-type]
+        return names
+    except UnreadableText as error:
+        raise ValueError(f"NodeNames: {error}") from error
+
+
+class FilterResult(msgspec.Struct, rename="pascal", kw_only=True):
+    nodes: dict[str, Any] | None = None
+    node_names: list[str] | None = None
+    failed_nodes: dict[str, str] = {}
+    failed_and_unresolvable_nodes: dict[str, str] = {}
+    error: str = ""
+
+
+class HostPriority(msgspec.Struct, rename="pascal"):
+    host: str
+    score: int
+
+
+class BindArgs(msgspec.Struct, kw_only=True):
+    pod_name: str = msgspec.field(name="PodName")
+    pod_namespace: str = msgspec.field(name="PodNamespace")
+    pod_uid: str = msgspec.field(name="PodUID")
+    node: str = msgspec.field(name="Node")
+
+
+class BindResult(msgspec.Struct, rename="pascal"):
+    error: str = ""
+
+
+class Victims(msgspec.Struct):
+    """`pods`: objects with a "UID", or whole pods. `violations`: of PodDisruptionBudgets."""
+
+    pods: list[dict[str, Any]] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+    def uids(self) -> frozenset[str]:
+        """Raises KeyError or TypeError for pods without a UID."""
+        return frozenset(str(each["UID"] if "UID" in each else each["metadata"]["uid"]) for each in self.pods or ())
+
+
+class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
+    """Victims that kube-scheduler proposes, by node: UIDs with nodeCacheCapable, else whole pods."""
+
+    pod: dict[str, Any]
+    node_name_to_victims: dict[str, Victims | None] | None = None
+    node_name_to_meta_victims: dict[str, Victims | None] | None = None
+
+    def proposed(self) -> Mapping[str, tuple[frozenset[str], int]]:
+        """UIDs and violations by node. Raises KeyError or TypeError for pods without a UID."""
+        given = {**(self.node_name_to_victims or {}), **(self.node_name_to_meta_victims or {})}
+        return {name: (victims.uids(), victims.violations) for name, victims in given.items() if victims is not None}
+
+
+class PreemptResult(msgspec.Struct):
+    """UIDs in any case. A node without victims would fail the whole attempt."""
+
+    victims: dict[str, Victims] = msgspec.field(name="NodeNameToMetaVictims", default_factory=dict)

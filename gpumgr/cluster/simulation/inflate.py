@@ -1,0 +1,122 @@
+"""The method inflate: the test of FGD (USENIX ATC '23). Pods arrive once each, in random order, until they ask for 130 % of the GPUs.
+
+Pods are shuffled; then pods that are drawn with replacement are added, or pods are left out, until the demand is reached. No pod ends, and
+none is tried twice.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod
+from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.randomness import Random
+from gpumgr.common.errors import InputError
+
+DEMAND_PERCENT: Final = 130
+#: Of the GPUs that pods have asked for, in percent of all.
+ALLOCATED_AT: Final = (100, 130)
+FRAGMENTED_AT: Final = (50, 80, 90)
+#: Kinds of pods that every result has; others are named by their number of GPUs.
+KINDS: Final = ("none", "share", "1", "2", "4", "8")
+MAX_PODS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli.
+
+    `over_demand`: arrived, granted and fragmented percent at each whole percent of arrived demand, from 1.
+    """
+
+    policy: str
+    seed: int
+    allocated_percent: dict[int, float]
+    fragmentation_percent: dict[int, float]
+    failed_pods: dict[str, int]
+    idle_gpus: int
+    over_demand: tuple[tuple[int, float, float], ...]
+
+
+def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
+    """Pods that ask for the demand. Raises InputError if the pods of the trace never reach it."""
+    if not any(pod.shape.gpus for pod in pods):
+        raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
+    target = capacity_milli * DEMAND_PERCENT // 100
+    made = list(pods)
+    random.shuffle(made)
+    demand = sum(pod.shape.total_milli for pod in made)
+    while demand < target:
+        if len(made) >= MAX_PODS:
+            raise InputError(f"more than {MAX_PODS:,} pods are needed to ask for {DEMAND_PERCENT} % of the GPUs; use fewer nodes")
+        made.append(random.choice(pods))
+        demand += made[-1].shape.total_milli
+    while demand - made[-1].shape.total_milli >= target:
+        demand -= made.pop().shape.total_milli
+    return made
+
+
+def run(
+    nodes: Sequence[NodeSpec],
+    pods: Sequence[Pod],
+    policy: str,
+    seed: int,
+    *,
+    random: Callable[[int], Random],
+    cpu_per_gpu_milli: int = 8000,
+    decided: Callable[[], None] = lambda: None,
+) -> Result:
+    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
+    cpus_per_gpu, in thousandths. `decided` is called before and after a decision."""
+    cluster = Cluster(nodes)
+    fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
+    arriving = inflated(pods, cluster.capacity_milli, random(seed))
+    placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    marks = _Marks(cluster, fragmentation)
+    failed: Counter[str] = Counter()
+    for number, pod in enumerate(arriving):
+        decided()
+        where = placer.find(pod.shape)
+        decided()
+        if where is None:
+            failed[pod.shape.kind] += 1
+        else:
+            cluster.place(pod.shape, where)
+            placer.placed(str(number), pod.shape, where)
+        marks.arrived(pod)
+    return Result(
+        policy=policy,
+        seed=seed,
+        allocated_percent={mark: marks.measured[mark - 1][1] for mark in ALLOCATED_AT},
+        fragmentation_percent={mark: marks.measured[mark - 1][2] for mark in FRAGMENTED_AT},
+        failed_pods=by_kind(failed),
+        idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
+        over_demand=tuple(marks.measured),
+    )
+
+
+def by_kind(pods: Counter[str]) -> dict[str, int]:
+    return {kind: pods[kind] for kind in (*KINDS, *sorted(pods.keys() - set(KINDS), key=int))}
+
+
+class _Marks:
+    """The measures at each whole percent of arrived demand."""
+
+    def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
+        self._cluster, self._fragmentation = cluster, fragmentation
+        self._demand = self._seen = 0
+        self._amounts = list(map(fragmentation.of, cluster.nodes))
+        self.measured: list[tuple[int, float, float]] = []
+
+    def arrived(self, pod: Pod) -> None:
+        self._demand += pod.shape.total_milli
+        capacity, nodes = self._cluster.capacity_milli, self._cluster.nodes
+        while (mark := len(self.measured) + 1) <= DEMAND_PERCENT and self._demand * 100 >= mark * capacity:
+            for position in set(self._cluster.changes[self._seen :]):
+                self._amounts[position] = self._fragmentation.of(nodes[position])
+            self._seen = len(self._cluster.changes)
+            free = sum(node.free_milli for node in nodes)
+            fragmented = 100 * sum(self._amounts) / free if free else 0.0
+            self.measured.append((mark, round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)))

@@ -1,0 +1,95 @@
+"""JSON with the line of each entry. All errors are InputError and name file and line; a key that an object has twice is one of them."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from gpumgr.cluster.simulation.texts import short
+from gpumgr.common.errors import InputError
+
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")
+_MOST_DIGITS: Final = 40
+_KINDS: Final = {"[": "a list of objects", "{": "an object"}
+
+
+class Entry(NamedTuple):
+    """Of a list (`key` counts from 1) or of an object. `at`: where the value begins."""
+
+    key: str
+    at: int
+    value: Any
+
+
+class JsonText:
+    """The content of a file. Raises InputError if it is not JSON."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self._file, self._text = file, text
+        self._counted = (0, 1)
+        try:
+            json.loads(text, parse_int=str)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: it is not JSON: {error.msg}") from error
+        except RecursionError as error:
+            raise InputError(f"{file}: it is not JSON that can be read: it is nested too deeply") from error
+
+    def place(self, at: int) -> str:
+        """The lines are counted from the last place on, if this one is behind it."""
+        start, line = self._counted if self._counted[0] <= at else (0, 1)
+        self._counted = (at, line + self._text.count("\n", start, at))
+        return f"{self._file}, line {self._counted[1]}"
+
+    def entries(self, opening: str, at: int = 0) -> Iterator[Entry]:
+        """Of the list ("[") or of the object ("{") at this position."""
+        at, keys = self._skipped(at), set[str]()
+        if self._text[at] != opening:
+            raise InputError(f"{self.place(at)}: {_KINDS[opening]} is expected")
+        at = self._skipped(at + 1)
+        while self._text[at] not in "]}":
+            key = str(len(keys) + 1)
+            if opening == "{":
+                key, end = self._decoded(at)
+                if key in keys:
+                    raise InputError(f"{self.place(at)}: {_twice(key)}")
+                at = self._skipped(self._skipped(end) + len(":"))
+            keys.add(key)
+            value, end = self._decoded(at)
+            yield Entry(key, at, value)
+            end = self._skipped(end)
+            at = self._skipped(end + 1) if self._text[end] == "," else end
+
+    def _decoded(self, at: int) -> tuple[Any, int]:
+        try:
+            return _DECODER.raw_decode(self._text, at)
+        except ValueError as error:
+            raise InputError(f"{self.place(at)}: {error}") from error
+
+    def _skipped(self, at: int) -> int:
+        blanks = _BLANKS.match(self._text, at)
+        return blanks.end() if blanks else at
+
+
+def _twice(key: str) -> str:
+    return f"the key '{short(key)}' is there twice; keep one of them"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(_twice(next(key for key in keys if keys.count(key) > 1)))
+    return made
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"the number {short(text)} has more than {_MOST_DIGITS} digits")
+    return int(text)
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"it is not JSON: {name} is no number")
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_constant=_constant)

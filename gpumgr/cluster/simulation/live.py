@@ -1,0 +1,151 @@
+"""The nodes and pods of a snapshot of a cluster: the scheduler's index, with kube-scheduler's own filters before it."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from gpumgr.cluster.core.choose import Misfit
+from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.index import ClusterIndex, NamedShares, PlacedPod, named_shares
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.request import NO_REQUEST, PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, short, shortage_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveNode:
+    """`taints` with those that Kubernetes derives from the state of the node."""
+
+    state: NodeState
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Json, ...] = ()
+    allocatable: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """`shares`: the GPUs of each container of the request; None: not known."""
+
+    node: str
+    shares: tuple[NamedShares, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LivePod:
+    """`name` with its namespace. `rules` is equal for specs with equal demands of nodes. `home`: where the snapshot has it; None: it waits.
+    `policy` None: the setting counts. `fixed`: why it may not be moved, or ""; `unchecked`: its demands that nothing here models."""
+
+    uid: str
+    name: str
+    spec: Json
+    rules: str
+    requests: Resources
+    request: PodRequest = NO_REQUEST
+    policy: Policy | None = None
+    home: Spot | None = None
+    fixed: str = ""
+    unchecked: tuple[str, ...] = ()
+
+    def on(self, spot: Spot) -> PlacedPod:
+        return PlacedPod(uid=self.uid, node=spot.node, request=self.request, shares=spot.shares)
+
+
+class LiveCluster:
+    """Begins with all pods at home; the home of a pod is one of the nodes. `policy` and `cpu_per_gpu_milli` are settings of the
+    scheduler."""
+
+    def __init__(
+        self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000
+    ) -> None:
+        self.policy, self._cpu_per_gpu_milli = policy, cpu_per_gpu_milli
+        self.nodes = {node.state.name: node for node in sorted(nodes, key=lambda each: each.state.name)}
+        self.pods = {pod.uid: pod for pod in pods}
+        self.index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
+        self._there: dict[str, dict[str, LivePod]] = {name: {} for name in self.nodes}
+        self._used: dict[str, Counter[str]] = {name: Counter() for name in self.nodes}
+        self._names: dict[str, tuple[str, ...]] = {}
+        for node in self.nodes.values():
+            self.index.set_node(node.state)
+        for pod in self.pods.values():
+            if pod.home is not None:
+                self.put(pod, pod.home)
+
+    def part(self, names: Collection[str]) -> "LiveCluster":
+        """These nodes alone, with the pods that are at home there."""
+        pods = (pod for pod in self.pods.values() if pod.home is not None and pod.home.node in names)
+        return LiveCluster((self.nodes[name] for name in names), pods, self.policy, cpu_per_gpu_milli=self._cpu_per_gpu_milli)
+
+    def put(self, pod: LivePod, spot: Spot) -> None:
+        if pod.request.containers:
+            self._report(pod, there=spot is pod.home)
+            self.index.bind(pod.on(spot))
+        else:
+            self.index.use_cpu(pod.uid, spot.node, pod.requests.get("cpu", 0))
+        self._there[spot.node][pod.uid] = pod
+        self._used[spot.node].update(pod.requests)
+
+    def remove(self, pod: LivePod, node: str) -> None:
+        self.index.remove(pod.uid)
+        self.index.free_cpu(pod.uid)
+        self._report(pod, there=False)
+        del self._there[node][pod.uid]
+        self._used[node].subtract(pod.requests)
+
+    def there(self, node: str) -> Collection[LivePod]:
+        return self._there[node].values()
+
+    def free(self, node: str) -> Resources:
+        return {name: amount - self._used[node][name] for name, amount in self.nodes[node].allocatable.items()}
+
+    def names(self, pod: LivePod) -> tuple[str, ...]:
+        """The nodes that are possible for the pod if enough is free there."""
+        if pod.rules not in self._names:
+            self._names[pod.rules] = tuple(name for name in self.nodes if self._refusal(pod, name) is None)
+        return self._names[pod.rules]
+
+    def spots(self, pod: LivePod, most: int = 1) -> list[Spot]:
+        """The best ones, as kube-scheduler and the extender choose them."""
+        names = self.names(pod)
+        ordered = self.index.order(pod.request, pod.policy or self.policy, names) if names else Rejection("")
+        found = () if isinstance(ordered, Rejection) else (self.on(pod, name) for name in ordered)
+        return list(islice((spot for spot in found if isinstance(spot, Spot)), most))
+
+    def on(self, pod: LivePod, name: str) -> Spot | str:
+        """The pod's place on this node, if labels and taints allow the node, or what is short there."""
+        free = self.free(name)
+        if (lacking := next(short(pod.requests, free), None)) is not None:
+            return shortage_text(pod.requests, free, lacking)
+        choice = self.index.choose_on(name, pod.uid, pod.request, pod.policy or self.policy)
+        if isinstance(choice, Misfit):
+            return explain([(name, choice)])
+        return Spot(name, named_shares(self.nodes[name].state, choice))
+
+    def holds(self, pod: LivePod, spot: Spot) -> bool:
+        """Whether the pod's place is free; the pod is nowhere yet."""
+        possible = spot.node in self.names(pod) and not any(short(pod.requests, self.free(spot.node)))
+        return possible and (not pod.request.containers or self.index.fits(pod.on(spot)))
+
+    def reasons(self, pod: LivePod) -> Iterator[tuple[str, str]]:
+        """(name, reason) of each node, for a pod that fits nowhere."""
+        return ((name, self._refusal(pod, name) or str(self.on(pod, name))) for name in self.nodes)
+
+    def gpus(self, pod: LivePod, spot: Spot) -> list[int]:
+        """The positions of the pod's GPUs on its node."""
+        state = self.nodes[spot.node].state
+        if spot is pod.home and pod.uid in state.other:
+            return sorted(position for position, _ in state.other[pod.uid])
+        return sorted({state.positions[gpu] for shares in spot.shares or () for gpu, _ in shares if gpu in state.positions})
+
+    def _refusal(self, pod: LivePod, name: str) -> str | None:
+        return refusal(pod.spec, name, self.nodes[name].labels, self.nodes[name].taints)
+
+    def _report(self, pod: LivePod, *, there: bool) -> None:
+        """What the node's agent reports of the pod counts while the pod is at home, and only then."""
+        home = self.nodes[pod.home.node].state if pod.home is not None else None
+        if home is None or pod.uid not in home.other:
+            return
+        state = self.index.node(home.name) or home
+        others = {uid: shares for uid, shares in state.other.items() if uid != pod.uid}
+        self.index.set_node(replace(state, other=others | ({pod.uid: home.other[pod.uid]} if there else {})))

@@ -1,0 +1,172 @@
+"""The method replay: pods arrive and end in time, and wait in a queue while they fit nowhere.
+
+At one instant pods end first, then pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod that
+does not fit does not hold up those behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
+"""
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
+from statistics import fmean, quantiles
+from typing import Final, Literal
+
+from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
+from gpumgr.cluster.simulation.inflate import by_kind
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Shape
+from gpumgr.cluster.simulation.policies import POLICIES, Placer
+from gpumgr.cluster.simulation.randomness import Random
+from gpumgr.common.errors import InputError
+
+#: Points of the result over time.
+_POINTS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happens to a pod, by its position in the trace. `where` is None for an arrival."""
+
+    seconds: float
+    what: Literal["arrived", "started", "ended"]
+    pod: int
+    where: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
+    start. `waiting_seconds` (mean, p50, p99) are those of the pods that started; `failed_pods` never did.
+    `over_time`: seconds since the first arrival, allocated percent, length of the queue; in equal steps."""
+
+    policy: str
+    seed: int
+    allocated_percent: dict[str, float]
+    queue_length: dict[str, float]
+    waiting_seconds: dict[str, float]
+    failed_pods: dict[str, int]
+    over_time: tuple[tuple[float, float, int], ...]
+
+
+def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Callable[[], None] = lambda: None) -> Iterator[Event]:
+    """In order of time. The cluster is changed before the event of the change. `decided` is called before and after a decision."""
+    # The first one is the last of the list.
+    arriving = sorted(range(len(pods)), key=lambda number: (pods[number].arrival_seconds, number), reverse=True)
+    ends: list[tuple[float, int, Placement]] = []
+    # Of each request the pods that wait: (-priority, arrival, position in the trace). A request that waits fits nowhere until a pod ends.
+    waiting: dict[Shape, list[tuple[int, float, int]]] = {}
+    while arriving or ends:
+        now = min([pods[each].arrival_seconds for each in arriving[-1:]] + [end for end, _, _ in ends[:1]])
+        freed: set[int] = set()
+        while ends and ends[0][0] <= now:
+            _, number, where = heappop(ends)
+            cluster.remove(pods[number].shape, where)
+            placer.removed(str(number))
+            freed.add(where.node)
+            yield Event(now, "ended", number, where)
+        retried = {shape for shape in waiting if _hosted(cluster, shape, freed)}
+        tried = set(retried)
+        while arriving and pods[arriving[-1]].arrival_seconds <= now:
+            number = arriving.pop()
+            pod = pods[number]
+            if pod.shape not in waiting:
+                tried.add(pod.shape)
+            heappush(waiting.setdefault(pod.shape, []), (-pod.priority, pod.arrival_seconds, number))
+            yield Event(now, "arrived", number)
+        heads = [(waiting[shape][0], shape) for shape in tried]
+        heapify(heads)
+        while heads:
+            (_, _, number), shape = heads[0]
+            if shape in retried and not _hosted(cluster, shape, freed):  # taken by a pod before it; cheaper than a decision
+                heappop(heads)
+                continue
+            decided()
+            found = placer.find(shape)
+            decided()
+            if found is None:
+                heappop(heads)
+                continue
+            heappop(waiting[shape])
+            if waiting[shape]:
+                heapreplace(heads, (waiting[shape][0], shape))
+            else:
+                del waiting[shape]
+                heappop(heads)
+            cluster.place(shape, found)
+            placer.placed(str(number), shape, found)
+            if (duration := pods[number].duration_seconds) is not None:
+                heappush(ends, (now + duration, number, found))
+            yield Event(now, "started", number, found)
+
+
+def run(
+    nodes: Sequence[NodeSpec],
+    pods: Sequence[Pod],
+    policy: str,
+    seed: int,
+    *,
+    random: Callable[[int], Random],
+    cpu_per_gpu_milli: int = 8000,
+    decided: Callable[[], None] = lambda: None,
+) -> ReplayResult:
+    """One policy and one seed. The other arguments are those of `inflate.run`. Raises InputError if the trace has no times."""
+    if not any(pod.arrival_seconds or pod.duration_seconds for pod in pods):
+        raise InputError(
+            "no pod has an arrival or a duration, so the method replay has nothing to measure; "
+            "add the columns arrival_seconds and duration_seconds, or use --method inflate"
+        )
+    cluster = Cluster(nodes)
+    fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
+    placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    times, allocated, queue = array("d"), array("q"), array("q")
+    milli = length = last = 0
+    started: dict[int, float] = {}
+    for event in events(cluster, placer, pods, decided):
+        pod = pods[event.pod]
+        if event.what == "ended":
+            milli -= pod.shape.total_milli
+        elif event.what == "arrived":
+            length += 1
+        else:
+            milli, length = milli + pod.shape.total_milli, length - 1
+            started[event.pod] = event.seconds - pod.arrival_seconds
+        if not times or event.seconds > times[-1]:
+            times.append(event.seconds)
+            allocated.append(milli)
+            queue.append(length)
+        allocated[-1], queue[-1] = milli, length
+        if event.what != "ended":
+            last = len(times)
+    p50, p99 = percentiles(list(started.values()))
+    failed = Counter(pod.shape.kind for number, pod in enumerate(pods) if number not in started)
+    percent = [100 * each / cluster.capacity_milli for each in allocated[:last]]
+    spans = [after - before for before, after in pairwise(times[:last])]
+    marks = [times[0] + (times[last - 1] - times[0]) * number / _POINTS for number in range(_POINTS + 1)]
+    shown = [(mark, bisect_right(times, mark, hi=last) - 1) for mark in marks]
+    return ReplayResult(
+        policy=policy,
+        seed=seed,
+        allocated_percent=_mean_and_max(percent, spans),
+        queue_length=_mean_and_max(queue[:last], spans),
+        waiting_seconds={"mean": round(fmean(started.values() or [0]), 3), "p50": round(p50, 3), "p99": round(p99, 3)},
+        failed_pods=by_kind(failed),
+        over_time=tuple((round(mark - times[0], 3), round(percent[at], 4), queue[at]) for mark, at in shown),
+    )
+
+
+def _hosted(cluster: Cluster, shape: Shape, positions: set[int]) -> bool:
+    return any(cluster.nodes[position].hosts(shape) for position in positions)
+
+
+def _mean_and_max(values: Sequence[float], spans: Sequence[float]) -> dict[str, float]:
+    """Over time; the last value has no span."""
+    mean = fmean(values[:-1], spans) if sum(spans) else values[-1]
+    return {"mean": round(mean, 4), "max": round(max(values), 4)}
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """The median and the 99th percentile; 0 without values."""
+    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values, 0.0][:1] * 99
+    return cuts[49], cuts[98]

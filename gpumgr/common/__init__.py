@@ -1,0 +1,1 @@
+"""Small tools without a domain, the errors and units of all parts, and gRPC over unix sockets."""

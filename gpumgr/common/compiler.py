@@ -1,0 +1,46 @@
+"""Compiles our C programs and libraries with the machine's compiler, once, and keeps the results."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from gpumgr.common.errors import InputError
+
+_TIMEOUT_SECONDS: Final = 120
+
+
+def compiled(
+    source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
+) -> Path:
+    """The result of `cc` (or $CC) for `source` and `flags`, readable and executable by all users: in `folder` (made if missing), under
+    a name with the hash of its inputs.
+
+    Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
+    written. The message names the result `what`, the prerequisite `needs` and the alternative `remedy`.
+    """
+    compiler = os.environ.get("CC", "cc").split()
+    key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]
+    target = folder / f"{source.stem}-{key}{suffix}"
+    if target.exists():
+        return target
+    if shutil.which(compiler[0]) is None:
+        raise InputError(f"{what} needs {needs} and {compiler[0]!r} is not in PATH: install gcc or clang, or {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = Path(scratch) / target.name
+            command = [*compiler, *flags, "-o", str(fresh), str(source)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+            fresh.chmod(0o755)
+            os.replace(fresh, target)
+    except subprocess.SubprocessError as exc:
+        detail = exc.stderr.strip() if isinstance(exc, subprocess.CalledProcessError) else str(exc)
+        raise InputError(f"{what} can't be compiled (it needs {needs}; or {remedy}): {detail}") from exc
+    except OSError as exc:
+        raise InputError(f"{what} can't be kept in {folder}: {exc.strerror or exc}") from exc
+    return target

@@ -1,0 +1,149 @@
+"""The log: structlog to stderr, console on a terminal and one JSON object a line otherwise. Libraries log from WARNING on.
+
+If the journal reads our stderr, each line is sent to it as an entry with fields and a priority; its message is the same JSON.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from typing import Any, Literal, TextIO
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from gpumgr.common.journal import Field, Journal, entry_of, is_journal_stream
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["auto", "console", "json"]
+
+_LEVELS: dict[str, int] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class _Threshold:
+    """The first processor: drops what is below the level. Loggers cache their class at their first use, but not the level."""
+
+    def __init__(self) -> None:
+        self.lowest = logging.INFO
+
+    def __call__(self, _: WrappedLogger, name: str, event: EventDict) -> EventDict:
+        if _LEVELS.get(name, logging.CRITICAL) < self.lowest:
+            raise structlog.DropEvent
+        return event
+
+
+_threshold = _Threshold()
+
+
+def set_level(level: Level) -> None:
+    """Applies from the next line on, also to loggers that are in use."""
+    _threshold.lowest = _LEVELS[level]
+
+
+def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, cache_loggers: bool = True) -> None:
+    """Configures logging; call it before the first line. Default stream: stderr. `cache_loggers`: loggers cache their configuration at
+    their first use, which is faster in a long-running process."""
+    set_level(level)
+    out = stream or sys.stderr
+    console = form == "console" or (form == "auto" and out.isatty())
+    journal = Journal() if form == "auto" and _read_by_journal(out) else None
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    traceback = structlog.processors.format_exc_info
+    rendering: list[Processor] = [_console(out)] if console else [traceback, _render_json]
+    lines = _Lines(out) if journal is None else _Entries(out, journal)
+    structlog.configure(
+        processors=[_threshold, *shared, *(rendering if journal is None else [traceback, _render_entry])],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        logger_factory=lambda *_: lines,
+        cache_logger_on_first_use=cache_loggers,
+    )
+    _route_libraries(logging.StreamHandler(out) if journal is None else _JournalHandler(out, journal), shared, rendering)
+
+
+def _read_by_journal(out: TextIO) -> bool:
+    with contextlib.suppress(OSError):  # a text in memory has no descriptor
+        return is_journal_stream(out.fileno(), os.environ)
+    return False
+
+
+class _Lines:
+    """Writes lines. If stderr is a full disk or a closed pipe, the line is lost and no error is raised."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def msg(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self._out.write(line + "\n")
+            self._out.flush()
+
+    log = debug = info = warn = warning = error = critical = exception = fatal = failure = err = msg
+
+
+class _Entries:
+    """Sends entries to the journal; an entry that it refuses is written to stderr."""
+
+    def __init__(self, out: TextIO, journal: Journal) -> None:
+        self._lines = _Lines(out)
+        self._journal = journal
+
+    def send(self, entry: list[Field]) -> None:
+        if not self._journal.send(entry):
+            self._lines.msg(dict(entry)["MESSAGE"])
+
+    log = debug = info = warn = warning = error = critical = exception = fatal = failure = err = send
+
+
+class _JournalHandler(logging.StreamHandler[TextIO]):
+    """Sends the log of libraries, with the names of their loggers."""
+
+    def __init__(self, out: TextIO, journal: Journal) -> None:
+        super().__init__(out)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = {"level": record.levelname.lower(), "logger": record.name}
+        if not self._journal.send(entry_of(self.format(record), event)):
+            super().emit(record)
+
+
+def _console(out: TextIO) -> Processor:
+    return structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
+
+
+def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
+    """Values that JSON can't represent are written as their repr."""
+    ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
+    try:
+        return msgspec.json.encode(ordered, enc_hook=repr).decode()
+    except (UnicodeEncodeError, TypeError):  # names that are no UTF-8, keys that are no text
+        return json.dumps(ordered, default=repr, skipkeys=True)
+
+
+def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[list[Field]], dict[str, Any]]:
+    """The arguments of the logger's method, as structlog has them."""
+    fields = dict(event)
+    return (entry_of(_render_json(logger, name, event), fields),), {}
+
+
+def _route_libraries(handler: logging.Handler, shared: list[Processor], rendering: list[Processor]) -> None:
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    logging.root.handlers[:] = [handler]
+    logging.root.setLevel(logging.WARNING)
+    logging.captureWarnings(True)

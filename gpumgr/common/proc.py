@@ -1,0 +1,112 @@
+"""Processes of the host, by pid and start time, as /proc shows them. Needs the host's pid namespace. Source: proc(5)."""
+
+import errno
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from gpumgr.common.units import Process
+
+PROC: Final = Path("/proc")
+_MOST_ENVIRONMENT_BYTES: Final = 1 << 20
+#: Errors of a process that has just ended, or of a zombie, which has no mounts.
+_ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
+
+
+def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
+    """When the process began, in clock ticks since boot (field 22 of /proc/PID/stat); None if there is no such process.
+
+    Pid and start time together are never used again. A zombie with other threads that still run counts as running.
+    """
+    fields = _stat(pid, root)
+    if len(fields) <= 19:
+        return None
+    ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
+    return None if ended else int(fields[19])
+
+
+def is_running(process: Process, root: Path = PROC) -> bool:
+    """Whether this process still runs, and its pid is not another's by now."""
+    pid, started = process
+    return start_time_ticks(pid, root) == started
+
+
+def parent_pid(pid: int, root: Path = PROC) -> int | None:
+    """The pid of the parent process (field 4); None if the process is gone."""
+    fields = _stat(pid, root)
+    return int(fields[1]) if len(fields) > 1 else None
+
+
+def environment(pid: int, root: Path = PROC) -> bytes:
+    """The environment with which the process was started, `NAME=value` with NULs between, at most 1 MiB of it; empty if it can't be
+    read. The process can change its content, and can make the call hang: its memory is read."""
+    try:
+        descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, _MOST_ENVIRONMENT_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return b""
+
+
+def _stat(pid: int, root: Path) -> list[bytes]:
+    """The fields from 3 on, after the name, which may hold any bytes; empty if the process is gone."""
+    try:
+        descriptor = os.open(f"{root}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return []
+    return text.rpartition(b")")[2].split()
+
+
+def mount_tables(root: Path = PROC) -> Iterator[str]:
+    """The text of mountinfo for each mount namespace that has a process; without CAP_SYS_PTRACE for each process. Blocks.
+
+    Raises OSError if a process is hidden from the agent; its `filename` is the file that can't be read.
+    """
+    pids = [entry for entry in os.listdir(root) if entry.isdecimal()]
+    if "1" not in pids:  # with hidepid= the listing has only processes that the agent may trace
+        raise PermissionError(errno.EPERM, "the processes of others are hidden", str(root))
+    seen: set[str] = set()
+    for pid in pids:
+        namespace = _mount_namespace(root / pid)
+        if namespace in seen:
+            continue
+        try:
+            yield (root / pid / "mountinfo").read_text(errors="surrogateescape")
+        except OSError as error:
+            if error.errno not in _ENDED:
+                raise
+        else:
+            if namespace is not None:
+                seen.add(namespace)
+
+
+def _mount_namespace(process: Path) -> str | None:
+    """None if the agent may not trace the process, which takes more rights than to read its mounts."""
+    try:
+        return os.readlink(process / "ns/mnt")
+    except OSError:
+        return None
+
+
+class HostProcesses:
+    """The processes below `root`, normally /proc. A process that can't be read counts as gone."""
+
+    def __init__(self, root: Path = PROC) -> None:
+        self._root = root
+
+    def start_time(self, pid: int) -> int | None:
+        return start_time_ticks(pid, self._root)
+
+    def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
+        """The start times of those that run. Blocks, so call it on a thread."""
+        return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
+
+    def runs(self, process: Process) -> bool:
+        return is_running(process, self._root)

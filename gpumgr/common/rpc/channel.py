@@ -1,0 +1,114 @@
+"""The client: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send; and what its connections
+have in common with those of the server."""
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import grpclib.client
+from grpclib.const import Cardinality, Status
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
+
+from gpumgr.common.errors import KubeletError
+from gpumgr.common.rpc import wire
+
+Reply = TypeVar("Reply")
+
+#: The errors of a call if the peer is unavailable, disconnects, hangs or refuses (a timeout is an OSError).
+CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
+
+
+class WireCodec(CodecBase):
+    """Messages are bytes or generated messages, as the declared message type says."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:  # noqa: ARG002 (grpclib's signature)
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        return data if message_type is bytes else wire.parse(message_type, data)
+
+
+class PeerConnection(H2Protocol):
+    """A connection to a peer that may send anything.
+
+    grpclib raises an error for each event of h2 that it does not know, as for frames of unknown types, which must be ignored (RFC 9113,
+    section 5.5). h2 and grpclib raise errors of many types for what they can't read; asyncio would log them with a traceback. Here they
+    close the connection, as every protocol error does.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.processor.processors = defaultdict(lambda: _ignore, self.processor.processors)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except Exception:
+            self.processor.close("the peer sent something that can't be read")
+
+
+def _ignore(_event: object) -> None:
+    pass
+
+
+class UnixChannel(grpclib.client.Channel):
+    """A lazily connected channel to `path`, which reconnects when the connection is lost. Use it as an async context manager.
+
+    Must be created inside a running event loop. grpclib would send "127.0.0.1:50051" as the authority of a unix socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path=str(path), codec=WireCodec())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def _protocol_factory(self) -> H2Protocol:
+        made = super()._protocol_factory()
+        return PeerConnection(made.handler, made.config, made.h2_config)
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
+        return "localhost"
+
+    async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
+        """One call, connecting included. `request` is bytes or a generated message.
+
+        Raises CALL_FAILURES, or WireError if the reply can't be read. A deadline that the peer reports, since it receives it too, is
+        a TimeoutError as well.
+        """
+        try:
+            async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
+                await stream.send_message(request, end=True)
+                reply = await stream.recv_message()
+        except GRPCError as error:
+            if timeout_seconds is not None and error.status is Status.DEADLINE_EXCEEDED:
+                raise TimeoutError(error.message) from error
+            raise
+        if reply is None:
+            raise GRPCError(Status.INTERNAL, "the call ended without an answer")
+        return reply
+
+
+def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
+    """A sentence for one of CALL_FAILURES; `doing` is like "register tencent.com/vcuda-core"."""
+    match error:
+        case GRPCError():
+            reason = f"the answer was {error.status.name}: {error.message or 'no reason given'}"
+        case StreamTerminatedError() | ProtocolError():
+            reason = "the peer hung up in the middle of the call"
+        case TimeoutError():
+            reason = "there was no answer in time"
+        case FileNotFoundError():
+            reason = "the socket does not exist (is the kubelet running?)"
+        case ConnectionRefusedError():
+            reason = "no process listens there (did a kubelet leave the socket behind?)"
+        case OSError():
+            reason = error.strerror or str(error)
+        case _:
+            reason = str(error)
+    return KubeletError(f"can't {doing} at {path}: {reason}")

@@ -1,0 +1,282 @@
+"""A gRPC server on grpclib that notifies its clients when it ends.
+
+grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
+without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
+its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
+`Connection.flush` and an entry of `EventsProcessor.processors`.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from socket import socket
+from typing import Any, Final, cast
+
+from grpclib.config import Configuration
+from grpclib.const import Cardinality, Status
+from grpclib.const import Handler as Method
+from grpclib.exceptions import GRPCError
+from grpclib.metadata import decode_metadata
+from grpclib.protocol import H2Protocol
+from grpclib.server import Server
+from h2.config import H2Configuration
+from h2.errors import ErrorCodes
+from h2.events import RequestReceived
+from h2.exceptions import ProtocolError
+
+from gpumgr.common.aio import wait_at_most
+from gpumgr.common.heap import return_memory
+from gpumgr.common.rpc.channel import PeerConnection, WireCodec
+
+#: How long clients may take at the end to close their connections, and then to read what was sent to them.
+_CLOSE_SECONDS: Final = 0.5
+_FLUSH_SECONDS: Final = 2.0
+#: A call that ended so recently may be the first of two.
+_PAIR_SECONDS: Final = 0.05
+#: A connection leaves cyclic garbage and fragments of the heap. After so many, the memory is returned, this much later and only once.
+_CONNECTIONS_PER_RETURN: Final = 50
+_RETURN_SECONDS: Final = 5.0
+_PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
+
+
+class DrainingServer(Server):
+    """A gRPC server with an orderly end: running calls finish, streams end cleanly, clients get a GOAWAY."""
+
+    def __init__(
+        self,
+        services: Collection[Any],
+        *,
+        config: Configuration | None = None,
+        flush_seconds: float = _FLUSH_SECONDS,
+        return_seconds: float = _RETURN_SECONDS,
+    ) -> None:
+        """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
+
+        `flush_seconds`: how long a client may take at the end to read what was sent to it, before its connection is aborted.
+        `return_seconds`: how long after 50 connections memory is returned to the system.
+        """
+        super().__init__(services, codec=WireCodec(), config=config)
+        self._flush_seconds, self._return_seconds = flush_seconds, return_seconds
+        self.connections: set[ServedConnection] = set()
+        #: How many connections there have been.
+        self.accepted = 0
+        self._next_return: float = _CONNECTIONS_PER_RETURN
+        self._none_connected = asyncio.Event()
+        self._none_connected.set()
+        self._unary_calls: set[asyncio.Task[Any]] = set()
+        self._stream_calls: set[asyncio.Task[Any]] = set()
+        self._last_unary = float("-inf")
+        self.draining = False
+        self._mapping = cast("dict[str, Method]", _Methods({path: self._counted(m) for path, m in self._mapping.items()}))
+
+    @property
+    def open_streams(self) -> int:
+        """Server-streaming calls that clients hold open now."""
+        return len(self._stream_calls)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no unary call runs or has just ended."""
+        return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
+
+    async def listen_on(self, sock: socket) -> None:
+        """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
+        earlier, self._server = self._server, None
+        try:
+            await self.start(sock=sock)
+        except BaseException:
+            self._server = earlier
+            raise
+        if earlier is not None:
+            earlier.close()
+
+    async def wait_idle(self, timeout_seconds: float) -> None:
+        """Waits until no unary call runs or has just ended, at most `timeout_seconds`.
+
+        The kubelet's calls for one container come in pairs, about a millisecond apart: a preference and its Allocate.
+        """
+        await asyncio.sleep(0)  # calls with headers that have just arrived start now
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        while not self.idle and (now := loop.time()) < deadline:
+            if self._unary_calls:
+                await asyncio.wait(self._unary_calls, timeout=deadline - now)
+            else:
+                await asyncio.sleep(min(max(0.0, self._last_unary + _PAIR_SECONDS - now), deadline - now))
+
+    async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
+        """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
+
+        Unary calls go first: the kubelet answers the end of ListAndWatch by closing the whole connection, and with it any
+        Allocate that still runs there. What has not ended after `grace_seconds` is cancelled.
+        """
+        if self._server is None or self.draining:
+            return
+        self.draining = True
+        self._server.close()
+        deadline = asyncio.get_running_loop().time() + grace_seconds
+        await self.wait_idle(grace_seconds)
+        end_streams()
+        await _settle(self._stream_calls, max(0.1, deadline - asyncio.get_running_loop().time()))
+        await self.close_now()
+
+    async def close_now(self) -> None:
+        """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. One
+        that does not is disconnected after `_CLOSE_SECONDS`; one that does not read `flush_seconds` later, since its transport would keep
+        what it holds, and stay open."""
+        self.draining = True
+        if self._server is None:
+            return
+        for connection in list(self.connections):
+            connection.end()
+        self.close()
+        await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
+        await wait_at_most(self._none_connected, _CLOSE_SECONDS)
+        for connection in self.connections:
+            connection.transport.close()
+        await wait_at_most(self._none_connected, self._flush_seconds)
+        for connection in self.connections:
+            connection.transport.abort()
+        await self._none_connected.wait()
+
+    def connected(self, connection: "ServedConnection") -> None:
+        self.connections.add(connection)
+        self.accepted += 1
+        self._none_connected.clear()
+        if self.accepted >= self._next_return:
+            self._next_return = math.inf
+            asyncio.get_running_loop().call_later(self._return_seconds, self._return_memory)
+
+    def disconnected(self, connection: "ServedConnection") -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._none_connected.set()
+
+    def _return_memory(self) -> None:
+        self._next_return = self.accepted + _CONNECTIONS_PER_RETURN
+        return_memory()
+
+    def _protocol_factory(self) -> H2Protocol:
+        made = super()._protocol_factory()
+        return ServedConnection(self, made, made.h2_config)
+
+    def _counted(self, method: Method) -> Method:
+        """The same method; while a call of it runs, the server has the call's task."""
+        streaming = method.cardinality is Cardinality.UNARY_STREAM
+        calls = self._stream_calls if streaming else self._unary_calls
+
+        async def serve(stream: Any) -> None:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            calls.add(task)
+            task.add_done_callback(calls.discard if streaming else self._unary_ended)
+            await method.func(stream)
+
+        return method._replace(func=serve)
+
+    def _unary_ended(self, call: "asyncio.Task[Any]") -> None:
+        self._unary_calls.discard(call)
+        self._last_unary = asyncio.get_running_loop().time()
+
+
+async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
+    """Waits until `calls` is empty, later calls included."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_seconds
+    while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
+        await asyncio.wait(running, timeout=left)
+
+
+class ServedConnection(PeerConnection):
+    """One client's connection, listed by its server.
+
+    grpclib writes headers, message and trailers of an answer one after the other; here one write sends all that a step of the event loop
+    has made, which saves both sides most of their system calls.
+    """
+
+    def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
+        super().__init__(made.handler, made.config, h2_config)
+        self.server = server
+        self._flush_is_due = False
+        self._ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", transport)
+        self._flush_now = self.connection.flush
+        self.connection.flush = self._flush_soon  # type: ignore[method-assign]
+        self._accept = self.processor.process_request_received
+        self.processor.processors[RequestReceived] = self._request_received
+        self.server.connected(self)
+        if self.server.draining:
+            self.end()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._ended:
+            super().data_received(data)
+
+    def _request_received(self, event: RequestReceived) -> None:
+        """A malformed request is an error of its stream (RFC 9113, section 8.1.1); the others of the connection go on."""
+        if _is_well_formed(event.headers):
+            self._accept(event)
+            return
+        with suppress(ProtocolError):  # the client has reset it itself
+            self.connection._connection.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.server.disconnected(self)
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Sends GOAWAY, after what the transport holds. If a call runs, the connection is closed and the call cancelled.
+
+        Otherwise only the sending side is closed, and the client closes the connection: a client that writes to a closed socket gets an
+        error, and may then drop the last answers.
+        """
+        if self._ended or self.transport.is_closing():
+            return
+        self._ended = True
+        with suppress(ProtocolError):  # the connection is past sending
+            self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
+            self._flush_now()
+        if self.processor.streams:
+            self.processor.close("the server is draining")
+        else:
+            self.transport.write_eof()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if not self.connection.is_closing():
+            self._flush_now()
+
+
+def _is_well_formed(headers: Any) -> bool:
+    """Whether each pseudo-header is there once (RFC 9113, section 8.3.1), and all metadata can be read."""
+    names = [name for name, _ in headers]
+    try:
+        decode_metadata(headers)
+    except ValueError:  # a name with the suffix -bin, and no base64
+        return False
+    return all(names.count(each) == 1 for each in _PSEUDO_HEADERS)
+
+
+class _Methods:
+    """grpclib's table of methods; an unknown one is answered with UNIMPLEMENTED in a form that grpc-go understands."""
+
+    def __init__(self, methods: dict[str, Method]) -> None:
+        self._methods = methods
+
+    def get(self, path: str) -> Method:
+        return self._methods.get(path) or Method(_unimplemented(path), Cardinality.STREAM_STREAM, bytes, bytes)
+
+
+def _unimplemented(path: str) -> Callable[[Any], Awaitable[None]]:
+    async def refuse(_stream: object) -> None:
+        raise GRPCError(Status.UNIMPLEMENTED, f"unknown method {path}")
+
+    return refuse

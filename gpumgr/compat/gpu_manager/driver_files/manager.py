@@ -1,0 +1,302 @@
+"""The mirror for the agent: `ensure` updates it, `prune` removes old versions."""
+
+import asyncio
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.common.errors import DriverFilesError, SettingsError
+from gpumgr.common.proc import mount_tables
+from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver
+from gpumgr.compat.gpu_manager.driver_files.mirror import VERSIONS, build, prune, switch
+from gpumgr.compat.gpu_manager.driver_files.source import Source, inspect, sha256_of
+from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
+from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
+    REPLACED_LIBRARIES,
+    VERSION_NUMBER,
+    Overlay,
+    VolumePlan,
+    plan_volume,
+)
+
+DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
+DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
+DEFAULT_ROOTS: Final = (Path("/"), Path("/run/nvidia/driver"))
+_GRACE_SECONDS: Final = 600.0
+#: A version in the path, within its own file system, that a mount shows.
+_VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
+_ROOT_FIELD: Final = 3
+#: Its first dotted number is what libcuda-control.so uses as the suffix of the libraries that it loads.
+_PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
+_MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverFiles:
+    """Folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
+
+    share_dir: with the limiting library in the place of libcuda and libnvidia-ml; None if there is none, and `share_error` is the
+        sentence that says why.
+    whole_dir: the driver as it is; None if volume.conf has no such volume.
+    problems: sentences about defects that do not prevent the mirror.
+    """
+
+    driver_version: str
+    share_dir: Path | None
+    whole_dir: Path | None
+    share_error: str | None
+    problems: tuple[str, ...]
+
+
+#: By the link that containers get: the plan of the folder that it points to.
+_Wanted = dict[Path, VolumePlan]
+
+
+class DriverMirror:
+    """Mirrors the driver's files. Concurrent calls run one after another; a call completes if its caller is cancelled.
+
+    `roots` are searched in their order. `shim`: libcuda-control.so, `shim_sha256` its hash, if other files are to be refused;
+    `client`: the program that the shim runs in a container, None = the gpu-client that is installed, if volume.conf lists it.
+    `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. Volumes of other names are at base/name of
+    volume.conf, without a base beside `share_dir`.
+    """
+
+    def __init__(
+        self,
+        *,
+        volume_conf: Path,
+        shim: Path | None,
+        client: Path | None,
+        shim_sha256: str | None = None,
+        share_dir: Path = DEFAULT_SHARE_DIR,
+        whole_dir: Path = DEFAULT_WHOLE_DIR,
+        roots: Sequence[Path] = DEFAULT_ROOTS,
+        proc_root: Path = Path("/proc"),
+        machine: str | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._volume_conf = volume_conf
+        self._shim = shim
+        self._shim_sha256 = shim_sha256
+        self._client = client
+        self._links = {SHARE: share_dir, WHOLE: whole_dir}
+        self._roots = tuple(roots)
+        self._proc_root = proc_root
+        self._machine = machine or _MACHINES.get(platform.machine(), platform.machine())
+        self._wall_clock = wall_clock
+        self._bases = {share_dir.parent, whole_dir.parent}
+        self._lock = threading.Lock()
+
+    async def ensure(self, driver_version: str | None = None) -> DriverFiles:
+        """Updates the mirror; current volumes stay unchanged. `driver_version` None: that of /proc/driver/nvidia/version.
+
+        Raises SettingsError for a bad volume.conf and for volumes with the same link, DriverFilesError if there is no driver or the
+        mirror can't be made.
+        """
+        return await asyncio.to_thread(self._ensure, driver_version)
+
+    async def prune(self, grace_seconds: float = _GRACE_SECONDS) -> tuple[str, ...]:
+        """Removes versions that no container has mounted and that are not current; returns their names. Raises DriverFilesError."""
+        return await asyncio.to_thread(self._prune, grace_seconds)
+
+    def _ensure(self, driver_version: str | None) -> DriverFiles:
+        with self._lock:
+            conf = load(self._volume_conf, self._links[SHARE].parent)
+            self._check_links(conf)
+            version = driver_version or self._loaded_version()
+            try:
+                driver = find_driver(self._roots, conf.volumes, machine=self._machine, driver_version=version)
+                wanted, share_error, problems = self._plan_all(conf, driver, version)
+            except OSError as error:
+                raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
+            self._bases |= {self._link_of(volume).parent for volume in conf.volumes}
+            self._mirror(wanted, version)
+            # As gpu-manager does, the last volume with another name than `nvidia` is the one for whole GPUs.
+            return DriverFiles(
+                driver_version=version,
+                share_dir=next((link for link, plan in wanted.items() if plan.volume == SHARE), None),
+                whole_dir=next((link for link, plan in reversed(wanted.items()) if plan.volume != SHARE), None),
+                share_error=share_error,
+                problems=tuple(problems),
+            )
+
+    def _prune(self, grace_seconds: float) -> tuple[str, ...]:
+        with self._lock:
+            now_seconds = self._wall_clock()
+            in_use = versions_in_use(self._proc_root)
+            removed = [
+                name
+                for base in sorted(self._bases)
+                for name in prune(base, in_use, grace_seconds=grace_seconds, now_seconds=now_seconds)
+            ]
+        if removed:
+            _log.info("driver_files_removed", versions=removed)
+        return tuple(removed)
+
+    def _link_of(self, volume: Volume) -> Path:
+        return self._links.get(volume.name, volume.base / volume.name)
+
+    def _check_links(self, conf: VolumeConf) -> None:
+        """Raises SettingsError if two volumes have the same link: shares could get a driver without limits."""
+        taken: dict[Path, str] = {}
+        for volume in conf.volumes:
+            link = self._link_of(volume)
+            if link in taken:
+                raise SettingsError(
+                    f"the volumes {taken[link]!r} and {volume.name!r} of the driver's files would both be at {link}: give them different "
+                    "folders in container.driver_share_dir, container.driver_whole_dir and vcuda.volume_conf"
+                )
+            taken[link] = volume.name
+
+    def _loaded_version(self) -> str:
+        path = self._proc_root / "driver" / "nvidia" / "version"
+        try:
+            version = parse_proc_version(path.read_text(errors="replace"))
+        except OSError as error:
+            raise DriverFilesError(f"{path}: {error.strerror or error}; load NVIDIA's driver (modprobe nvidia)") from error
+        if version is None:
+            raise DriverFilesError(f"{path} has no version in a line that begins with 'NVRM version:'; is it NVIDIA's driver?")
+        return version
+
+    def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
+        """Plans of the possible volumes, why the share volume can't be made (None if it can), and problems. Raises OSError."""
+        wanted: _Wanted = {}
+        problems = list(conf.warnings)
+        share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
+        for volume in conf.volumes:
+            sources = driver.select(volume)
+            overlay: Overlay | None = None
+            if volume.name == SHARE:
+                try:
+                    overlay = self._overlay(sources)
+                    share_error = None
+                except DriverFilesError as error:
+                    share_error = str(error)
+                    continue
+            plan = plan_volume(
+                volume.name,
+                libraries=sources.libraries,
+                binaries=sources.binaries,
+                machine=self._machine,
+                driver_version=version,
+                overlay=overlay,
+            )
+            if overlay and (missing := _missing_originals(plan, version)):
+                share_error = missing
+                continue
+            link = self._link_of(volume)
+            wanted[link] = plan
+            problems += _problems(volume, plan, sources, conf, driver.root)
+            if volume.base not in (link.parent, self._links[SHARE].parent):
+                problems.append(
+                    f"{conf.source}: volume {volume.name!r}: its base {volume.base} has no effect, containers get {link}"
+                )
+        return wanted, share_error, problems
+
+    def _overlay(self, sources: VolumeSources) -> Overlay:
+        """Raises DriverFilesError with what is wrong with the shim or the client."""
+        if self._shim is None:
+            raise DriverFilesError(
+                f"vcuda.library_path is not set: set it to the full path of {SHIM}; without it a share has no libcuda.so.1"
+            )
+        shim = _supplied(self._shim, SHIM, "vcuda.library_path")
+        if shim.elf is None or shim.elf.bits != 64 or shim.elf.machine != self._machine:
+            kind = f"is for {shim.elf.machine}" if shim.elf else shim.not_elf
+            raise DriverFilesError(f"vcuda.library_path {self._shim} {kind}; it must be a 64-bit library for {self._machine}")
+        if self._shim_sha256 is not None and shim.sha256 != self._shim_sha256.lower():
+            raise DriverFilesError(
+                f"vcuda.library_path {self._shim} has the SHA-256 {shim.sha256}, vcuda.library_sha256 asks for {self._shim_sha256}"
+            )
+        found = next((source.path for source in sources.binaries if source.name == CLIENT), None)
+        path = self._client or found
+        if path is None:
+            raise DriverFilesError(f"vcuda.client_path is not set and no {CLIENT} is installed: {SHIM} can't register without it")
+        return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))
+
+    def _mirror(self, wanted: _Wanted, driver_version: str) -> None:
+        """Makes all versions before it changes the first link."""
+        made = [plan.volume for link, plan in wanted.items() if build(plan, link.parent)]
+        switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
+        if made or switched:
+            _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
+        for plan in wanted.values() if made else ():
+            for what, reason in plan.skipped.items():
+                _log.debug("driver_file_skipped", volume=plan.volume, what=what, reason=reason)
+
+
+def is_supplied(whole_dir: Path) -> bool:
+    """Whether the folder is one that the operator fills. At the default path it is gpu-manager's, and a link is a mirror's."""
+    return whole_dir != DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
+
+
+def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
+    """The root that a mirror of this driver is made from. Raises DriverFilesError, SettingsError, OSError."""
+    machine = _MACHINES.get(platform.machine(), platform.machine())
+    volumes = load(volume_conf, DEFAULT_WHOLE_DIR.parent).volumes
+    return find_driver(roots, volumes, machine=machine, driver_version=driver_version).root
+
+
+def parse_proc_version(text: str) -> str | None:
+    """The driver's version in the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it has none."""
+    found = _PROC_VERSION.search(text)
+    return found[1] if found else None
+
+
+def _supplied(path: Path, name: str, setting: str) -> Source:
+    """A file of the operator. The copy in the mirror is readable for all, the file itself need not be."""
+    try:
+        return replace(inspect(path, name), mode=0o755, sha256=sha256_of(path))
+    except OSError as error:
+        raise DriverFilesError(f"{setting} {path}: {error.strerror or error}") from error
+
+
+def _missing_originals(plan: VolumePlan, driver_version: str) -> str | None:
+    names = [
+        f"{stem}.so.{driver_version}" for stem in REPLACED_LIBRARIES if f"lib64/{stem}.so.{driver_version}" not in plan.files
+    ]
+    if not names:
+        return None
+    return f"volume {plan.volume!r} has no {' and no '.join(names)}: name them in volume.conf; {SHIM} can't work without them"
+
+
+def _problems(volume: Volume, plan: VolumePlan, sources: VolumeSources, conf: VolumeConf, root: Path) -> list[str]:
+    problems: list[str] = []
+    missing = [name for name in sources.missing if volume.name != SHARE or name not in (CLIENT, SHIM)]
+    if conf.source is not None and missing:
+        problems.append(f"{conf.source}: volume {volume.name!r}: nothing found below {root} for {', '.join(missing)}")
+    problems += [
+        f"volume {volume.name!r}: {file} needs {name}, which no entry of its libraries begins; add it to volume.conf"
+        for name, file in sorted(plan.unmet().items())
+    ]
+    return problems
+
+
+def versions_in(mountinfo: str) -> frozenset[str]:
+    """Versions of the mirror that are mounted, from the text of /proc/PID/mountinfo.
+
+    Its fourth field is the path that a mount shows. Source: proc(5).
+    """
+    roots = (fields[_ROOT_FIELD] for line in mountinfo.splitlines() if len(fields := line.split(" ")) > _ROOT_FIELD)
+    return frozenset(found[1] for root in roots if (found := _VERSION.search(root)))
+
+
+def versions_in_use(proc_root: Path) -> frozenset[str]:
+    """Versions of the mirror that any process has mounted. `proc_root` must show the host's processes.
+
+    Raises DriverFilesError if one is hidden: then any version may be in use.
+    """
+    try:
+        return frozenset[str]().union(*map(versions_in, mount_tables(proc_root)))
+    except OSError as error:
+        raise DriverFilesError(
+            f"can't read the mounts of all processes: {error.filename}: {error.strerror or error}; the agent must run as root"
+        ) from error

@@ -1,0 +1,207 @@
+"""The plan of a volume: its files and links, and which files are left out and why. Pure.
+
+    whole volume                                   share volume (`nvidia`)
+    lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
+    lib64/libcuda.so.1 -> libcuda.so.535.54.03     lib64/libcuda.so.1 -> libcuda-control.so
+    lib64/libcuda.so   -> libcuda.so.535.54.03     lib64/libcuda.so   -> libcuda-control.so
+                                                   ... libnvidia-ml in the same way, and bin/gpu-client
+
+The shim is a 64-bit library and replaces 64-bit libraries only: `lib` has the real 32-bit ones, in both volumes.
+libcuda-control.so opens the real libraries by their names with the driver's version.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpumgr.common.elf import Elf
+from gpumgr.compat.gpu_manager.driver_files.source import Source
+from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
+
+#: The libraries that the shim replaces.
+REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
+#: A node's machine -> the 32-bit one, the programs of which it can run.
+COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
+
+#: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as the text that file names end in.
+VERSION_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)+"
+_VERSION_IN_NAME: Final = re.compile(rf"\.so\.({VERSION_NUMBER})$")
+_VERSION_DIGITS: Final = 32
+_MAX_NAME_LENGTH: Final = 255
+_TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
+#: These belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
+_SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
+_DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
+#: The ABI note of the one libnvidia-tls (of two, in old drivers) for today's C library.
+_TLS_ABI: Final = (2, 3, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """`copied`: never a hard link, so that writing to the source has no effect."""
+
+    source: Source
+    copied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """The files that turn the driver's files into a share volume."""
+
+    shim: Source
+    client: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VolumePlan:
+    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: files that
+    match the lists and are not mirrored, and links that are not made -> the reason. `version` depends on the content alone."""
+
+    volume: str
+    version: str
+    files: dict[str, File]
+    links: dict[str, str]
+    skipped: dict[str, str]
+
+    def unmet(self) -> dict[str, str]:
+        """Libraries of the driver that the volume's files need and that are missing -> the first file that needs it."""
+        there = {target.rpartition("/")[2] for target in (*self.files, *self.links)}
+        return {
+            name: target
+            for target, file in reversed(self.files.items())
+            for name in (file.source.elf.needed if file.source.elf else ())
+            if name.startswith("libnvidia-") and name not in there
+        }
+
+
+def plan_volume(
+    volume: str,
+    *,
+    libraries: Iterable[Source],
+    binaries: Iterable[Source],
+    machine: str,
+    driver_version: str,
+    overlay: Overlay | None = None,
+) -> VolumePlan:
+    """`overlay` None: the driver's own files. If two files have one name, that of the driver's version is used, else the first."""
+    builder = _PlanBuilder(machine, driver_version, overlay)
+    if overlay:
+        builder.overlay(overlay)
+    for source in sorted(libraries, key=lambda source: version_of(source.name) != driver_version):
+        builder.library(source)
+    for source in binaries:
+        builder.binary(source)
+    version = _version(volume, driver_version, builder.files, builder.links)
+    return VolumePlan(volume=volume, version=version, files=builder.files, links=builder.links, skipped=builder.skipped)
+
+
+@dataclass
+class _PlanBuilder:
+    """Builds a plan. The first file of a name is used; files replace links."""
+
+    machine: str
+    driver_version: str
+    shared: Overlay | None
+    files: dict[str, File] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def overlay(self, overlay: Overlay) -> None:
+        self._file(f"lib64/{SHIM}", overlay.shim, copied=True)
+        self._file(f"bin/{CLIENT}", overlay.client, copied=True)
+        for stem in REPLACED_LIBRARIES:
+            self._link(f"lib64/{stem}.so.1", SHIM)
+            self._link(f"lib64/{stem}.so", SHIM)
+
+    def library(self, source: Source) -> None:
+        elf = source.elf
+        reason = self._skip_reason(source, elf)
+        if elf is None or reason:
+            self._skip(source, reason)
+            return
+        folder = self._folder(elf)
+        if self.shared and folder == "lib64" and _stem(source.name) in REPLACED_LIBRARIES:
+            self._file(f"lib64/{_stem(source.name)}.so.{self.driver_version}", source)
+        elif self._file(f"{folder}/{source.name}", source) and elf.soname:
+            self._sonames(folder, source, elf.soname)
+
+    def binary(self, source: Source) -> None:
+        """Adds a program, which may be a script."""
+        if self.shared and source.name == CLIENT:
+            return
+        if source.elf and source.elf.machine not in (self.machine, COMPANION.get(self.machine)):
+            self._skip(source, f"is for {source.elf.machine}, this node is {self.machine}")
+            return
+        self._file(f"bin/{source.name}", source)
+
+    def _skip_reason(self, source: Source, elf: Elf | None) -> str:
+        stem = _stem(source.name)
+        if elf is None:
+            return source.not_elf
+        if elf.machine not in (self.machine, COMPANION.get(self.machine)):
+            return f"is for {elf.machine}, this node is {self.machine}"
+        if self.shared and stem == _stem(SHIM):
+            return "the limiting library comes from vcuda.library_path"
+        if self.shared and stem in REPLACED_LIBRARIES and version_of(source.name) not in (None, self.driver_version):
+            return f"is not of the loaded driver {self.driver_version}"
+        if stem in _SHARED_WITH_MESA and not any(name.startswith(_DRIVER_NEEDS) for name in elf.needed):
+            return "is not the driver's library: it needs neither libnvidia-glcore, libnvidia-eglcore nor libGLdispatch"
+        if stem == "libnvidia-tls" and elf.abi not in (None, _TLS_ABI):
+            return "its ABI note is not 2.3.99"
+        return ""
+
+    def _folder(self, elf: Elf) -> str:
+        return "lib64" if elf.machine == self.machine else "lib"
+
+    def _sonames(self, folder: str, source: Source, soname: str) -> None:
+        if soname == source.name:
+            return
+        if "/" in soname or soname in (".", "..") or len(soname) > _MAX_NAME_LENGTH:
+            self.skipped[f"link {soname!r} to {source.path}"] = "its SONAME is not a file name"
+            return
+        names = [soname, _TRAILING_NUMBERS.sub("", soname)]
+        if soname.startswith("libGLX_nvidia."):
+            # The fallback of GLVND for indirect rendering.
+            names.append(soname.replace("libGLX_nvidia.", "libGLX_indirect."))
+        for name in names:
+            if name != source.name:
+                self._link(f"{folder}/{name}", source.name)
+
+    def _file(self, target: str, source: Source, *, copied: bool = False) -> bool:
+        holder = self.files.get(target)
+        if holder is not None:
+            self._skip(source, f"{target} is {holder.source.path} already")
+            return False
+        self.files[target] = File(source=source, copied=copied)
+        self.links.pop(target, None)
+        return True
+
+    def _link(self, target: str, to: str) -> None:
+        if target not in self.files:
+            self.links.setdefault(target, to)
+
+    def _skip(self, source: Source, reason: str) -> None:
+        self.skipped[str(source.path)] = reason
+
+
+def version_of(library: str) -> str | None:
+    """From the name of a library's file: libcuda.so.470.82.01 -> 470.82.01. None for libcuda.so.1 and libcuda.so."""
+    found = _VERSION_IN_NAME.search(library)
+    return found[1] if found else None
+
+
+def _stem(name: str) -> str:
+    return name.partition(".so")[0]
+
+
+def _version(volume: str, driver_version: str, files: Mapping[str, File], links: Mapping[str, str]) -> str:
+    """Hex digits of a hash of the volume's parts."""
+    parts: list[object] = [volume, driver_version]
+    parts += [
+        (target, file.source.sha256 or (str(file.source.path), file.source.identity[1:]), file.copied)
+        for target, file in files.items()
+    ]
+    parts += links.items()
+    return hashlib.sha256(repr(parts).encode(errors="surrogateescape")).hexdigest()[:_VERSION_DIGITS]

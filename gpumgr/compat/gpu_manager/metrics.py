@@ -1,0 +1,111 @@
+"""gpu-manager's four gauges, with its names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
+
+Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of
+pods that request GPUs have series, with 0 for containers without a request, except init containers. Where a request names no memory, its
+series has the memory of the granted GPUs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, percent
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey, PodView
+
+#: Labels of every series, before the label of the GPU.
+HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")
+
+#: A pod and its container.
+Holder = tuple[PodKey, str]
+
+
+def _family(name: str, about: str, card: str) -> Family:
+    return Family(name=name, about=about, labels=(*HOLDER_LABELS, card))
+
+
+_UTILIZATION: Final = _family("container_gpu_utilization", "gpu utilization", "gpu")
+_MEMORY: Final = _family("container_gpu_memory_total", "gpu memory usage in MiB", "gpu_memory")
+_CARDS_ASKED: Final = _family("container_request_gpu_utilization", "request of gpu utilization", "req_of_gpu")
+_MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu memory in MiB", "req_of_gpu_memory")
+
+
+def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
+    """`pods` are the known pods of the node; the ledger has the others with an allocation. `texts` are those of HOLDER_LABELS."""
+    yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
+    gpu_registry: dict[str, float] = {}
+    mebibytes: dict[str, float] = {}
+    for (pod, container), (cores, memory_mebibytes) in yielding_gil(_asked(report, pods).items()):
+        holder = texts.of(pod[1], pod[0], node, container)
+        gpu_registry[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
+        mebibytes[f'{holder},req_of_gpu_memory="total"'] = memory_mebibytes
+    yield render(_CARDS_ASKED, gpu_registry)
+    yield render(_MEMORY_ASKED, mebibytes)
+
+
+def _holder(allocation: Allocation) -> Holder | None:
+    """None: gpu-manager has no series of it, or its pod is not known yet."""
+    if allocation.init or allocation.pod is None or allocation.container is None:
+        return None
+    return allocation.pod, allocation.container
+
+
+def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
+    allocations = report.view.ledger.allocations
+    index_of = {gpu.uuid: gpu.index for gpu in report.view.inventory.snapshot.gpus}
+    percents: dict[str, float | None] = {}
+    mebibytes: dict[str, float | None] = {}
+    # While the driver does not answer, old values would look current.
+    for use in yielding_gil(report.use.containers.values() if report.use and report.nvml_up else ()):
+        allocation = allocations.get(use.allocation)
+        holder = _holder(allocation) if allocation else None
+        if holder is None or use.uuid not in index_of or holder[0] in ended:
+            continue
+        labels = texts.of(holder[0][1], holder[0][0], node, holder[1])
+        busy, memory_mebibytes = percent(use.utilization_ratio), None if use.memory_bytes is None else use.memory_bytes >> 20
+        for card in (f"gpu{index_of[use.uuid]}", "total"):
+            _add(percents, f'{labels},gpu="{card}"', busy)
+            _add(mebibytes, f'{labels},gpu_memory="{card}"', memory_mebibytes)
+    for family, series in ((_UTILIZATION, percents), (_MEMORY, mebibytes)):
+        yield render(family, {each: value for each, value in series.items() if value is not None})
+
+
+def _add(series: dict[str, float | None], labels: str, value: float | None) -> None:
+    """A sum with an unknown part is unknown."""
+    before = series.get(labels, 0)
+    series[labels] = None if value is None or before is None else before + value
+
+
+def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
+    """Cores and MiB."""
+    granted = _granted(report)
+    known = {pod.key for pod in pods}
+    asked = {holder: what for holder, what in granted.items() if holder[0] not in known}
+    for pod in yielding_gil(pods):
+        if pod.ended or not pod.wants_gpu:
+            continue
+        for spec in pod.containers:
+            if spec.kind != "init":
+                holder = (pod.key, spec.name)
+                cores, of_cards = granted.get(holder, (0, 0)) if spec.wants_gpu else (0, 0)
+                asked[holder] = (cores if spec.replicas else spec.cores, _mebibytes(spec.memory_blocks) or of_cards)
+    return asked
+
+
+def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
+    """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
+    ledger = report.view.ledger
+    size_of = {card.name: card.memory_mebibytes for card in ledger.gpu_registry.gpus}
+    size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
+    granted: dict[Holder, tuple[int, int]] = {}
+    for allocation in yielding_gil(ledger.allocations.values()):
+        if (holder := _holder(allocation)) is not None:
+            mebibytes = sum(size_of[gpu] if a.whole else a.memory_mebibytes for gpu, a in allocation.gpus.items())
+            granted[holder] = (allocation.cores, mebibytes)
+    return granted
+
+
+def _mebibytes(blocks: int) -> int:
+    return blocks * BLOCK_BYTES >> 20

@@ -1,0 +1,157 @@
+"""The plan for a node that moves from gpu-manager to gpumgr. Pure, except for the files that gpu-manager's flags name.
+
+gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it. Running containers keep their GPUs until they end.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import Final
+
+from gpumgr.common.units import blocks_of
+from gpumgr.compat.gpu_manager.command import DaemonSet, GpuManagerCommand
+from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
+from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
+from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
+from gpumgr.ledger.rebuild import Holders
+
+_DOCKERSHIM: Final = "dockershim"
+#: Settings that gpu-manager's flags may produce, and that the chart interprets inside the pod (its templates/_check.tpl).
+_IN_THE_CHART: Final = {
+    "kubernetes.kubeconfig": (
+        "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "
+        "extraVolumeMounts"
+    ),
+    "display.socket": "leave it out of the chart's values, which have /run/gpumgr/gpu-manager.sock; other folders are not mounted",
+    "http.address": "leave it out of the chart's values if it is one of loopback, or set hostNetwork, too",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuManagerState:
+    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (as the
+    agent reads it, gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager,
+    according to the kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`:
+    resource -> number of ids that the kubelet has."""
+
+    node: str
+    checkpoint: Path
+    records: Sequence[GpuManagerRecord] = ()
+    live: Collection[str] | None = None
+    holders: Holders = field(default_factory=dict)
+    names: Mapping[str, str]
+    answering: Sequence[Path] = ()
+    registered: Mapping[str, int]
+
+
+def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
+    """Raises SettingsError for flags that gpumgr refuses, InputError for files that the flags name and that cannot be read."""
+    argv, notes = command.argv()
+    parsed = parse_gpu_manager_flags(argv)
+    overrides = dict(parsed.overrides)
+    notes += parsed.notes
+    if "placement.share_mode" not in overrides:
+        overrides["placement.share_mode"] = False
+        notes.append("gpu-manager runs without --share-mode and grants no shares; placement.share_mode false keeps it so")
+    if _DOCKERSHIM in str(overrides.get("cri.socket") or ""):
+        notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
+    overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)
+    settings = differing(overrides)
+    notes += [f"{key}: {said}" for key, said in _IN_THE_CHART.items() if key in settings]
+    if "http.address" in settings:
+        notes.append("http.address: from beyond this host only probes and metrics are served, unless http.token_file is set")
+    notes.append(
+        f"gpumgr's DaemonSet comes to every node with GPUs: label those that gpu-manager serves {NODE_LABEL}=disable before"
+    )
+    notes.append("gpu-admission is needed no more: take its extender out of kube-scheduler's configuration after the last node")
+    return Plan(
+        settings=settings,
+        pods=tuple(_pods(found)),
+        notes=tuple(notes),
+        warnings=tuple(_warnings(command, found)),
+        stop=tuple(_stop(command, found.node)),
+        start=tuple(_start(found.node, to)),
+        rollback=tuple(_rollback(command, found)),
+        clean_up=(f"rm {quote(str(found.checkpoint))}    # when gpu-manager shall not come back",),
+    )
+
+
+def _pods(found: GpuManagerState) -> Iterator[str]:
+    gone = 0
+    for record in found.records:
+        if found.live is not None and record.pod_uid not in found.live:
+            gone += 1
+            continue
+        gpus = ", ".join(f"/dev/nvidia{minor}" for minor in record.minors) or "no GPU"
+        size = f"vcuda-core {record.cores}, vcuda-memory {blocks_of(record.memory_bytes)}"
+        yield f"{_name(found, record.pod_uid)} ({record.container}): keeps {gpus} ({size}) until it ends"
+    if gone:
+        yield f"left behind, as the kubelet has forgotten their pods: {gone} of {len(found.records)} records in {found.checkpoint}"
+    if not found.records:
+        yield f"{found.checkpoint} has no record: nothing is taken over"
+
+
+def _name(found: GpuManagerState, uid: str) -> str:
+    return found.names.get(uid, f"pod uid {uid}")
+
+
+def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
+    if command.pid is not None:
+        yield f"gpu-manager runs (pid {command.pid}): stop it before gpumgr starts, or both give out the same GPUs"
+    elif found.answering:
+        yield f"gpu-manager answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
+    for resource, number in sorted(found.registered.items()):
+        if found.answering or command.pid is not None:
+            yield f"the kubelet has {number} ids of {resource} from it"
+    recorded = {(record.pod_uid, record.container) for record in found.records if record.minors}
+    if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - recorded)]:
+        yield (
+            f"{', '.join(left)} hold GPUs from gpu-manager, according to the kubelet, and {found.checkpoint} does not say which: unless "
+            "they have ended, gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them"
+        )
+    if found.live is None and found.records:
+        yield (
+            "the kubelet's checkpoint cannot be read or names no pod, so that records of pods that are gone count as well; run this on "
+            "the node, as root"
+        )
+
+
+def _stop(command: GpuManagerCommand, node: str) -> Iterator[str]:
+    daemon_set, node = command.daemon_set, quote(node)
+    if daemon_set is None:
+        yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
+        daemon_set = DaemonSet()
+    if daemon_set.selector:
+        keys = " ".join(quote(f"{key}-") for key in daemon_set.selector)
+        yield f"kubectl label node {node} {keys}    # {daemon_set.namespace}/{daemon_set.name} leaves this node, and only this one"
+    else:
+        patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
+        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {node}"
+        yield f"kubectl -n {quote(daemon_set.namespace)} patch daemonset {quote(daemon_set.name)} -p '{patch}'"
+
+
+def _start(node: str, to: Path) -> Iterator[str]:
+    yield f"gpumgr config check {quote(str(to))}"
+    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
+    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet, which must see gpu-manager's checkpoint:"
+    yield (
+        f"{HELM_INSTALL} --set gpuManager.takeOver=true    "
+        "# your values, too; kustomize: components: [config/kustomize/take-over]"
+    )
+    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
+    yield "gpumgr checkpoint show    # the pods of above are in it"
+
+
+def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
+    node = quote(found.node)
+    yield "gpumgr checkpoint show    # delete the pods that came under gpumgr: gpu-manager would not know of them, and give their GPUs away"
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
+    daemon_set = command.daemon_set
+    if daemon_set is None:
+        yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
+        daemon_set = DaemonSet()
+    labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
+    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
+    yield f"kubectl label node {node} {pairs}    # it reads {found.checkpoint} again, as it left it"

@@ -1,0 +1,178 @@
+"""Backend "vcuda": files and a socket for each container; the operator's library in the container enforces the limits."""
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.files import names_in
+from gpumgr.common.proc import environment
+from gpumgr.common.units import Resource
+from gpumgr.common.unix_socket import path_problem
+from gpumgr.compat.gpu_manager.vcuda import files
+from gpumgr.compat.gpu_manager.vcuda.config import MOST_PIDS
+from gpumgr.compat.gpu_manager.vcuda.image_cuda import ImageCheck
+from gpumgr.compat.gpu_manager.vcuda.registration import ContainerOf, HasMounted, RegistrationService
+from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, PidsOf
+from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.mounts import has_mounted
+from gpumgr.enforcement.operator_library import LibraryError, check
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse
+
+#: The ids that gpumgr gives allocations. Folders of gpu-manager, which are beside ours, have other names.
+_ALLOCATION: Final = re.compile("[0-9a-f]{16}")
+#: What containers find in the place of libcuda.so.1.
+LIBRARY: Final = "libcuda-control.so"
+#: Some of its symbols: of the driver's functions, and of NVML's.
+EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
+_CLOSE_GRACE_SECONDS: Final = 1.0
+
+
+class VcudaBackend(Backend):
+    """`container_of` returns the container of a process, `pids_of` the processes of a container.
+
+    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it),
+    `environment_of` the environment of a process.
+    """
+
+    name: BackendName = "vcuda"
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
+
+    def __init__(
+        self,
+        *,
+        allocation_dir: Path,
+        library_path: Path | None,
+        library_sha256: str | None,
+        container_of: ContainerOf,
+        pids_of: PidsOf,
+        driver_files_obstacle: Callable[[], str | None] = lambda: None,
+        has_mounted: HasMounted = has_mounted,
+        environment_of: Callable[[int], bytes] = environment,
+    ) -> None:
+        self._allocation_dir = allocation_dir
+        self._library_path, self._library_sha256 = library_path, library_sha256
+        self._pids_of, self._driver_files_obstacle = pids_of, driver_files_obstacle
+        self._slots: dict[AllocationId, ContainerSlot] = {}
+        self._images = ImageCheck(environment_of)
+        self._service = RegistrationService(self._slots, container_of, has_mounted)
+
+    @property
+    def registrations(self) -> Mapping[str, int]:
+        """Registrations since the start by outcome: "ok", or a gRPC status in lower case."""
+        return self._service.outcomes
+
+    async def unavailable(self) -> str | None:
+        if self._library_path is None or self._library_sha256 is None:
+            return f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256"
+        try:
+            await asyncio.to_thread(check, self._library_path, self._library_sha256, exports=EXPORTS)
+        except LibraryError as error:
+            return str(error)
+        if (obstacle := self._driver_files_obstacle()) is not None:
+            return f"containers get no {LIBRARY}: {obstacle}"
+        socket = self._allocation_dir / ("0" * 16) / files.SOCKET
+        problem = path_problem(socket)
+        return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
+
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library. Raises Refusal."""
+        tenant.only_gpu("vcuda")
+        return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
+
+    async def start(self, tenant: GpuShare) -> None:
+        if (reason := await self.unavailable()) is not None:
+            raise Refusal("internal", f"the limits of {tenant.describe()} can't be enforced: {reason}")
+        slot = self._slot(tenant)
+        try:
+            await asyncio.to_thread(slot.prepare_start, tenant)
+            await slot.listen(self._service)
+        except OSError as error:
+            raise Refusal("internal", f"{slot.folder} can't be prepared: {error.strerror or error}") from error
+
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        known = self._known(running)
+        newer = await self._images.findings([each for _, each in known])
+        return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
+
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:
+        await self._keep([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
+
+    def remains(self) -> Collection[AllocationId]:
+        ours = {
+            n for n in names_in(self._allocation_dir) if _ALLOCATION.fullmatch(n) and files.holds_ours(self._allocation_dir / n)
+        }
+        return ours.union(self._slots)
+
+    async def cleanup(self, allocation: AllocationId) -> None:
+        slot = self._slots.pop(allocation, None)
+        self._service.forget(allocation)
+        if slot is not None:
+            await slot.hang_up(0)
+        await asyncio.to_thread(files.remove, self._allocation_dir / allocation)
+
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        await self._keep([(slot, slot.take_over) for slot in map(self._slot, tenants)])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
+
+    def _slot(self, tenant: GpuShare) -> ContainerSlot:
+        slot = self._slots.get(tenant.allocation)
+        if slot is None:
+            slot = ContainerSlot(tenant, self._allocation_dir / tenant.allocation, self._pids_of)
+            self._slots[tenant.allocation] = slot
+        return slot
+
+    def _known(self, running: Sequence[RunningContainer]) -> list[tuple[ContainerSlot, RunningContainer]]:
+        return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
+
+    async def _keep(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
+        """Does this for each container, on a thread, and serves its socket. An error affects no other container. Raises GpumgrError."""
+        failed: list[str] = []
+        for slot, act in work:
+            for step in (partial(asyncio.to_thread, act), partial(self._serve, slot)):
+                try:
+                    await step()
+                except (OSError, GpumgrError) as error:
+                    failed.append(f"{slot.tenant.describe()}: {error}")
+        if failed:
+            raise GpumgrError("; ".join(failed))
+
+    async def _serve(self, slot: ContainerSlot) -> None:
+        if slot.tenant.allocation in self._slots:
+            await slot.listen(self._service)
+
+
+def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:
+    """Reads files of processes: call it on a thread."""
+    return [finding for slot, running in known for finding in (_unregistered(slot, running), _too_many(running)) if finding]
+
+
+def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | None:
+    unregistered = slot.unregistered(running)
+    if not unregistered:
+        return None
+    pids = ", ".join(map(str, unregistered[:10])) + (", ..." if len(unregistered) > 10 else "")
+    message = (
+        f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {pids}), so no limit applies there: "
+        "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of its own"
+    )
+    return Finding(allocation=running.tenant.allocation, code="unregistered", message=message)
+
+
+def _too_many(running: RunningContainer) -> Finding | None:
+    if (count := len(running.pids)) <= MOST_PIDS:
+        return None
+    message = (
+        f"{running.tenant.describe()} has {count} processes and pids.config holds {MOST_PIDS}: those that use the GPU come first, then "
+        f"the lowest pids; memory of {count - MOST_PIDS} would not be counted. Run fewer processes in one container"
+    )
+    return Finding(allocation=running.tenant.allocation, code="broken", message=message)

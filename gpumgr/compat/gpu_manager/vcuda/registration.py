@@ -1,0 +1,214 @@
+"""The service VCUDAService of proto/vcuda/api.proto: a process in a container is about to use CUDA for the first time.
+
+Invariants: the caller is identified by the socket and the kernel; the ids in the message are not trusted. The kernel gives the pid of
+the calling process, and its cgroup the container, which is compared with the names that the kubelet gave. Where a name is missing on
+either side (an init container's, without an API server), the process must have the allocation's folder among its mounts. The answer to
+any input is a gRPC status with a sentence, and the server continues.
+"""
+
+import asyncio
+import socket
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import structlog
+from grpclib.const import Cardinality, Status
+from grpclib.const import Handler as Method
+from grpclib.exceptions import GRPCError
+
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.rpc import wire
+from gpumgr.compat.gpu_manager.vcuda.config import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
+from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatches
+from gpumgr.enforcement.mounts import has_mounted
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.usage.containers import Container
+
+_log = structlog.get_logger(__name__)
+
+ROUTE: Final = "/vcuda.VCUDAService/RegisterVDevice"
+MOST_REQUEST_BYTES: Final = 16 * 1024
+_CONTAINER_TIMEOUT_SECONDS: Final = 5.0
+#: `struct ucred` of unix(7): pid, uid and gid.
+_CREDENTIALS: Final = struct.Struct("3i")
+#: Field number -> name and longest value in bytes; a container's id is not part of vcuda.config; its limit is that of a name.
+_FIELDS: Final[Mapping[int, tuple[str, int]]] = {
+    1: ("bus_id", BUS_ID_BYTES),
+    2: ("pod_uid", POD_UID_BYTES),
+    3: ("container_name", CONTAINER_NAME_BYTES),
+    4: ("container_id", CONTAINER_NAME_BYTES),
+}
+
+#: The container of a process of the host; None if it is in none. It has no name while the runtime is not available.
+#: Raises GpumgrError if it can't be determined.
+ContainerOf = Callable[[int], Awaitable[Container | None]]
+#: Whether a process of the host has an allocation's folder mounted; it is called on a thread.
+HasMounted = Callable[[int, AllocationId], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The client of one allocation's socket. `pid` in the agent's pid namespace, 0 if the process is in none that it sees."""
+
+    allocation: AllocationId
+    pid: int
+    uid: int
+
+
+class RegistrationService:
+    """The service behind the sockets of all allocations, `slots`."""
+
+    def __init__(
+        self, slots: Mapping[AllocationId, ContainerSlot], container_of: ContainerOf, has_mounted: HasMounted = has_mounted
+    ) -> None:
+        self._slots = slots
+        self._batches = RegistrationBatches()
+        self._container_of = container_of
+        self._has_mounted = has_mounted
+        self._refused_clients: set[tuple[AllocationId, str]] = set()
+        #: Number of calls by outcome: "ok", or a gRPC status in lower case.
+        self.outcomes: Counter[str] = Counter()
+        self._methods = {ROUTE: Method(self._serve, Cardinality.UNARY_UNARY, bytes, bytes)}
+
+    def __mapping__(self) -> Mapping[str, Method]:
+        return self._methods
+
+    def forget(self, allocation: AllocationId) -> None:
+        """Drops the record of what was logged about an allocation that is gone."""
+        self._refused_clients = {client for client in self._refused_clients if client[0] != allocation}
+
+    async def _serve(self, stream: Any) -> None:
+        outcome = "cancelled"
+        try:
+            await self._answer(stream)
+            outcome = "ok"
+        except GRPCError as error:
+            outcome = error.status.name.lower()
+            raise
+        except Exception as error:  # a bug must not end the server
+            outcome = "internal"
+            _log.exception("registration_failed")
+            raise GRPCError(
+                Status.INTERNAL, f"gpumgr failed ({type(error).__name__}: {error}); its log has the details"
+            ) from error
+        finally:
+            self.outcomes[outcome] += 1
+        await stream.send_message(b"")
+
+    async def _answer(self, stream: Any) -> None:
+        peer = peer_of(stream)
+        check_request(await _receive(stream))
+        slot = self._slots.get(peer.allocation)
+        if slot is None:
+            raise GRPCError(Status.NOT_FOUND, f"no container has the allocation {peer.allocation}")
+        container = await self._admit(peer, slot.tenant)
+        try:
+            await self._batches.register(slot, container, peer.pid)
+        except OSError as error:
+            text = f"gpumgr can't write the container's pids.config: {error.strerror or error}"
+            raise GRPCError(Status.UNAVAILABLE, text) from error
+
+    async def _admit(self, peer: Peer, tenant: GpuShare) -> Container:
+        """The client's container, if it is the one of this socket. Raises GRPCError."""
+        if peer.pid == 0:
+            text = "the kernel does not show gpumgr the calling process: gpumgr must run in the host's pid namespace (hostPID)"
+            raise self._refused(peer, None, text)
+        try:
+            async with asyncio.timeout(_CONTAINER_TIMEOUT_SECONDS):
+                container = await self._container_of(peer.pid)
+        except TimeoutError as error:
+            text = f"the container of process {peer.pid} could not be found out within {_CONTAINER_TIMEOUT_SECONDS:g} s"
+            raise GRPCError(Status.UNAVAILABLE, text) from error
+        except GpumgrError as error:
+            raise GRPCError(Status.UNAVAILABLE, f"the container of process {peer.pid} can't be found out: {error}") from error
+        if container is None:
+            text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
+            raise self._refused(peer, None, text)
+        verdict = belongs(container, tenant)
+        if verdict == "no" and tenant.claim:  # another container that uses the claim: it has the folder
+            verdict = "unclear"
+        if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
+            verdict = "yes"
+        if verdict == "unclear" and not container.name:
+            text = f"the container runtime does not say which container of {tenant.describe()}'s pod process {peer.pid} is in"
+            raise GRPCError(Status.UNAVAILABLE, text)
+        if verdict != "yes":
+            lacking = ", and does not have its folder mounted" if verdict == "unclear" else ""
+            text = f"process {peer.pid} is in {container.describe()}, and this socket belongs to {tenant.describe()}{lacking}"
+            raise self._refused(peer, container, text)
+        return container
+
+    def _refused(self, peer: Peer, container: Container | None, sentence: str) -> GRPCError:
+        """The error. It is logged at the first attempt of this client."""
+        client = (peer.allocation, container.id if container else f"uid {peer.uid}")
+        if client not in self._refused_clients:
+            self._refused_clients.add(client)
+            _log.warning("registration_refused", allocation=peer.allocation, pid=peer.pid, uid=peer.uid, reason=sentence)
+        return GRPCError(Status.PERMISSION_DENIED, sentence)
+
+
+def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
+    """Whether this is the container: by the pod's uid (or its name, where the kubelet gave only that) and the container's name.
+
+    "unclear": no name contradicts, and one that would decide is missing. The runtime has another uid of a static pod than the API
+    server.
+    """
+    uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
+    if uids:
+        same_pod: bool | None = container.pod_uid in uids
+    else:
+        same_pod = container.pod == tenant.pod if tenant.pod and container.name else None
+    same_name = container.name == tenant.container if tenant.container and container.name else None
+    if same_pod is False or same_name is False:
+        return "no"
+    return "yes" if same_pod and same_name else "unclear"
+
+
+def peer_of(stream: Any) -> Peer:
+    """The client of this call's connection and the allocation of its socket. Raises GRPCError if it has disconnected."""
+    transport = stream.peer._transport
+    path = Path(transport.get_extra_info("sockname"))
+    try:
+        raw = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError as error:
+        raise GRPCError(Status.CANCELLED, "the caller disconnected") from error
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Peer(allocation=path.parent.name, pid=pid, uid=uid)
+
+
+def check_request(request: bytes) -> None:
+    """Checks a VDeviceRequest, the fields of which are not used. Raises GRPCError for a malformed request and for long names."""
+    found: dict[int, list[str]] = {number: [""] for number in _FIELDS}
+    try:
+        wire.scan(request, 0, len(request), found)
+    except wire.WireError as error:
+        raise GRPCError(Status.INVALID_ARGUMENT, f"gpumgr can't read this request: {error}") from error
+    for number, (name, most) in _FIELDS.items():
+        if (size := len(found[number][-1].encode())) > most:
+            raise GRPCError(Status.INVALID_ARGUMENT, f"{name} has {size} bytes and may have {most}")
+
+
+async def _receive(stream: Any) -> bytes:
+    """The request; the size in its frame is checked before its bytes are read. Raises GRPCError.
+
+    grpclib itself would collect any length that a frame announces. A frame begins with one byte for its compression and four for its
+    size.
+    """
+    raw = stream._stream
+    try:
+        head = await raw.recv_data(5) or b"\0\0\0\0\0"
+        if head[0]:
+            raise GRPCError(Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages")
+        if (size := int.from_bytes(head[1:], "big")) > MOST_REQUEST_BYTES:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"a request of {size} bytes is above the limit of {MOST_REQUEST_BYTES}")
+        request: bytes = await raw.recv_data(size)
+        if len(request) < size:
+            raise EOFError
+    except (AssertionError, EOFError) as error:
+        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame") from error
+    return request

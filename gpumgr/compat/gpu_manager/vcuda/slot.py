@@ -1,0 +1,184 @@
+"""The files, the socket and the registered processes of one container, and the batches in which registrations are written."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpumgr.agent.ports import RunningContainer
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.proc import parent_pid
+from gpumgr.compat.gpu_manager.vcuda import files
+from gpumgr.compat.gpu_manager.vcuda.config import INIT_PID, pack_config, pack_pids, unpack_pids
+from gpumgr.compat.gpu_manager.vcuda.listener import RegistrationListener
+from gpumgr.enforcement.operator_library import make_folder
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.usage.containers import Container
+
+#: The host's pids of all processes in a container's cgroup and below; none if the cgroup is not known. Blocks. Raises GpumgrError.
+PidsOf = Callable[[Container], Collection[int]]
+#: One thread for all batches: several would only compete for the interpreter.
+_THREAD: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vcuda_register")
+
+
+class ContainerSlot:
+    """The folder of one allocation. The methods that are not coroutines block for some file operations; any thread may call them.
+
+    One lock covers the pids, so that an older listing of the container's processes never overwrites a newer one.
+    """
+
+    def __init__(self, tenant: GpuShare, folder: Path, pids_of: PidsOf) -> None:
+        self.tenant = tenant
+        self.folder: Final = folder
+        self._pids_of = pids_of
+        self._listener: RegistrationListener | None = None
+        self._lock = threading.Lock()
+        self._registered: set[int] = set()
+        self._on_gpu: frozenset[int] = frozenset()
+        #: By id. Several containers can use a ResourceClaim.
+        self._containers: Mapping[str, Container] = {}
+
+    async def listen(self, service: Any) -> None:
+        """Serves the socket, unless it is served already and its file in place. Raises OSError."""
+        if self._listener is not None and self._listener.in_place:
+            return
+        await self.hang_up(0)
+        self._listener = RegistrationListener(self.folder / files.SOCKET, service)
+        await self._listener.listen()
+
+    async def hang_up(self, grace_seconds: float) -> None:
+        if self._listener is not None:
+            await self._listener.drain(grace_seconds, lambda: None)
+
+    def prepare_start(self, tenant: GpuShare) -> None:
+        """Writes both files again before the container starts. Raises Refusal for names that don't fit, OSError."""
+        with self._lock:
+            self.tenant = tenant
+            self._registered.clear()
+            self._on_gpu, self._containers = frozenset(), {}
+            self._write_config()
+            files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
+
+    def take_over(self) -> None:
+        """Adopts what an earlier process of the agent left. Which of the pids in the file had registered is not recorded: all count.
+
+        Raises Refusal for names that don't fit, OSError.
+        """
+        with self._lock:
+            self._write_config()
+            known = unpack_pids(files.read(self.folder, files.PIDS) or b"")
+            self._registered.update(known)
+            if not known:
+                files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
+
+    def update(self, running: RunningContainer) -> None:
+        """Writes what has changed in both files. Raises GpumgrError for names that don't fit and if the cgroup can't be read, OSError.
+
+        The pids are listed again instead of taken from `running`: a process that registered since that listing must stay.
+        """
+        with self._lock:
+            self.tenant = running.tenant
+            self._on_gpu = running.gpu_pids
+            self._write_config()
+            self._containers = {each.id: each for each in running.containers}
+            self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
+
+    def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
+        """Adds clients that wait for the answer, and their parents, which are about to use the GPU. `containers`: those of the clients, by
+        id. Raises OSError."""
+        with self._lock:
+            parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
+            self._registered |= parents.union(clients)
+            self._containers = {**self._containers, **containers}
+            found = set[int]()
+            for each in self._containers.values():
+                with suppress(GpumgrError):  # `update` raises and reports it every second
+                    found.update(self._pids_of(each))
+            self._write_pids(found, clients)
+
+    def unregistered(self, running: RunningContainer) -> tuple[int, ...]:
+        """Processes with a context on the GPU that have not registered, nor any of their ancestors in the container, ascending.
+
+        A child that did not execute another program has the library of its parent, which registers once.
+        """
+        with self._lock:
+            inside = frozenset(running.pids)
+            for pid in running.gpu_pids - self._registered:
+                ancestor: int | None = pid
+                while ancestor is not None and ancestor in inside and ancestor not in self._registered:
+                    ancestor = parent_pid(ancestor)
+                if ancestor in inside & self._registered:
+                    self._registered.add(pid)
+            return tuple(sorted(running.gpu_pids - self._registered))
+
+    def _write_config(self) -> None:
+        config = pack_config(self.tenant)
+        make_folder(self.folder)
+        files.replace(self.folder, files.CONFIG, config)
+
+    def _write_pids(self, found: Collection[int], clients: Collection[int] = ()) -> None:
+        """Writes the listed pids and `clients`. While no process is listed, no pid is dropped from the file."""
+        pids = set(found)
+        if not pids:
+            pids.update(unpack_pids(files.read(self.folder, files.PIDS) or b""))
+            pids.update(self._registered, [each.pid or INIT_PID for each in self._containers.values()])
+        pids.update(clients)
+        self._registered &= pids
+        files.replace(self.folder, files.PIDS, pack_pids(pids, first=self._registered | self._on_gpu))
+
+
+@dataclass(slots=True)
+class _Registration:
+    """The clients of one allocation that wait for a batch. `done` yields the error, None if there is none."""
+
+    containers: dict[str, Container]
+    clients: set[int]
+    done: "asyncio.Future[Exception | None]"
+
+
+class RegistrationBatches:
+    """Registers processes of all containers in batches: one batch runs on a thread, later calls wait for the next.
+
+    A call that arrives during a batch is part of the next, which lists the container's processes after the call and so includes its
+    own. Each container's processes are listed once in a batch, however many of them call.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[ContainerSlot, _Registration] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def register(self, slot: ContainerSlot, container: Container, pid: int) -> None:
+        """Returns when a batch with `pid` has ended. A caller that is cancelled stops no batch. Raises OSError."""
+        entry = self._waiting.get(slot)
+        if entry is None:
+            future = asyncio.get_running_loop().create_future()
+            entry = self._waiting[slot] = _Registration({}, set(), future)
+        entry.containers[container.id] = container
+        entry.clients.add(pid)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="vcuda_register")
+        if (error := await asyncio.shield(entry.done)) is not None:
+            raise error
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, {}
+            errors = await asyncio.get_running_loop().run_in_executor(_THREAD, _register_all, batch)
+            for entry, error in zip(batch.values(), errors, strict=True):
+                entry.done.set_result(error)
+
+
+def _register_all(batch: Mapping[ContainerSlot, _Registration]) -> list[Exception | None]:
+    """For each container the error of its registration; one that fails does not affect the others."""
+    errors: list[Exception | None] = []
+    for slot, entry in batch.items():
+        try:
+            slot.register(entry.containers, entry.clients)
+            errors.append(None)
+        except Exception as error:  # raised again in the calls of this container
+            errors.append(error)
+    return errors

@@ -1,0 +1,1 @@
+"""HAMi's metrics, and the takeover of nodes from HAMi."""

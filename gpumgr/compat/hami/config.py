@@ -1,0 +1,254 @@
+"""The part of HAMi's configuration that gpumgr has an equivalent for. Pure.
+
+Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of
+its DaemonSet, the flags of its scheduler.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.common.errors import InputError
+from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.compat.hami.plugin import plugin_settings
+from gpumgr.compat.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
+from gpumgr.settings import Settings
+from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.settings.schema import LEAST_UNREPORTED_MEBIBYTES, MOST_UNREPORTED_MEBIBYTES
+from gpumgr.settings.tree import legible
+
+_DEVICE_CONFIG: Final = "device-config.yaml"
+_NODE_CONFIG: Final = "config.json"
+#: Keys of both files, in lower case, and the settings of the same meaning for pods that keep HAMi's resources.
+_NAMES: Final = {
+    "resourcecountname": "count_resource",
+    "resourcememoryname": "memory_resource",
+    "resourcememorypercentagename": "memory_percentage_resource",
+    "resourcecorename": "core_resource",
+    "resourcepriorityname": "priority_resource",
+}
+_REPLICA_SETTINGS: Final = {
+    **{name: f"hami.{key}" for name, key in _NAMES.items()},
+    "devicesplitcount": "hami.device_split_count",
+    "defaultmemory": "hami.default_memory",
+    "defaultcores": "hami.default_cores",
+    "memoryfactor": "hami.memory_factor",
+    "devicememoryscaling": "hami.device_memory_scaling",
+    "devicecorescaling": "hami.device_core_scaling",
+    "disablecorelimit": "hami.disable_core_limit",
+    "libcudaloglevel": "hami_core.log_level",
+    "operatingmode": "hami.operating_mode",
+}
+#: The part of the chart's values that is about the admission.
+_CHART: Final = "scheduler.admissionPolicies"
+#: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
+_NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
+    "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
+    "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: give the chart {_CHART}.hamiHideGpus"),
+    "defaultgpunum": (1, "defaultGPUNum", f"is of the admission: give the chart {_CHART}.hamiDefaultGpus"),
+    "gpucorepolicy": ("default", "gpuCorePolicy", f"is of the admission: give the chart {_CHART}.hamiCorePolicy"),
+    "runtimeclassname": ("", "runtimeClassName", f"is of the admission: give the chart {_CHART}.hamiRuntimeClass"),
+    "preconfigureddevicememory": (
+        0,
+        "preConfiguredDeviceMemory",
+        "is not a valid value of nvml.unreported_memory_mebibytes: set it yourself",
+    ),
+    "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id has the NUMA node of its GPU, always"),
+    "enablegetpreferredallocation": (
+        None,
+        "enablegetpreferredallocation",
+        "has no effect: the kubelet always asks, and is answered",
+    ),
+    "migstrategy": (None, "migstrategy", "has no effect, as in HAMi: static MIG devices are offered by node.mig_strategy"),
+}
+_NO_DEFAULT: Final = "has no counterpart: where gpumgr's admission is on, an amount without a number of GPUs is of 1 GPU"
+#: As the setting hami.mig_profiles.
+_PROFILE: Final = re.compile(r"[1-9]g\.[1-9][0-9]*gb")
+_DEFAULTS: Final = (
+    "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; give its objects: "
+    "`kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`"
+)
+#: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
+_MAX_SHOWN: Final = 400
+_POLICY: Final = "--gpu-scheduler-policy"
+#: Default folder of HAMi's library and its containers' folders; HOOK_PATH overrides it.
+_HOOK_PATH: Final = Path("/usr/local")
+
+
+class _File(msgspec.Struct):
+    """device-config.yaml has `nvidia`, config.json has `nodeconfig`."""
+
+    nvidia: dict[str, Any] | None = None
+    nodeconfig: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """`settings` by dotted keys; `replica_settings`: those for pods that keep HAMi's resources. `selector`: labels that a node needs for
+    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host. `vcuda_notes`: for pods with new
+    requests."""
+
+    settings: Mapping[str, object]
+    replica_settings: Mapping[str, object]
+    notes: tuple[str, ...]
+    vcuda_notes: tuple[str, ...]
+    resources: ReplicaResources
+    memory_scaling: float
+    selector: Mapping[str, str]
+    library_dir: Path
+
+
+def read_config(objects: Sequence[Object], node: str) -> Config:
+    """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
+    both = dict(_merged(objects, node))
+    container, selector = _plugin(objects)
+    plugin = container.environment
+    settings: dict[str, object] = {"metrics.hami_names": True}
+    of_plugin, flag_notes = plugin_settings(container.words, plugin)
+    settings |= of_plugin
+    memory = both.get("preconfigureddevicememory")
+    if isinstance(memory, int) and LEAST_UNREPORTED_MEBIBYTES <= memory <= MOST_UNREPORTED_MEBIBYTES:
+        settings["nvml.unreported_memory_mebibytes"] = both.pop("preconfigureddevicememory")
+    profiles, odd = _mig_profiles(both)
+    notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
+    notes += [*flag_notes, *_notes(both)]
+    if odd:
+        notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is passed over")
+    policy = _policy(objects)
+    if policy is None:
+        notes.append(
+            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them: placement.policy: spread keeps HAMi's way"
+        )
+    elif policy != "binpack":
+        settings["placement.policy"] = "spread"
+        if policy != "spread":
+            notes.append(f"{_POLICY}={policy} has no counterpart: whole GPUs are always placed by topology, shares are spread")
+    notes += _health(plugin, settings)
+    replica_settings = {
+        key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
+    }
+    if _number(both, "memoryfactor") < 1:
+        replica_settings["hami.memory_factor"] = 1  # as HAMi takes it
+    if profiles:
+        replica_settings["hami.mig_profiles"] = profiles
+    return Config(
+        settings=settings,
+        replica_settings=replica_settings,
+        notes=tuple(notes),
+        vcuda_notes=tuple(_vcuda_notes(both)),
+        resources=_resources(both),
+        memory_scaling=_number(both, "devicememoryscaling"),
+        selector=selector,
+        library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
+    )
+
+
+def _vcuda_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    count = _shown(config.get("devicesplitcount", 10))
+    yield f"deviceSplitCount ({count}) has no counterpart for vcuda requests: a GPU takes shares until its cores or its memory are used up"
+    if (factor := _number(config, "devicememoryscaling")) != 1:
+        yield f"deviceMemoryScaling {factor:g} has no counterpart for vcuda requests: they never get more memory than a GPU has"
+    if (factor := _number(config, "devicecorescaling")) != 1:
+        yield f"deviceCoreScaling {factor:g} has no counterpart for vcuda requests: a GPU has 100 cores"
+    if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
+        yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
+    if (mode := config.get("operatingmode")) not in (None, "", "hami-core"):
+        yield f"operatingmode {_shown(mode)} has no counterpart for vcuda requests: they never get MIG devices"
+
+
+def _notes(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, (usual, name, what) in _NAMED.items():
+        if (value := config.get(key)) not in (None, usual, "", [], {}):
+            none = key == "defaultgpunum" and value == 0
+            yield f"{name} {_shown(value)} {_NO_DEFAULT if none else what}"
+
+
+def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[object]]:
+    """The names of profiles, and what is none. HAMi has a list for each model; of those of other models a GPU can have none."""
+    entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
+    listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
+    names = {name for name in found if isinstance(name, str) and _PROFILE.fullmatch(name)}
+    return sorted(names), [name for name in found if not (isinstance(name, str) and name in names)]
+
+
+def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
+    """The block `nvidia`, changed by the entry of config.json for this node. HAMi reads both without regard to case: keys are lower-case
+    here."""
+    nvidia = (file.nvidia for file in _files(objects, _DEVICE_CONFIG) if file.nvidia is not None)
+    entries = (each for file in _files(objects, _NODE_CONFIG) for each in file.nodeconfig or () if each.get("name") == node)
+    blocks = next(nvidia, {}), next(entries, {})
+    return {key.lower(): value for block in blocks for key, value in block.items() if value is not None}
+
+
+def _files(objects: Sequence[Object], name: str) -> Iterator[_File]:
+    for config_map in of_type(objects, ConfigMap):
+        if name not in config_map.data:
+            continue
+        where = f"ConfigMap {config_map.full_name}, {name},"
+        try:
+            documents = read_documents(config_map.data[name])
+            yield convert(documents[0] if documents else {}, _File)
+        except InputError as error:
+            raise InputError(f"{where} can't be read: {error}") from error
+        except UnreadableText as error:
+            raise InputError(f"{where} is not what HAMi reads: {error}") from error
+
+
+def _resources(config: Mapping[str, Any]) -> ReplicaResources:
+    """The names of HAMi's resources, and the unit of memory."""
+    names: dict[str, Any] = {key: name for given, key in _NAMES.items() if (name := config.get(given)) and isinstance(name, str)}
+    factor = config.get("memoryfactor")
+    return ReplicaResources(**names, memory_factor=factor if isinstance(factor, int) and factor > 1 else 1)
+
+
+def _containers(objects: Sequence[Object]) -> Iterator[tuple[KubernetesWorkload, KubernetesContainer]]:
+    return ((each, container) for each in of_type(objects, KubernetesWorkload) for container in each.pod_spec.all_containers)
+
+
+def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str, str]]:
+    """Container and nodeSelector of the device plugin's DaemonSet."""
+    for workload, container in _containers(objects):
+        if workload.kind == "DaemonSet" and "hami" in container.image and container.name == "device-plugin":
+            return container, workload.pod_spec.node_selector
+    return KubernetesContainer(), {}
+
+
+def _policy(objects: Sequence[Object]) -> str | None:
+    """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
+    for _, container in _containers(objects):
+        if given := [word.partition("=")[2] for word in container.words if word.startswith(f"{_POLICY}=")]:
+            return given[0]
+        if "hami" in container.image and container.name == "vgpu-scheduler-extender":
+            return "spread"
+    return None
+
+
+def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[str]:
+    text = plugin.get("DP_DISABLE_HEALTHCHECKS", "")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if numbers := [int(word) for word in words if word.isdecimal()]:
+        settings["nvml.ignored_xids"] = sorted({*Settings().nvml.ignored_xids, *numbers})
+    if {"all", "xids"} & set(words):
+        yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids names the XIDs to pass over one by one"
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key, 1)
+    try:
+        return float(value) if isinstance(value, int | float) else 1.0
+    except OverflowError:
+        return 1.0
+
+
+def _shown(value: object) -> str:
+    """The beginning of the value as JSON, or as Python text for YAML values that JSON does not have."""
+    try:
+        return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
+    except (ValueError, RecursionError):
+        return "..."

@@ -1,0 +1,128 @@
+"""A migration plan, for people and scripts, and its settings file."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+
+from gpumgr.common.errors import InputError
+from gpumgr.common.files import replace_file
+from gpumgr.settings import Settings, check_settings, load_settings
+from gpumgr.settings.live import flat
+from gpumgr.settings.schema import plain, sections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`settings` are those that differ from the defaults, by dotted keys, as YAML values. The other fields are lines of text:
+    those of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
+    quoted in the commands.
+
+    `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the
+    migration now.
+    """
+
+    settings: Mapping[str, object]
+    pods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    rollback: tuple[str, ...] = ()
+    clean_up: tuple[str, ...] = ()
+
+    def written(self, write: Callable[[str], str]) -> "Plan":
+        """The plan with each line transformed by `write`."""
+        lines: dict[str, Any] = {name: tuple(map(write, getattr(self, name))) for name in _TITLES}
+        return replace(self, **lines)
+
+    def document(self) -> dict[str, Any]:
+        """The plan as a JSON document."""
+        return {**asdict(self), "settings": nested(self.settings)}
+
+
+#: Whether gpumgr's DaemonSet runs on a node, independent of its other labels (config/helm/gpumgr/values.yaml).
+NODE_LABEL: Final = "gpumgr.io/node"
+HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
+
+_TITLES: Final[Mapping[str, str]] = {
+    "warnings": "Resolve first",
+    "pods": "Pods",
+    "notes": "Differences",
+    "stop": "1. Stop",
+    "start": "3. Start",
+    "rollback": "Way back",
+    "clean_up": "Clean up (after this there is no way back)",
+}
+
+
+def text_of(plan: Plan, to: str) -> str:
+    """The plan as text; `to` is the settings file that step 2 writes."""
+    return "\n\n".join(_parts(plan, to)) + "\n"
+
+
+def _parts(plan: Plan, to: str) -> Iterator[str]:
+    for name in ("warnings", "pods", "notes", "stop"):
+        yield from _part(_TITLES[name], getattr(plan, name))
+    written = settings_yaml(plan.settings).splitlines() if plan.settings else ["# nothing: the defaults are right"]
+    yield from _part(f"2. {to} (--apply writes it)", written)
+    for name in ("start", "rollback", "clean_up"):
+        yield from _part(_TITLES[name], getattr(plan, name))
+
+
+def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
+    if lines:
+        yield "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------------
+
+
+def differing(overrides: Mapping[str, object]) -> Mapping[str, object]:
+    """The overrides (dotted keys, typed values or text) that differ from the defaults, as YAML values. Raises InvalidSettingsError."""
+    wanted, usual = load_settings(None, environ={}, overrides=overrides), flat(Settings())
+    written = {f"{section}.{key}": value for section, keys in plain(wanted).items() for key, value in keys.items()}
+    changed = [key for key, value in flat(wanted).items() if value != usual[key]]
+    return {key: list(value) if isinstance(value := written[key], tuple) else value for key in changed}
+
+
+def nested(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Section -> key -> value, in the file's order."""
+    return {
+        section: {key: values[f"{section}.{key}"] for key in keys if f"{section}.{key}" in values}
+        for section, keys in sections().items()
+        if any(f"{section}.{key}" in values for key in keys)
+    }
+
+
+def settings_yaml(values: Mapping[str, object]) -> str:
+    """The text of a settings file with these settings."""
+    document = nested(values)
+    return yaml.safe_dump(document, sort_keys=False) if document else "{}\n"
+
+
+def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
+    """Creates the file, and missing folders above it. Raises InputError if a different file exists, which stays, or if the file cannot
+    be written."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text(encoding="utf-8") == text:
+                return "unchanged"
+            raise InputError(f"{path} is there already and says something else; move it away, or name another file with --to")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            replace_file(new, text)
+            problems = check_settings(new)
+            if problems:
+                raise InputError("\n".join(map(str, problems)))
+            os.link(new, path)  # unlike rename, link never replaces a file that was created in between
+        finally:
+            new.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be written: {error}; name another file with --to") from error
+    return "written"

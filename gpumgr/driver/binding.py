@@ -1,0 +1,213 @@
+"""The only module that imports pynvml, NVIDIA's binding of NVML.
+
+It loads the library, calls functions by name, and converts the answers: errors of the binding become the errors below, bytes become
+text, capabilities that this driver lacks become None. Everything is synchronous; the worker's threads call it.
+"""
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import pynvml
+
+from gpumgr.common.errors import NvmlAbsent, NvmlError
+
+# The return codes of NVML (nvmlReturn_t) that need a reaction.
+SUCCESS: Final = 0
+UNINITIALIZED: Final = 1
+INVALID_ARGUMENT: Final = 2
+NOT_SUPPORTED: Final = 3
+NO_PERMISSION: Final = 4
+NOT_FOUND: Final = 6
+INSUFFICIENT_SIZE: Final = 7
+DRIVER_NOT_LOADED: Final = 9
+TIMEOUT: Final = 10
+LIBRARY_NOT_FOUND: Final = 12
+FUNCTION_NOT_FOUND: Final = 13
+GPU_IS_LOST: Final = 15
+RESET_REQUIRED: Final = 16
+LIB_RM_VERSION_MISMATCH: Final = 18
+INSUFFICIENT_RESOURCES: Final = 23
+ARGUMENT_VERSION_MISMATCH: Final = 25
+DEPRECATED: Final = 26
+
+#: This driver, GPU or user can't do that: the answer is unknown, which is no failure.
+_CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
+#: The driver as a whole is gone.
+_DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
+#: Codes that mean "none so far", which is no failure. (The binding raises even success if it finds no list.)
+_NONE_YET: Final = frozenset(
+    {
+        *(
+            (f"nvmlDeviceGet{name}", code)
+            for name in ("ProcessUtilization", "ProcessesUtilizationInfo")
+            for code in (SUCCESS, NOT_FOUND)
+        ),
+        ("nvmlEventSetWait", TIMEOUT),
+    }
+)
+
+MEMORY_V2: Final = 0x02000028
+EVENT_DOUBLE_BIT_ECC: Final = 0x2
+EVENT_XID: Final = 0x8
+FIELD_RECOVERY_ACTION: Final = 230
+
+_SYSTEM_NAME: Final = "libnvidia-ml.so.1"
+
+Handle = Any
+T = TypeVar("T")
+
+
+class CallError(NvmlError):
+    """An NVML function answered with an error about its subject (a GPU, a link). `gpu` is the GPU's UUID where it is known."""
+
+    def __init__(self, function: str, code: int, text: str, gpu: str | None = None) -> None:
+        super().__init__(f"{function}{f' of {gpu}' if gpu else ''}: {text} (NVML error {code})")
+        self.function, self.code, self.text = function, code, text
+
+
+class DriverDown(NvmlAbsent):
+    """The driver is not loaded (any more), or was reloaded: NVML must be initialised again."""
+
+
+class DriverMismatchError(NvmlError):
+    """The kernel's driver has another version than the loaded library. A process can't load the library a second time."""
+
+
+class Binding:
+    """One NVML library, loaded from `path` or found by the system's loader.
+
+    The binding keeps one library for the whole process, so one Binding is in use at a time: `open` takes over.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._path = path
+        self._initialised = 0
+        #: NVML's index of each GPU by UUID, as far as it is known.
+        self.indices: Mapping[str, int] = {}
+        #: Failed calls by function and NVML error number; a counter that only grows.
+        self.errors: Counter[tuple[str, int]] = Counter()
+
+    def open(self) -> None:
+        """Loads the library if it is not loaded, and initialises NVML. Raises NvmlAbsent, DriverMismatchError or CallError."""
+        self._load()
+        try:
+            self.call("nvmlInit")
+        except CallError as exc:
+            if exc.code != FUNCTION_NOT_FOUND:
+                raise
+            self._init_of_old()
+        self._initialised += 1
+
+    def close(self) -> None:
+        """Shuts NVML down, unless the driver is gone.
+
+        NVML counts initialisations: one that is left (because of a hang) would keep the GPUs open until this process ends.
+        """
+        count, self._initialised = self._initialised, 0
+        with contextlib.suppress(DriverDown):
+            for _ in range(count):
+                self.call("nvmlShutdown")
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """The binding's answer. Raises CallError, DriverDown or DriverMismatchError, depending on the code."""
+        known = getattr(pynvml, function, None)
+        if known is None:  # a binding of another version
+            raise CallError(function, FUNCTION_NOT_FOUND, "unknown to the NVML binding")
+        try:
+            answer = known(*arguments)
+        except pynvml.NVMLError as exc:
+            raise self._translated(function, exc) from exc
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+    def ask(self, function: str, *arguments: Any) -> Any | None:
+        """Like `call`, but None where this driver, GPU or user can't do that."""
+        try:
+            return self.call(function, *arguments)
+        except CallError as exc:
+            if self.is_capability(exc):
+                return None
+            raise
+
+    def invoke(self, function: str, *arguments: Any) -> None:
+        """Like `call`, with C arguments, for functions that only newer versions of the binding have.
+
+        The binding has no public way to call a function that it does not wrap, so this uses two of its internals.
+        """
+        try:
+            pynvml._nvmlCheckReturn(pynvml._nvmlGetFunctionPointer(function)(*arguments))
+        except pynvml.NVMLError as exc:
+            raise self._translated(function, exc) from exc
+
+    def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
+        """The result of `fn` for this GPU's handle. A CallError names the GPU."""
+        try:
+            return fn(self._handle(uuid))
+        except CallError as exc:
+            raise CallError(exc.function, exc.code, exc.text, uuid) from exc
+
+    def _handle(self, uuid: str) -> Handle:
+        """Finds the GPU by its index if that is known: to find a UUID, NVML may have to initialise other GPUs (NVML's reference), and one
+        of these may hang."""
+        if uuid in self.indices:
+            handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
+            if self.call("nvmlDeviceGetUUID", handle) == uuid:
+                return handle
+        return self.call("nvmlDeviceGetHandleByUUID", uuid)
+
+    def is_capability(self, error: CallError) -> bool:
+        """Whether the error means that the driver, GPU or user lacks the capability."""
+        return error.code in _CAPABILITY
+
+    def address(self, handle: Handle) -> int | None:
+        """The address in a handle, which all handles of one GPU share."""
+        return ctypes.cast(handle, ctypes.c_void_p).value
+
+    def _translated(self, function: str, error: Any) -> NvmlError:
+        # The binding's errors are unhashable and compare badly, so only their value is used.
+        code = int(error.value)
+        if code not in _CAPABILITY and (function, code) not in _NONE_YET:
+            self.errors[function, code] += 1
+        if code == LIBRARY_NOT_FOUND:
+            return NvmlAbsent("libnvidia-ml.so.1 is not found: the NVIDIA driver is not installed")
+        if code in _DOWN:
+            return DriverDown(f"the NVIDIA driver is not loaded ({function}: NVML error {code})")
+        if code == LIB_RM_VERSION_MISMATCH:
+            return DriverMismatchError(
+                "the NVIDIA driver was replaced by another version than this process loaded the library of"
+            )
+        return CallError(function, code, str(error))
+
+    def _load(self) -> None:
+        """Makes the binding use our library."""
+        if self._path is None:
+            if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
+                _use(None)  # an earlier Binding loaded another one from its path
+            return
+        try:
+            # CDLL gives up the interpreter's lock during calls; PyDLL would stop the whole process in a slow driver.
+            library = ctypes.CDLL(self._path)
+        except OSError as exc:
+            raise NvmlAbsent(f"the NVML library can't be loaded: {exc}") from exc
+        if getattr(pynvml.nvmlLib, "_handle", None) != library._handle:
+            _use(library)
+
+    def _init_of_old(self) -> None:
+        """Drivers older than nvmlInitWithFlags have nvmlInit_v2."""
+        try:
+            code = pynvml.nvmlLib.nvmlInit_v2()
+        except AttributeError as exc:
+            raise NvmlAbsent("the NVML library is too old: it has neither nvmlInitWithFlags nor nvmlInit_v2") from exc
+        if code:
+            raise self._translated("nvmlInit_v2", pynvml.NVMLError(code))
+
+
+def _use(library: ctypes.CDLL | None) -> None:
+    """Sets the library that the binding calls; None = the one that the system's loader finds at the next init.
+
+    The binding keeps its library and a private cache of function pointers beyond NVML's shutdown, and has no way to replace them.
+    """
+    pynvml.nvmlLib = library
+    pynvml._nvmlGetFunctionPointer_cache.clear()

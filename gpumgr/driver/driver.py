@@ -1,0 +1,231 @@
+"""NVML as coroutines, which never block the event loop and have a timeout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from gpumgr.common.errors import NvmlError
+from gpumgr.driver.binding import CallError, Handle
+from gpumgr.driver.health import Observation
+from gpumgr.driver.memory_limits import find_obstacle, read_limit, set_limit
+from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
+from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
+from gpumgr.driver.sampling import failed, read_health, read_processes, read_sample
+from gpumgr.driver.session import Session
+from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
+from gpumgr.driver.utilization import ProcessUtilization
+from gpumgr.driver.worker import GpuBusy, GpuHangs
+from gpumgr.placement.topology.devices import (
+    GpuFailure,
+    GpuProcess,
+    GpuSample,
+    Level,
+    MemoryLimit,
+    MigInstance,
+    MigProfile,
+    NodeSample,
+    NodeSnapshot,
+)
+
+T = TypeVar("T")
+
+#: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+_MIG_SECONDS: Final = 30.0
+#: How long a sample, or a reading of the health, waits for an earlier call about one of the GPUs.
+_BUSY_SECONDS: Final = 1.0
+
+
+class Nvml(Session):
+    """What the agent asks the driver in a session.
+
+    `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
+    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
+    driver, DriverMismatchError if only a new process can go on. A GPU that answers with an error, or not in time, does not affect the
+    readings of the others. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait for their end.
+    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU for which the driver reports none.
+    """
+
+    def __init__(
+        self,
+        *,
+        library_path: str | None = None,
+        timeout_seconds: float = 5.0,
+        sysfs_root: Path = Path("/sys"),
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
+        unreported_memory_bytes: int | None = None,
+    ) -> None:
+        super().__init__(library_path, timeout_seconds)
+        self._unreported_memory_bytes = unreported_memory_bytes
+        self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
+        self._utilization = ProcessUtilization()
+        self._mig_profiles: MigProfiles = {}
+
+    async def snapshot(self) -> NodeSnapshot:
+        """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
+        node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
+        seen, profiles = dict(self._seen), self._mig_profiles
+
+        def describe(index: int) -> DescribedGpu | GpuFailure:
+            return describe_gpu(
+                self._binding,
+                index,
+                sysfs_root=self._sysfs_root,
+                seen=seen,
+                mig_profiles=profiles,
+                unreported_memory_bytes=self._unreported_memory_bytes,
+            )
+
+        gpus: list[DescribedGpu] = []
+        failures: dict[int, GpuFailure] = {}
+        for index, answer in (await self._each(describe)).items():
+            if isinstance(answer, DescribedGpu):
+                gpus.append(answer)
+            else:
+                failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
+                failures[index] = answer if isinstance(answer, GpuFailure) else failure
+        levels = await self._read_levels(gpus, failures, node.driver)
+        self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
+        self._binding.indices = {uuid: index for index, uuid in seen.items()}
+        return make_snapshot(node, gpus, levels, failures)
+
+    async def lacks_gpus(self) -> bool:
+        """Whether NVML lists no GPU, or fewer than sysfs has. NVML reads its list only when a session begins."""
+        return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
+
+    async def _read_levels(
+        self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
+    ) -> dict[frozenset[int], Level]:
+        """The levels by pair of indices, as far as they can be read. Adds the GPUs that fail here to `failures`: after a call about
+        two GPUs has failed, each of them that also fails a call about itself. If both answer, only the level is unknown."""
+        uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
+        levels: dict[frozenset[int], Level] = {}
+        for number, one in enumerate(gpus):
+            index = one.gpu.index
+            others = [each for each in gpus[:number] if each.gpu.index not in failures]
+            if index in failures or not others:
+                continue
+            doubtful: dict[int, str] = {}
+            for other, level in zip(others, await self._read_levels_of(one, others, driver_version), strict=True):
+                if isinstance(level, NvmlError):
+                    doubtful |= dict.fromkeys((index, other.gpu.index), str(level))
+                else:
+                    levels[frozenset((index, other.gpu.index))] = level
+            for each, reply in (await self._each(self._read_uuid, doubtful)).items():
+                if isinstance(reply, NvmlError):
+                    failures[each] = GpuFailure(index=each, uuid=uuids[each], reason=doubtful[each])
+        return levels
+
+    async def _read_levels_of(
+        self, one: DescribedGpu, others: list[DescribedGpu], driver_version: str | None
+    ) -> Sequence[Level | NvmlError]:
+        answers = await self._each(lambda _: read_levels(self._binding, one, others, driver_version), [one.gpu.index])
+        answer = answers[one.gpu.index]
+        return [answer] * len(others) if isinstance(answer, NvmlError) else answer
+
+    def _read_uuid(self, index: int) -> str:
+        return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
+
+    async def sample(self, *, utilization: bool = False) -> NodeSample:
+        """The GPUs' current use; with `utilization` also that of each process since the sample before.
+
+        A GPU about which another call takes long is left out.
+        """
+        if not utilization:
+            self._utilization.forget()
+        of_processes = self._utilization if utilization else None
+        answers = await self._each(lambda index: read_sample(self._binding, index, of_processes), wait_seconds=_BUSY_SECONDS)
+        return NodeSample(
+            gpus={answer.uuid: answer for answer in answers.values() if isinstance(answer, GpuSample)},
+            failures={
+                self._seen[index]: str(answer)
+                for index, answer in answers.items()
+                if isinstance(answer, NvmlError) and not isinstance(answer, GpuBusy) and index in self._seen
+            },
+        )
+
+    async def read_health(self) -> Mapping[str, Observation | None]:
+        """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed.
+
+        The reading is None while another call about the GPU takes long.
+        """
+        readings: dict[str, Observation | None] = {}
+        answers = await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS)
+        for index, answer in answers.items():
+            if not isinstance(answer, NvmlError):
+                readings[answer[0]] = answer[1]
+            elif index in self._seen:
+                readings[self._seen[index]] = None if isinstance(answer, GpuBusy) else failed(answer)
+        return readings
+
+    async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error or not."""
+        try:
+            return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
+        except (CallError, GpuHangs):
+            return None
+
+    async def compute_mode(self, uuid: str) -> int:
+        """The GPU's compute mode, as NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
+        return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
+
+    async def set_compute_mode(self, uuid: str, mode: int) -> None:
+        """Needs root. Stays until another mode is set, or the driver is reloaded."""
+        await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
+
+    async def gpu_with_memory_limits(self) -> str:
+        """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with the reason and the remedy."""
+        obstacle: str | None = "the driver shows no GPU"
+        for index in range(self._count):
+            try:
+                look = partial(find_obstacle, self._binding, index, cgroup_root=self._cgroup_root)
+                uuid, obstacle = await self._call(look, gpu=index)
+            except (CallError, GpuHangs) as exc:
+                obstacle = f"no GPU supports memory limits ({exc}): see `nvidia-smi`"
+            else:
+                if obstacle is None:
+                    return uuid
+        raise NvmlError(obstacle)
+
+    async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
+        """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""
+        limit = MemoryLimit(soft_bytes=soft_bytes, hard_bytes=hard_bytes)
+        await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, limit))
+
+    async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
+        """The limit of the cgroup on the GPU."""
+        return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
+
+    async def enable_mig(self, uuid: str) -> None:
+        """Turns the GPU's MIG mode on, unless it is. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
+        await self._change_mig(uuid, lambda: enable_mig(self._binding, uuid))
+
+    async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
+        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. What was made
+        before an NvmlError is destroyed again; after a timeout the driver may still create it."""
+        return await self._change_mig(
+            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
+        )
+
+    async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
+        """The MIG devices of the GPU now; none while MIG mode is off."""
+
+        def read(gpu: Handle) -> tuple[MigInstance, ...]:
+            return read_mig_instances(self._binding, gpu) if read_mig_enabled(self._binding, gpu) else ()
+
+        return await self._on_gpu(uuid, read)
+
+    async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
+        """Destroys the MIG device `instance` (its UUID) of the GPU; one that is gone is no error. Needs root. While processes use
+        it, the NvmlError has their pids."""
+        await self._change_mig(
+            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
+        )
+
+    async def _change_mig(self, uuid: str, fn: Callable[[], T]) -> T:
+        async with self._session_lock:
+            return await self._about(uuid, fn, timeout_seconds=_MIG_SECONDS)
+
+    async def _open_session(self) -> None:
+        self._mig_profiles = {}  # the driver may be another one
+        await super()._open_session()

@@ -1,0 +1,79 @@
+"""The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer).
+
+The structures are nvmlSetMemoryLimits_v1_t and nvmlGetMemoryLimits_v1_t of NVML's reference (r615); unlike most newer ones they have
+no version field. They are defined here because the Python binding has them only since 13.615. The layouts agree with that binding's;
+none of this has been tried with a real driver yet.
+
+Source of the behaviour: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
+"""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Final
+
+from gpumgr.common.errors import NvmlError
+from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
+from gpumgr.driver.mig import read_mig_enabled
+from gpumgr.placement.topology.devices import MemoryLimit
+
+#: NVML_DEVICE_MEMORY_LIMIT_MAX: as a hard limit it means that there is none.
+UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
+#: A cgroup has this file if its parent delegates the dmem controller.
+_LIMIT_FILE: Final = "dmem.max"
+
+
+class SetLimits(ctypes.Structure):
+    """nvmlSetMemoryLimits_v1_t. `namespace` is the full path of the cgroup's folder."""
+
+    _fields_ = (("namespace", ctypes.c_char_p), ("soft_bytes", ctypes.c_ulonglong), ("hard_bytes", ctypes.c_ulonglong))
+
+
+class GetLimits(ctypes.Structure):
+    """nvmlGetMemoryLimits_v1_t."""
+
+    _fields_ = (*SetLimits._fields_, ("used_bytes", ctypes.c_ulonglong))
+
+
+def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) -> None:
+    hard_bytes = UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
+    wanted = SetLimits(os.fsencode(cgroup), limit.soft_bytes, hard_bytes)
+    nvml.invoke("nvmlDeviceSetMemoryLimits_v1", handle, ctypes.byref(wanted))
+
+
+def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
+    """The current limit. The driver answers "not found" or "not supported" if neither the cgroup nor one above was ever limited."""
+    try:
+        return _query_limit(nvml, handle, cgroup)
+    except CallError as exc:
+        if exc.code in (NOT_FOUND, NOT_SUPPORTED):
+            return MemoryLimit()
+        raise
+
+
+def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
+    found = GetLimits(os.fsencode(cgroup))
+    nvml.invoke("nvmlDeviceGetMemoryLimits_v1", handle, ctypes.byref(found))
+    return MemoryLimit(soft_bytes=found.soft_bytes, hard_bytes=None if found.hard_bytes == UNLIMITED else found.hard_bytes)
+
+
+def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups there; None: it seems to do so. Raises CallError if the
+    GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
+    limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    uuid = str(nvml.call("nvmlDeviceGetUUID", handle))
+    if read_mig_enabled(nvml, handle):
+        return uuid, "MIG is enabled, and the driver limits no cgroup's memory there: disable it with `nvidia-smi -mig 0`"
+    try:
+        _query_limit(nvml, handle, str(limited or cgroup_root))
+    except CallError as exc:
+        if exc.code == FUNCTION_NOT_FOUND:
+            version = nvml.ask("nvmlSystemGetDriverVersion")
+            raise NvmlError(f"the NVIDIA driver {version} has no memory limits ({exc}): install driver 615 or newer") from exc
+        if exc.code == NOT_SUPPORTED and limited is not None:
+            remedy = "take RmMemacctMode out of its module options and reload it"
+            raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
+        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these say that this cgroup has no limits, and nothing about others
+            raise
+    return uuid, None

@@ -1,0 +1,146 @@
+"""Reads the MIG mode, the MIG devices and the MIG profiles of a GPU. Synchronous functions for the worker's thread."""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_FOUND, Binding, CallError, Handle
+from gpumgr.placement.topology.devices import MigInstance, MigProfile
+
+_GIB: Final = 1 << 30
+#: Memory of a GPU that supports MIG is cut into eight slices.
+_MEMORY_SLICES: Final = 8
+#: NVML_GPU_INSTANCE_PROFILE_COUNT of driver 615; a driver refuses the numbers that it does not know.
+_GPU_INSTANCE_PROFILES: Final = 18
+#: NVML's numbers of the profiles without additional or missing engines: of 1, 2, 3, 4, 7, 8 and 6 slices, and of 1 with more memory.
+_PLAIN_PROFILES: Final = frozenset({0, 1, 2, 3, 4, 5, 6, 9})
+_PLAIN_NAME: Final = re.compile(r"\d+g\.\d+gb")
+
+
+class Placement(ctypes.Structure):
+    """nvmlGpuInstancePlacement_t, in memory slices."""
+
+    _fields_ = (("start", ctypes.c_uint), ("size", ctypes.c_uint))
+
+
+def memory_slices(place: Any) -> int:
+    """The memory slices of a Placement, slice n as bit n."""
+    return (1 << int(place.size)) - 1 << int(place.start)
+
+
+@contextmanager
+def unless_gone() -> Iterator[None]:
+    """A block that ends early if the driver does not know (any more) what it is about."""
+    try:
+        yield
+    except CallError as exc:
+        if exc.code not in (NOT_FOUND, INVALID_ARGUMENT):
+            raise
+
+
+def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
+    """None if the GPU or the driver has no MIG."""
+    modes = nvml.ask("nvmlDeviceGetMigMode", handle)
+    return None if modes is None else bool(modes[0])
+
+
+def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
+    """The handle of each MIG device of a GPU in MIG mode by its UUID, in the order of NVML's index, which may have holes. Raises
+    CallError if the GPU fails."""
+    handles = {}
+    for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
+        with unless_gone():
+            handle = nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
+            handles[str(nvml.call("nvmlDeviceGetUUID", handle))] = handle
+    return handles
+
+
+def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
+    """The MIG devices of a GPU in MIG mode, by NVML's index. An instance that is destroyed during the reading is left out. Raises
+    CallError if the GPU fails."""
+    instances = []
+    for handle in read_mig_handles(nvml, gpu).values():
+        with unless_gone():
+            instances.append(read_mig_instance(nvml, gpu, handle))
+    return tuple(instances)
+
+
+def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance:
+    """The MIG device with this handle. Raises CallError."""
+    attributes = nvml.call("nvmlDeviceGetAttributes_v2", handle)
+    memory_bytes = int(attributes.memorySizeMB) << 20
+    # The name is "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; drivers before 470 name no profile there.
+    _, found, profile = (nvml.ask("nvmlDeviceGetName", handle) or "").rpartition(" MIG ")
+    if not found:
+        memory = nvml.ask("nvmlDeviceGetMemoryInfo", gpu)
+        total_bytes = 0 if memory is None else int(memory.total)
+        slices = attributes.computeInstanceSliceCount, attributes.gpuInstanceSliceCount
+        profile = profile_name(*slices, memory_bytes=memory_bytes, total_bytes=total_bytes)
+    gpu_instance = nvml.call("nvmlDeviceGetGpuInstanceId", handle)
+    return MigInstance(
+        uuid=nvml.call("nvmlDeviceGetUUID", handle),
+        profile=profile,
+        gpu_instance=gpu_instance,
+        compute_instance=nvml.call("nvmlDeviceGetComputeInstanceId", handle),
+        memory_bytes=memory_bytes,
+        memory_slices=_read_memory_slices(nvml, gpu, gpu_instance),
+    )
+
+
+def _read_memory_slices(nvml: Binding, gpu: Handle, gpu_instance: int) -> int:
+    """0 = the driver does not report them."""
+    handle = nvml.ask("nvmlDeviceGetGpuInstanceById", gpu, gpu_instance)
+    info = None if handle is None else nvml.ask("nvmlGpuInstanceGetInfo", handle)
+    return 0 if info is None else memory_slices(info.placement)
+
+
+def read_profile_infos(nvml: Binding, gpu: Handle) -> Iterator[tuple[int, Any]]:
+    """NVML's number and description (nvmlGpuInstanceProfileInfo_t or _v2_t) of each GPU instance profile of the GPU."""
+    for number in range(_GPU_INSTANCE_PROFILES):
+        with unless_gone():
+            # The second version has the name; older drivers (470) have the first one only.
+            info = nvml.ask("nvmlDeviceGetGpuInstanceProfileInfo", gpu, number)
+            if info is None:
+                info = nvml.ask("nvmlDeviceGetGpuInstanceProfileInfo", gpu, number, 1)
+            if info is not None:
+                yield number, info
+
+
+def read_mig_profiles(nvml: Binding, gpu: Handle, total_bytes: int) -> tuple[MigProfile, ...]:
+    """The plain profiles of a GPU with `total_bytes` of memory; empty if the driver reports none. Works also while MIG mode is off."""
+    profiles = []
+    for number, info in read_profile_infos(nvml, gpu):
+        memory_mebibytes, slices = int(info.memorySizeMB), int(info.sliceCount)
+        name = getattr(info, "name", "").rpartition(" ")[2]  # of "MIG 1g.10gb"
+        name = name or profile_name(slices, slices, memory_bytes=memory_mebibytes << 20, total_bytes=total_bytes)
+        if number not in _PLAIN_PROFILES or not _PLAIN_NAME.fullmatch(name):
+            continue
+        if places := _read_places(nvml, gpu, info.id):
+            starts, size = tuple(sorted(place.start for place in places)), int(places[0].size)
+            profiles.append(
+                MigProfile(name=name, number=info.id, memory_mebibytes=memory_mebibytes, slices=slices, size=size, starts=starts)
+            )
+    return tuple(profiles)
+
+
+def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
+    count = ctypes.c_uint()
+    if nvml.ask("nvmlDeviceGetGpuInstancePossiblePlacements", gpu, profile, None, ctypes.byref(count)) is None:
+        return []
+    places = (Placement * count.value)()
+    nvml.call("nvmlDeviceGetGpuInstancePossiblePlacements", gpu, profile, places, ctypes.byref(count))
+    return list(places)[: count.value]
+
+
+def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
+    """The profile's name from its sizes: the share of the GPU's memory, rounded up to eighths, of its memory in whole GiB.
+
+    `total_bytes` 0: not known, so that the name has the memory itself. Source: go-nvlib, which NVIDIA's device plugin uses.
+    """
+    total_bytes = total_bytes or memory_bytes
+    eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)
+    gib = (2 * eighths * -(-total_bytes // _GIB) + _MEMORY_SLICES) // (2 * _MEMORY_SLICES)
+    part = f"{gpu_slices}g.{gib}gb"
+    return part if compute_slices == gpu_slices else f"{compute_slices}c.{part}"

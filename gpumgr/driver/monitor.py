@@ -1,0 +1,340 @@
+"""Runs NVML for the agent: waits for the driver, samples the GPUs, judges their health, recovers from hangs and driver reloads.
+
+Invariants:
+* Without a driver it waits, since one may be installed later, and logs that once for each outage.
+* An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
+* While NVML lists no GPU, or fewer than sysfs has, its session is opened again from time to time.
+* A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
+* While the session is closed for another program, nothing is read and no health changes: that is no outage.
+* Only DriverMismatchError leaves `run`: a process can't load the library twice, so it must end. Other errors are retried.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import NoReturn, Protocol
+
+import structlog
+
+from gpumgr.common.aio import next_tick
+from gpumgr.common.errors import NvmlAbsent, NvmlError
+from gpumgr.driver.binding import DriverMismatchError
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.health import (
+    Cordoned,
+    DoubleBitError,
+    Failed,
+    GpuHealth,
+    HealthReading,
+    HealthRules,
+    Observation,
+    Uncordoned,
+    Xid,
+    new_health,
+    step,
+)
+from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot
+
+log = structlog.get_logger()
+
+
+class NodeListener(Protocol):
+    """Receives what the monitor reads. The monitor awaits each call before it goes on."""
+
+    async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
+        """The node's GPUs, at first and whenever they may have changed. `health_changed` has reported their health before, and that
+        of earlier GPUs which the snapshot lacks."""
+
+    async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
+        """Every GPU's health by UUID, whenever a state, a reason or its message changed; of a new GPU before its snapshot. Also that of
+        each MIG device with a fault that concerns only its GPU instance."""
+
+    async def sample_taken(self, sample: NodeSample) -> None:
+        """One sample, each period."""
+
+    async def driver_down(self, message: str) -> None:
+        """NVML as a whole does not answer; called once for each outage. The next `snapshot_taken` ends it."""
+
+
+class Monitor:
+    """`run` it as one task. The other methods are for the same event loop."""
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        listener: NodeListener,
+        *,
+        rules: HealthRules | None = None,
+        sample_period_seconds: float = 5.0,
+        retry_seconds: tuple[float, float] = (1.0, 60.0),
+        load_kernel_modules: Callable[[], Awaitable[bool]] | None = None,
+        on_xid: Callable[[str | None, int], None] = lambda *_: None,
+        on_batch: Callable[[float], None] = lambda _: None,
+        process_utilization: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`retry_seconds`: the first and the longest pause between two tries to reach the driver, or GPUs that it does not list; it
+        doubles from one to the other.
+
+        `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
+        `on_xid` is called for every XID (UUID, None if the driver names no GPU), `on_batch` with the seconds that a sample took.
+        `process_utilization` is called before each sample: whether the sample contains the utilization of each process.
+        """
+        self._process_utilization = process_utilization
+        self._nvml = nvml
+        self._listener = listener
+        self._rules = rules or HealthRules()
+        self._sample_period_seconds = sample_period_seconds
+        self._retry_seconds = retry_seconds
+        self._load_kernel_modules = load_kernel_modules
+        self._on_xid, self._on_batch = on_xid, on_batch
+        self._health: dict[str, GpuHealth] = {}
+        #: MIG devices with a fault that their GPU does not have.
+        self._mig_health: dict[str, GpuHealth] = {}
+        self._published: dict[str, GpuHealth] = {}
+        self._snapshot: NodeSnapshot | None = None
+        self._cordons: dict[str, str] = {}
+        #: GPUs that hung at the last reading.
+        self._hung: frozenset[str] = frozenset()
+        self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
+        self._down = False
+        self._stale = False
+        self._wake = asyncio.Event()
+
+    @property
+    def health(self) -> Mapping[str, GpuHealth]:
+        """The health of every GPU that was ever listed, by UUID, and of each MIG device with a fault of its own."""
+        return {**self._health, **self._mig_health}
+
+    def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
+        """Judges by these rules from the next reading on. The current pause has the new length too, counted from its start."""
+        self._rules, self._sample_period_seconds = rules, sample_period_seconds
+        self._wake.set()
+
+    def cordon(self, uuid: str, message: str) -> None:
+        """Takes this GPU out of service, also one that is not listed (yet)."""
+        self._cordons[uuid] = message
+        self._observe(uuid, Cordoned(message=message))
+        self._wake.set()
+
+    def uncordon(self, uuid: str) -> None:
+        """Returns the GPU to service; it is offered after the usual probation."""
+        self._cordons.pop(uuid, None)
+        self._observe(uuid, Uncordoned())
+        self._wake.set()
+
+    async def publish_health(self) -> None:
+        """Calls the listener if the health of a GPU differs from what was published last. Cordons are then in force."""
+        health = self.health
+        if any(
+            _published_parts(self._published.get(uuid)) != _published_parts(health.get(uuid))
+            for uuid in {*self._published, *health}
+        ):
+            self._log_changes()
+            self._published = dict(health)
+            await self._listener.health_changed(self.health)
+
+    async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error.
+        Raises NvmlError if the driver as a whole does not answer."""
+        return await self._nvml.processes(uuid)
+
+    @asynccontextmanager
+    async def without_session(self) -> AsyncIterator[None]:
+        """A block in which this process has no session with the driver: samples and readings wait, and no health changes.
+
+        Events of that time are lost; the first reading afterwards shows their effect. Raises NvmlError if a call hangs, and then
+        the session was not closed.
+        """
+        try:
+            async with self._nvml.without_session():
+                yield
+        finally:
+            self._stale = True  # events have to be registered again
+
+    async def run(self) -> NoReturn:
+        """Runs until cancelled; takes a session that is open already. Raises DriverMismatchError. The caller closes NVML."""
+        reached = self._nvml.opened
+        while True:
+            if not reached:
+                await self._reach_driver()
+            reached = False
+            try:
+                await self._watch()
+            except DriverMismatchError:
+                raise
+            except NvmlError as exc:
+                await self._mark_down(str(exc))
+
+    async def _reach_driver(self) -> None:
+        pause, longest = self._retry_seconds
+        logged = False
+        while True:
+            try:
+                await self._nvml.open()
+                return
+            except DriverMismatchError:
+                raise
+            except NvmlError as exc:
+                if not logged:
+                    await self._mark_down(str(exc))
+                    if isinstance(exc, NvmlAbsent) and self._load_kernel_modules is not None:
+                        await self._load_kernel_modules()
+            logged = True
+            await self._nvml.pause_or_recovery(pause)
+            pause = min(pause * 2, longest)
+
+    async def _mark_down(self, message: str) -> None:
+        """Marks all GPUs unhealthy, since NVML as a whole is down; logged and reported once for each outage."""
+        first, self._down = not self._down, True
+        for uuid in self._health:
+            self._observe(uuid, Failed(reason="nvml_down", message=message))
+        if first:
+            log.warning("nvml_down", reason=message, gpus=len(self._health))
+            await self._listener.driver_down(message)
+        await self.publish_health()
+
+    async def _watch(self) -> NoReturn:
+        snapshot = await self._take_snapshot()
+        while True:
+            await self._nvml.wait_for_session()
+            begun = time.perf_counter()
+            sample = await self._nvml.sample(utilization=self._process_utilization())
+            self._on_batch(time.perf_counter() - begun)
+            await self._listener.sample_taken(sample)
+            await self._pause()
+            if await self._opened_again():
+                snapshot = await self._take_snapshot(unless=snapshot)
+                continue
+            readings = await self._nvml.read_health()
+            instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
+            answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
+            back = self._hung - _hanging(readings)  # their events may have to be registered again
+            if self._stale or back or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
+                snapshot = await self._take_snapshot()
+            else:
+                self._judge(readings)
+                await self.publish_health()
+
+    async def _opened_again(self) -> bool:
+        """Opens the session again if NVML lacks GPUs and the last time is long enough ago. Returns whether it did."""
+        now = asyncio.get_running_loop().time()
+        if now < self._relist_at:
+            return False
+        first, longest = self._retry_seconds
+        lacks = await self._nvml.lacks_gpus() or (self._snapshot is not None and self._snapshot.unlisted > 0)
+        self._relist_at = now + (self._relist_seconds if lacks else longest)
+        self._relist_seconds = min(2 * self._relist_seconds, longest) if lacks else first
+        if lacks:
+            try:
+                await self._nvml.open()
+            except NvmlError as error:
+                if not self._nvml.opened:
+                    raise
+                log.warning("nvml_not_reopened", reason=str(error))  # a call was inside it: the session before goes on
+        return lacks
+
+    async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
+        """Calls the listener, unless the snapshot equals `unless`."""
+        self._stale = False
+        snapshot = await self._nvml.snapshot()
+        failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
+        readable = {gpu.uuid for gpu in snapshot.gpus}
+        for uuid in sorted((readable | failed) - self._health.keys()):
+            self._health[uuid] = new_health(time.time())
+            if uuid in self._cordons:
+                self._observe(uuid, Cordoned(message=self._cordons[uuid]))
+        unmonitored = await self._nvml.watch_events(self._on_event)
+        self._judge(await self._nvml.read_health())
+        if self._down or snapshot != self._snapshot:
+            log.info("gpus_found", gpus=len(snapshot.gpus), driver=snapshot.driver_version, without_events=sorted(unmonitored))
+            for failure in snapshot.failures:
+                log.warning("gpu_not_readable", index=failure.index, gpu=failure.uuid, reason=failure.reason)
+            if snapshot.unlisted_sentence is not None:
+                log.warning("gpus_not_listed", reason=snapshot.unlisted_sentence)
+        self._down = False
+        self._snapshot = snapshot
+        await self.publish_health()
+        if snapshot != unless:
+            await self._listener.snapshot_taken(snapshot)
+        return snapshot
+
+    def _judge(self, readings: Mapping[str, Observation | None]) -> None:
+        """Applies the readings. A GPU with the reading None keeps its health."""
+        self._hung = _hanging(readings)
+        missing = Failed(reason="missing", message="the driver no longer lists this GPU")
+        for uuid in self._health:
+            observation = readings.get(uuid, missing)
+            if observation is not None:
+                self._observe(uuid, observation)
+        for instance, health in list(self._mig_health.items()):
+            answers = [each for each in readings.values() if isinstance(each, HealthReading)]
+            reading = next((each for each in answers if instance in each.mig_instances), None)
+            if reading is not None:  # that its GPU is in MIG mode is no fault of a MIG device
+                after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
+                self._mig_health[instance] = after
+            if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):
+                del self._mig_health[instance]
+
+    async def _pause(self) -> None:
+        """Waits until the next sample is due; publishes changes by events and operators at once."""
+        begun = asyncio.get_running_loop().time()
+        while True:
+            try:
+                async with asyncio.timeout_at(next_tick(self._sample_period_seconds, begun)):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+            self._wake.clear()
+            await self.publish_health()
+
+    def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
+        """Called for each event of the driver. An event that names no GPU concerns them all; one that names a GPU instance concerns
+        only the MIG devices of that instance."""
+        instance = event.gpu_instance if isinstance(event, Xid) else None
+        if uuid is not None and instance is not None:
+            for name in self._mig_devices(uuid, instance):
+                after = step(self._mig_health.get(name, new_health(time.time())), event, time.time(), self._rules)
+                if after.state != "healthy":  # an application's XID is no fault
+                    self._mig_health[name] = after
+        else:
+            for name in [uuid] if uuid is not None else list(self._health):
+                self._observe(name, event)
+        if isinstance(event, Xid):
+            self._on_xid(uuid, event.number)
+        log.warning("gpu_event", gpu=uuid, xid=event.number if isinstance(event, Xid) else None, gpu_instance=instance)
+        self._wake.set()
+
+    def _mig_devices(self, gpu: str, gpu_instance: int) -> list[str]:
+        """The UUIDs of the MIG devices of the GPU instance."""
+        shown = self._snapshot.gpus if self._snapshot is not None else ()
+        return [each.uuid for one in shown if one.uuid == gpu for each in one.mig_instances if each.gpu_instance == gpu_instance]
+
+    def _observe(self, uuid: str, observation: Observation) -> None:
+        health = self._health.get(uuid)
+        if health is not None:
+            self._health[uuid] = step(health, observation, time.time(), self._rules)
+
+    def _log_changes(self) -> None:
+        """Logs each GPU with a state or a reason that differs from the published one, except a new GPU that is offered."""
+        gone = {uuid: new_health(time.time()) for uuid in self._published if uuid not in self.health}  # MIG devices without fault
+        for uuid, health in {**self.health, **gone}.items():
+            before = self._published.get(uuid)
+            if _published_parts(before) != _published_parts(health) and (before is not None or not health.offered):
+                record = log.info if health.offered else log.warning
+                record(
+                    "gpu_health_changed",
+                    gpu=uuid,
+                    state="held" if health.healthy and health.cordon_reason is not None else health.state,
+                    reason=health.effective_reason,
+                    message="; ".join(filter(None, (health.cordon_reason, health.message))),
+                )
+
+
+def _hanging(readings: Mapping[str, Observation | None]) -> frozenset[str]:
+    return frozenset(uuid for uuid, each in readings.items() if isinstance(each, Failed) and each.reason == "hang")
+
+
+def _published_parts(health: GpuHealth | None) -> tuple[str | None, ...]:
+    return () if health is None else (health.state, health.reason, health.message, health.cordon_reason)

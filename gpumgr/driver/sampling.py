@@ -1,0 +1,172 @@
+"""Reads the use and the health of a GPU. Synchronous functions for the worker's threads."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
+
+from gpumgr.common.errors import NvmlError
+from gpumgr.driver.binding import (
+    FIELD_RECOVERY_ACTION,
+    GPU_IS_LOST,
+    INSUFFICIENT_SIZE,
+    MEMORY_V2,
+    NOT_FOUND,
+    RESET_REQUIRED,
+    Binding,
+    CallError,
+    Handle,
+)
+from gpumgr.driver.health import Failed, HealthReading, Reason
+from gpumgr.driver.mig import read_mig_enabled, read_mig_handles
+from gpumgr.driver.utilization import ProcessUtilization
+from gpumgr.driver.worker import GpuHangs
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample
+
+_SENSOR_DIE: Final = 0
+_UNCORRECTED: Final = 1
+_VOLATILE: Final = 0
+#: A list that grows between the query of its size and its fetch is fetched again, this often.
+_LIST_TRIES: Final = 3
+
+_COMPUTE: Final = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+_MPS_CLIENTS: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2")
+_GRAPHICS: Final = ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+
+T = TypeVar("T")
+#: Processes with their used bytes (None = not reported).
+Listed = dict[int, int | None]
+
+
+def read_sample(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuSample:
+    """One sample of the GPU. `utilization` None: the utilization of processes is not read. Raises CallError if the GPU fails."""
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    return _read_gpu_sample(nvml, nvml.call("nvmlDeviceGetUUID", handle), handle, utilization)
+
+
+def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
+    """Each value that the driver answers with an error is unknown. Raises CallError if the GPU is lost."""
+    used, reserved = unless_failed(lambda: _read_memory(nvml, handle)) or (None, None)
+    rates = unless_failed(lambda: nvml.ask("nvmlDeviceGetUtilizationRates", handle))
+    milliwatts = unless_failed(lambda: nvml.ask("nvmlDeviceGetPowerUsage", handle))
+    return GpuSample(
+        uuid=uuid,
+        memory_used_bytes=used,
+        memory_reserved_bytes=reserved,
+        utilization_ratio=None if rates is None else rates.gpu / 100,
+        memory_copy_ratio=None if rates is None else rates.memory / 100,
+        temperature_celsius=unless_failed(lambda: _read_celsius(nvml, handle)),
+        power_watts=None if milliwatts is None else milliwatts / 1000,
+        processes=unless_failed(lambda: _read_busy_processes(nvml, uuid, handle, utilization)),
+    )
+
+
+def unless_failed(read: Callable[[], T | None]) -> T | None:
+    """What `read` returns, or None if the driver answers with an error. Raises CallError if the GPU is lost."""
+    try:
+        return read()
+    except CallError as exc:
+        if exc.code == GPU_IS_LOST:
+            raise
+        return None
+
+
+def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
+    """Used and reserved bytes. The first version of the call counts what the driver reserves as used."""
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
+    if memory is not None:
+        return int(memory.used), int(memory.reserved)
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    return None if memory is None else (int(memory.used), None)
+
+
+def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
+    value = nvml.ask("nvmlDeviceGetTemperatureV", handle, _SENSOR_DIE)
+    if value is None:
+        value = nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_DIE)
+    return None if value is None else float(value)
+
+
+def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
+    """All processes with a context on the GPU, by pid, without their utilization; None if the driver doesn't list them, or if the list
+    grew too fast to be read. Raises CallError, also if only the list of MPS clients or of graphics processes fails."""
+    lists = [_read_list(nvml, functions, handle) for functions in (_COMPUTE, _MPS_CLIENTS, _GRAPHICS)]
+    return _processes(lists, lambda _: None)
+
+
+def _read_busy_processes(
+    nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
+) -> tuple[GpuProcess, ...] | None:
+    """As `read_processes`, with the utilization unless `utilization` is None. A list that fails is left out, except that of compute
+    processes, which raises its CallError.
+
+    The driver reports the utilization of an MPS server instead of its clients, so that of a client is unknown.
+    """
+    compute = _read_list(nvml, _COMPUTE, handle)
+    clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
+    busy = utilization.read(nvml, uuid, handle) if any((compute, clients, graphics)) and utilization is not None else None
+
+    def utilization_of(pid: int) -> float | None:
+        if busy is None:
+            return None
+        return busy.get(pid, None if clients is None or pid in clients else 0.0)
+
+    return _processes([compute, clients, graphics], utilization_of)
+
+
+def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
+    """Joins the lists. A process in several lists has the memory of the first of them. None without the first list."""
+    if lists[0] is None:
+        return None
+    found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
+    return tuple(
+        GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=utilization_of(pid))
+        for pid, memory_bytes in sorted(found.items())
+    )
+
+
+def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Listed | None:
+    """One of NVML's lists of processes through the first function that this driver has: used bytes by pid."""
+    for function in functions:
+        for _ in range(_LIST_TRIES):
+            try:
+                processes = nvml.ask(function, handle)
+            except CallError as exc:
+                if exc.code == INSUFFICIENT_SIZE:
+                    continue
+                if exc.code == NOT_FOUND:
+                    return {}
+                raise
+            if processes is not None:
+                return {int(process.pid): process.usedGpuMemory for process in processes}
+            break
+    return None
+
+
+def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:
+    """The GPU's UUID and one reading of its health. Raises CallError if the GPU fails."""
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    return nvml.call("nvmlDeviceGetUUID", handle), _read_one(nvml, handle)
+
+
+def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, also where this is not supported
+    mig_enabled = read_mig_enabled(nvml, handle)
+    return HealthReading(
+        mig_enabled=mig_enabled,
+        mig_instances=tuple(read_mig_handles(nvml, handle)) if mig_enabled else (),
+        double_bit_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
+        recovery_action=_read_recovery_action(nvml, handle),
+    )
+
+
+def _read_recovery_action(nvml: Binding, handle: Handle) -> int | None:
+    fields = nvml.ask("nvmlDeviceGetFieldValues", handle, [FIELD_RECOVERY_ACTION])
+    return None if fields is None or fields[0].nvmlReturn else int(fields[0].value.uiVal)
+
+
+def failed(error: NvmlError) -> Failed:
+    """The health of a GPU after its reading raised this error."""
+    if isinstance(error, GpuHangs):
+        return Failed(reason="hang", message=str(error))
+    known: dict[int, Reason] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset"}
+    return Failed(reason=known.get(error.code, "error") if isinstance(error, CallError) else "error", message=str(error))

@@ -1,0 +1,192 @@
+"""A session with the driver's library, and the calls in it: as coroutines, which never block the event loop and have a timeout."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from gpumgr.common.errors import NvmlAbsent, NvmlError
+from gpumgr.driver.binding import Binding, DriverMismatchError, Handle
+from gpumgr.driver.events import EventSet, EventThread, OnEvent, register
+from gpumgr.driver.worker import GpuHangs, NvmlWorker, Subject
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+#: How long the end of a session may take, so that a stopping process keeps its own deadline.
+_STOP_SECONDS: Final = 1.5
+_SHUTDOWN_SECONDS: Final = 2.0
+
+
+class Session:
+    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after a driver's reload).
+
+    No session begins or ends while a call is inside NVML.
+    """
+
+    def __init__(self, library_path: str | None, timeout_seconds: float) -> None:
+        self._binding = Binding(library_path)
+        self._worker = NvmlWorker()
+        self._timeout_seconds = timeout_seconds
+        self._count = 0
+        #: The UUIDs of the GPUs of the last snapshot by NVML's index, as far as they are known.
+        self._seen: dict[int, str] = {}
+        self._events: EventThread | None = None
+        self._opened = False
+        # Held while a session, or the wait for events, starts or ends, and while MIG is changed.
+        self._session_lock = asyncio.Lock()
+        self._session_open = asyncio.Event()
+        self._session_open.set()
+
+    @property
+    def opened(self) -> bool:
+        """Whether there is a session."""
+        return self._opened
+
+    @property
+    def call_errors(self) -> Mapping[tuple[str, int], int]:
+        """The number of failed calls since the start, by function and NVML error number."""
+        return dict(self._binding.errors)
+
+    async def open(self) -> None:
+        """Loads the library and initialises NVML; closes an earlier session first. While a call about a GPU hangs, the earlier session
+        can't end: it goes on if it still serves the other GPUs."""
+        async with self._session_lock:
+            if self._opened and any(gpu is not None for gpu in self._worker.stuck):
+                await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
+                return
+            self._session_open.clear()
+            try:
+                await self._close_session()
+                await self._open_session()
+            finally:
+                self._session_open.set()
+
+    @asynccontextmanager
+    async def without_session(self) -> AsyncIterator[None]:
+        """A block without a session, in which another program may have a GPU for itself; calls wait for its end.
+
+        Afterwards there is a session again, without a watch for events. Raises NvmlError if a call hangs, since its session can't end.
+        """
+        async with self._session_lock:
+            self._session_open.clear()
+            try:
+                await self._close_session()
+                if self._opened:
+                    raise NvmlError("the session with the driver can't be ended: the wait for events hangs")
+                try:
+                    yield
+                finally:
+                    try:
+                        await self._open_session()
+                    except NvmlError as error:  # the next call raises it, too
+                        log.warning("nvml_not_reopened", reason=str(error))
+            finally:
+                self._session_open.set()
+
+    async def wait_for_session(self) -> None:
+        """Waits for the end of `without_session`, or of `open`."""
+        while not self._session_open.is_set():
+            await self._session_open.wait()
+
+    async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
+        """From now on, until `close`, calls `on_event` on the loop for each XID and double-bit error of the last snapshot's GPUs.
+
+        Returns the UUIDs of GPUs for which the driver doesn't report errors.
+        """
+        uuids = dict(self._seen)
+        async with self._session_lock:
+            event_set = await self._register_events(uuids)
+            before, self._events = self._events, None
+            if event_set is not None:
+                self._events = EventThread(self._binding, event_set, on_event)
+            if before is not None:  # ended only now, so that no event falls between the two
+                await before.stop(timeout_seconds=_STOP_SECONDS)
+        return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
+
+    async def _register_events(self, uuids: Mapping[int, str]) -> EventSet | None:
+        """An event set for the GPUs with these indices; None if the driver has no events. If a GPU can't be registered,
+        the set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not freed."""
+        wanted = uuids.keys() - self._worker.stuck.keys()
+        while True:
+            handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
+            if handle is None:
+                return None
+            answers = await self._each(partial(register, self._binding, handle), sorted(wanted))
+            refused = {index for index, answer in answers.items() if isinstance(answer, NvmlError)}
+            if not refused:
+                return EventSet(handle=handle, uuids={each: uuids[i] for i, each in answers.items() if isinstance(each, int)})
+            if not any(isinstance(answer, GpuHangs) for answer in answers.values()):
+                await self._call(partial(self._binding.ask, "nvmlEventSetFree", handle))
+            wanted -= refused
+
+    async def pause_or_recovery(self, seconds: float) -> None:
+        """Sleeps for `seconds`, or until a hanging driver answers."""
+        await self._worker.pause_or_recovery(seconds)
+
+    async def close(self) -> None:
+        """Ends the session and the threads. Does not wait for a driver that hangs: those threads stay until the process ends."""
+        try:
+            await self._close_session()
+        finally:
+            self._worker.close()
+
+    async def _open_session(self) -> None:
+        await self._worker.call(self._binding.open, timeout_seconds=self._timeout_seconds)
+        self._opened = True
+        self._count = await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
+
+    async def _close_session(self) -> None:
+        ended = await self._stop_events()
+        if self._opened and ended:
+            seconds = min(self._timeout_seconds, _SHUTDOWN_SECONDS)
+            await self._worker.finish(timeout_seconds=seconds)
+            self._opened = False
+            await self._worker.call(self._binding.close, timeout_seconds=seconds)
+
+    async def _stop_events(self) -> bool:
+        # A thread that does not end is kept: NVML must not be shut down while it waits inside.
+        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
+            self._events = None
+        return self._events is None
+
+    async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
+        """Returns what `fn` returns for the GPU's handle. Errors name the GPU."""
+        await self.wait_for_session()
+        return await self._about(uuid, lambda: self._binding.on_gpu(uuid, fn), timeout_seconds=self._timeout_seconds)
+
+    async def _about(self, uuid: str, fn: Callable[[], T], *, timeout_seconds: float) -> T:
+        try:
+            return await self._worker.call(fn, timeout_seconds=timeout_seconds, gpu=self._binding.indices.get(uuid))
+        except GpuHangs as exc:
+            raise GpuHangs(exc.gpu, uuid) from exc
+
+    async def _call(self, fn: Callable[[], T], *, gpu: Subject = None) -> T:
+        await self.wait_for_session()
+        return await self._worker.call(fn, timeout_seconds=self._timeout_seconds, gpu=gpu)
+
+    async def _each(
+        self, fn: Callable[[int], T], indices: Iterable[int] | None = None, *, wait_seconds: float = math.inf
+    ) -> dict[int, T | NvmlError]:
+        """Calls `fn` for each GPU; returns index -> the result, or the error of this GPU. Raises errors of the driver as a whole. `indices`
+        None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each."""
+        await self.wait_for_session()
+        calls: dict[Subject, Callable[[], Any]] = {
+            i: partial(fn, i) for i in (range(self._count) if indices is None else indices)
+        }
+        if indices is None:
+            calls[None] = self._read_count
+        answers: dict[Any, Any] = await self._worker.each(calls, timeout_seconds=self._timeout_seconds, wait_seconds=wait_seconds)
+        for subject, answer in answers.items():
+            if isinstance(answer, (NvmlAbsent, DriverMismatchError)) or (subject is None and isinstance(answer, NvmlError)):
+                raise answer
+        self._count = answers.pop(None, self._count)
+        return answers
+
+    def _read_count(self) -> int:
+        return int(self._binding.call("nvmlDeviceGetCount"))

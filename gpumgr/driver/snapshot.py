@@ -1,0 +1,233 @@
+"""Reads the GPUs of the node and their topology. Synchronous functions for the worker's threads; None = the driver does not report it.
+
+A GPU that can't be described becomes a GpuFailure and is missing in the matrix; errors of the driver as a whole are raised.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
+from gpumgr.driver.mig import read_mig_enabled, read_mig_instances, read_mig_profiles
+from gpumgr.placement.topology.devices import Gpu, GpuFailure, Level, MigProfile, NodeSnapshot, Topology
+from gpumgr.placement.topology.quirks import level_of
+
+_MAX_NVLINKS: Final = 36
+_REMOTE_SWITCH: Final = 2
+_INTERNAL: Final = 0
+_NVIDIA: Final = "0x10de"
+_GPU_CLASSES: Final = ("0x0300", "0x0302")
+
+#: By UUID and MIG mode. NVML says that profiles do not change as long as the mode does not.
+MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """A GPU's active NVLinks: to other GPUs, by their bus id, and into an NVSwitch fabric."""
+
+    direct: Mapping[str, int] = field(default_factory=dict)
+    fabric: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedGpu:
+    """A GPU with its handle, which is valid until the session ends, and its NVLinks."""
+
+    gpu: Gpu
+    handle: Handle
+    links: _Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """The versions of the driver, of NVML, and of the newest CUDA that the driver supports. `pci_gpus` as in the snapshot."""
+
+    driver: str | None
+    nvml: str | None
+    cuda: str | None
+    pci_gpus: tuple[str, ...]
+
+
+def read_node(nvml: Binding, sysfs_root: Path) -> NodeFacts:
+    return NodeFacts(
+        driver=nvml.ask("nvmlSystemGetDriverVersion"),
+        nvml=nvml.ask("nvmlSystemGetNVMLVersion"),
+        cuda=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
+        pci_gpus=read_pci_gpus(sysfs_root),
+    )
+
+
+def describe_gpu(
+    nvml: Binding,
+    index: int,
+    *,
+    sysfs_root: Path,
+    seen: MutableMapping[int, str],
+    mig_profiles: MigProfiles,
+    unreported_memory_bytes: int | None = None,
+) -> DescribedGpu | GpuFailure:
+    """The GPU with this index. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs, and
+    `mig_profiles` the profiles that were read before; this reading adds to both. `unreported_memory_bytes`: the memory of a GPU if the
+    driver reports none for it."""
+    try:
+        handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+        seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
+        gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root, mig_profiles)
+        if gpu.memory_bytes is None:
+            gpu = replace(gpu, memory_bytes=unreported_memory_bytes)
+        return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
+    except CallError as exc:
+        return GpuFailure(index=index, uuid=seen.get(index), reason=str(exc))
+
+
+def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
+    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and devices of another driver (vfio-pci, for
+    virtual machines): NVML lists neither.
+
+    Source: the kernel's sysfs-bus-pci ABI; class codes of the PCI Code and ID Assignment Specification.
+    """
+    found = []
+    for device in sorted((sysfs_root / "bus" / "pci" / "devices").glob("*")):
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        except (OSError, ValueError):
+            continue
+        if vendor == _NVIDIA and kind.startswith(_GPU_CLASSES) and not (device / "physfn").exists():
+            driver = device / "driver"
+            if not driver.exists() or driver.resolve().name == "nvidia":
+                found.append(device.name)
+    return tuple(found)
+
+
+def make_snapshot(
+    node: NodeFacts, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
+) -> NodeSnapshot:
+    """The snapshot of the GPUs that are not among the `failures` (by index). `levels` are by pair of indices; SYS where one is missing."""
+    kept = [each for each in gpus if each.gpu.index not in failures]
+
+    def level(one: DescribedGpu, other: DescribedGpu) -> Level:
+        return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
+
+    return NodeSnapshot(
+        gpus=tuple(each.gpu for each in kept),
+        topology=Topology(
+            levels=tuple(tuple(level(one, other) for other in kept) for one in kept),
+            nvlinks=tuple(tuple(_shared_links(one, other) for other in kept) for one in kept),
+        ),
+        driver_version=node.driver,
+        nvml_version=node.nvml,
+        cuda_version=node.cuda,
+        pci_gpus=node.pci_gpus,
+        failures=tuple(sorted(failures.values(), key=lambda failure: failure.index)),
+    )
+
+
+def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path, mig_profiles: MigProfiles) -> Gpu:
+    pci = nvml.ask("nvmlDeviceGetPciInfo_v3", handle)
+    bus_id = None if pci is None else _short_bus_id(pci)
+    numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
+    if numa_node is None:
+        # sysfs is the portable source; newer drivers report it where sysfs is hidden.
+        numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    memory_bytes = 0 if memory is None else int(memory.total)
+    mig_enabled = read_mig_enabled(nvml, handle)
+    if mig_enabled is not None and (uuid, mig_enabled) not in mig_profiles:
+        mig_profiles[uuid, mig_enabled] = read_mig_profiles(nvml, handle, memory_bytes)
+    return Gpu(
+        index=index,
+        uuid=uuid,
+        minor=nvml.ask("nvmlDeviceGetMinorNumber", handle),
+        bus_id=bus_id,
+        model=nvml.ask("nvmlDeviceGetName", handle),
+        memory_bytes=memory_bytes or None,
+        mig_enabled=mig_enabled,
+        mig_instances=read_mig_instances(nvml, handle) if mig_enabled else (),
+        mig_profiles=() if mig_enabled is None else mig_profiles[uuid, mig_enabled],
+        numa_node=numa_node,
+        pcie_chain=chain,
+    )
+
+
+def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
+    """A PCI device's NUMA node (None: the machine has none) and its chain of parents, root complex first.
+
+    `bus_id` as sysfs spells it (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
+    """
+    link = sysfs_root / "bus" / "pci" / "devices" / bus_id
+    try:
+        device = link.resolve(strict=True)
+        parents = device.relative_to((sysfs_root / "devices").resolve()).parts[:-1]
+    except (OSError, ValueError):
+        return None, ()
+    try:
+        numa_node = int((device / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        numa_node = -1
+    return (numa_node if numa_node >= 0 else None), parents
+
+
+def _short_bus_id(pci: Handle) -> str:
+    """The bus id as sysfs writes it. NVML's has four or eight digits of domain, in upper or lower case, depending on the version."""
+    text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
+    domain, _, rest = text.partition(":")
+    return f"{int(domain or '0', 16):04x}:{rest.lower()}"
+
+
+def _read_links(nvml: Binding, handle: Handle) -> _Links:
+    direct: dict[str, int] = {}
+    fabric = 0
+    for number in range(_MAX_NVLINKS):
+        try:
+            active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
+            if active is None:
+                break  # no such link: there are no more
+            if not active:
+                continue
+            if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
+                fabric += 1
+            elif (pci := nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)) is not None:
+                # If the driver can't report the type, a bus id of a GPU is enough; other ids match no GPU.
+                bus_id = _short_bus_id(pci)
+                direct[bus_id] = direct.get(bus_id, 0) + 1
+        except CallError as exc:
+            if exc.code not in (INVALID_ARGUMENT, NOT_SUPPORTED):
+                raise
+            break
+    return _Links(direct=direct, fabric=fabric)
+
+
+def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
+    """NVLinks between two GPUs: those that both ends report, and as many fabric links as both have."""
+    if one is other:
+        return 0
+    there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))
+    return min(there, back) + min(one.links.fabric, other.links.fabric)
+
+
+def read_levels(
+    nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
+) -> list[Level | CallError]:
+    """The level of the GPU to each of the others, or the error of the call; SYS if the driver can't report it."""
+    levels: list[Level | CallError] = []
+    for other in others:
+        try:
+            levels.append(_read_level(nvml, one.handle, other.handle, driver_version))
+        except CallError as exc:
+            levels.append(exc)
+    return levels
+
+
+def _read_level(nvml: Binding, first: Handle, second: Handle, driver_version: str | None) -> Level:
+    number = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", first, second)
+    if number is None:
+        return Level.SYS
+    on_same_board = nvml.ask("nvmlDeviceOnSameBoard", first, second) if number == _INTERNAL else None
+    return level_of(driver_version, number, None if on_same_board is None else bool(on_same_board))
+
+
+def _cuda_version(number: int | None) -> str | None:
+    """12040 is CUDA 12.4."""
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"

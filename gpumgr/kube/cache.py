@@ -1,0 +1,198 @@
+"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.hami_mig import MIG_ALLOCATIONS
+from gpumgr.kube.pods import parse_pod
+from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.ledger.annotations import is_ours
+from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.settings.hami_resources import ReplicaResources
+
+#: Takes the pod before and after a change; None means that it does not exist.
+OnChange = Callable[[PodView | None, PodView | None], None]
+
+
+class PodCache:
+    """Pods with `spec.nodeName` = this node. `run` keeps it up to date; all other methods only read."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        node_name: str,
+        *,
+        watch_times: WatchTimes | None = None,
+        resources: ReplicaResources | None = None,
+        mig_resource: str | None = None,
+        write_events: bool = True,
+    ) -> None:
+        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see Reflector."""
+        self._server, self._resources, self._mig_resource = server, resources, mig_resource
+        self._by_uid: dict[str, PodView] = {}
+        self._by_key: dict[PodKey, PodView] = {}
+        self._annotations: dict[str, Mapping[str, str]] = {}
+        #: Pod -> who waits for it, and for which incarnation (None: any).
+        self._waiting: defaultdict[PodKey, dict[asyncio.Future[PodView], str | None]] = defaultdict(dict)
+        self._listeners: list[OnChange] = []
+        self._changed = asyncio.Event()
+        query = {"fieldSelector": f"spec.nodeName={node_name}"}
+        self._reflector = Reflector(
+            server,
+            "/api/v1/pods",
+            query,
+            parse=self._parse,
+            on_change=self._follow,
+            watch_times=watch_times,
+            write_events=write_events,
+        )
+
+    @property
+    def synced(self) -> bool:
+        """True once all pods have been listed; a later outage does not change that."""
+        return self._reflector.synced.is_set()
+
+    @property
+    def reachable(self) -> bool:
+        """All pods are known, and the API server has answered the last request."""
+        return self.synced and self._reflector.answered and not self.unreadable
+
+    @property
+    def unreadable(self) -> int:
+        """How many pods can't be read."""
+        return self._reflector.unreadable
+
+    async def wait_synced(self) -> None:
+        await self._reflector.synced.wait()
+
+    async def run(self) -> NoReturn:
+        """Runs until it is cancelled."""
+        await self._reflector.run()
+
+    def get(self, pod: PodKey) -> PodView | None:
+        """The pod that has this name now; of two incarnations the later one."""
+        return self._by_key.get(pod)
+
+    def by_uid(self, uid: str) -> PodView | None:
+        return self._by_uid.get(uid)
+
+    def annotations(self, uid: str) -> Mapping[str, str]:
+        """The agent's annotations that this incarnation of a pod has, and that of HAMi's MIG devices. Listeners are not called for their
+        changes."""
+        return self._annotations.get(uid, {})
+
+    def all(self) -> Iterable[PodView]:
+        return self._by_uid.values()
+
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
+        """The pod, with `uid` only that incarnation, as soon as it is in the cache; None after the timeout."""
+        known = self.get(pod)
+        if uid not in (None, known.uid if known else None):
+            known = None
+        if known is not None or timeout_seconds <= 0:
+            return known
+        waiter: asyncio.Future[PodView] = asyncio.get_running_loop().create_future()
+        waiters = self._waiting[pod]
+        waiters[waiter] = uid
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await waiter
+        except TimeoutError:
+            return None
+        finally:
+            del waiters[waiter]
+            if not self._waiting[pod]:
+                del self._waiting[pod]
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        """Returns once these pods have ended or are deleted, or after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while any((view := self._by_uid.get(uid)) is not None and not view.ended for uid in uids):
+                    await self._changed.wait()
+
+    def subscribe(self, listener: OnChange) -> None:
+        """`listener` is called at once for each pod that is known already (before: None), and then for every change, in the event loop,
+        after the cache has it. It must neither block nor raise."""
+        self._listeners.append(listener)
+        for known in self.all():
+            listener(None, known)
+
+    async def delete_pod(self, pod: PodView) -> bool:
+        """Deletes this incarnation of the pod (its UID is a precondition). False: it is deleted already, or another pod has its name.
+
+        Raises AnswerError if the API server refuses, aiohttp.ClientError, TimeoutError or OSError if it does not answer.
+        """
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod.uid}}
+        return await self._server.send("DELETE", path, body, but=(404, 409))
+
+    def _parse(self, item: Mapping[str, Any]) -> "_Known":
+        """Raises what `parse_pod` raises."""
+        annotations = item["metadata"].get("annotations") or {}
+        ours = {key: str(value) for key, value in annotations.items() if is_ours(key) or key == MIG_ALLOCATIONS}
+        return _Known(parse_pod(item, self._resources, self._mig_resource), ours)
+
+    def _follow(self, old: "_Known | None", new: "_Known | None") -> None:
+        before, after = old.pod if old is not None else None, new.pod if new is not None else None
+        if before is not None:
+            self._annotations.pop(before.uid, None)
+        if new is not None and new.annotations:
+            self._annotations[new.uid] = new.annotations
+        if before != after:
+            self._change(before, after)
+
+    def _change(self, before: PodView | None, after: PodView | None) -> None:
+        if before is not None:
+            self._by_uid.pop(before.uid, None)
+            if (named := self._by_key.get(before.key)) is not None and named.uid == before.uid:
+                del self._by_key[before.key]
+        if after is not None:
+            self._by_uid[after.uid] = after
+            self._by_key[after.key] = after
+            for waiter, uid in self._waiting.get(after.key, {}).items():
+                if not waiter.done() and uid in (None, after.uid):
+                    waiter.set_result(after)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener(before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A pod of the watch."""
+
+    pod: PodView
+    annotations: Mapping[str, str]
+
+    @property
+    def uid(self) -> str:
+        return self.pod.uid
+
+
+class NoPods:
+    """The cache of a node without an API server: always empty."""
+
+    synced = False
+    reachable = False
+
+    def get(self, pod: PodKey) -> PodView | None:  # noqa: ARG002
+        return None
+
+    def by_uid(self, uid: str) -> PodView | None:  # noqa: ARG002
+        return None
+
+    def all(self) -> Iterable[PodView]:
+        return ()
+
+    async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
+        return None
+
+    async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
+        """There is nothing to wait for."""

@@ -1,0 +1,347 @@
+"""Connection to the API server: requests, renewed credentials, and detection of a dead peer."""
+
+import asyncio
+import contextlib
+import json
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import aiohttp
+import msgspec
+import structlog
+
+from gpumgr.common.aio import run_shielded
+from gpumgr.common.errors import GpumgrError, SettingsError
+from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_json
+from gpumgr.kube.credentials import CredentialFiles, Credentials
+
+_log = structlog.get_logger(__name__)
+
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
+#: JSON merge patch (RFC 7386), Kubernetes' strategic merge patch, which merges some lists by key, or JSON patch (RFC 6902), a list of
+#: operations.
+PatchKind = Literal["merge", "strategic", "json"]
+Body = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+_CONTENT_TYPES: Final[Mapping[PatchKind, str]] = {
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+    "json": "application/json-patch+json",
+}
+
+#: The remedy for credentials that are missing or wrong, where the agent's settings name them.
+_SET_IT: Final = (
+    "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
+    "API server"
+)
+#: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
+API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
+#: What reading an object of the API server raises if it has another structure, or is nested too deeply.
+UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
+#: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
+_WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
+#: Between two reads of refused credentials: a read may run a program, and need not help.
+_RENEW_SECONDS: Final = 5.0
+#: The longest Retry-After that is obeyed, and the most objects for which one is kept, so that memory is bounded.
+_MAX_RETRY_AFTER_SECONDS: Final = 120.0
+_MAX_HELD: Final = 10_000
+
+#: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
+_TCP_OPTIONS: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
+
+
+class _Connection:
+    """A session with one state of the credentials. `requests`: how many use it. `refused`: the API server answered one with 401."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.credentials = credentials
+        connector = aiohttp.TCPConnector(limit=100, ssl=credentials.context if credentials.context is not None else True)
+        # Watch events are long lines; the usual buffer would suspend the reading for each of them.
+        self.session = aiohttp.ClientSession(connector=connector, trust_env=True, read_bufsize=1 << 21)
+        self.requests = 0
+        self.refused = False
+
+
+class ApiServer:
+    """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
+
+    def __init__(
+        self,
+        files: CredentialFiles,
+        credentials: Credentials,
+        clock: Callable[[], float] = time.monotonic,
+        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
+    ) -> None:
+        self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
+        self._current = _Connection(credentials)
+        #: Connections with earlier credentials that requests still use.
+        self._earlier: set[_Connection] = set()
+        self._renewing = asyncio.Lock()
+        self._renewal_due = -math.inf
+        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
+        #: path of a POST may be that of many objects.
+        self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
+        #: Why the last renewal failed.
+        self._unreadable: SettingsError | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        kubeconfig: Path | None,
+        *,
+        remedy: str = _SET_IT,
+        clock: Callable[[], float] = time.monotonic,
+        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
+    ) -> Self:
+        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer Retry-After
+        than `max_retry_after_seconds` counts as so long.
+
+        Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
+        """
+        files = CredentialFiles(kubeconfig, remedy)
+        return cls(files, await files.read(), clock, max_retry_after_seconds)
+
+    async def close(self) -> None:
+        for each in (self._current, *self._earlier):
+            await each.session.close()
+
+    async def _renew(self) -> None:
+        """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
+        place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Credentials that can't be read
+        stay in use, and are read again later."""
+        async with self._renewing:
+            if not self._current.refused or self._clock() < self._renewal_due:
+                return
+            self._renewal_due = self._clock() + _RENEW_SECONDS
+            try:
+                renewed, self._unreadable = _Connection(await self._files.read()), None
+            except SettingsError as error:
+                if str(error) != str(self._unreadable):
+                    _log.warning("credentials_not_renewed", error=str(error))
+                self._unreadable = error
+                return
+            self._earlier.add(self._current)
+            self._current = renewed
+            await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        for each in [each for each in self._earlier if not each.requests]:
+            self._earlier.discard(each)
+            await each.session.close()
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        method: Method,
+        path: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
+        body: Body | None = None,
+        patch: PatchKind = "merge",
+        headers: Mapping[str, str] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
+        sent besides the usual ones. The first request after a 401 reads the credentials again.
+
+        `check` is called when the connection is there, immediately before the body is sent. If it raises, the body is not sent, and its
+        error is the cause of an aiohttp.ClientConnectionError.
+
+        A write that was refused with Retry-After is not sent before that time; writes of other objects are.
+
+        Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
+        credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
+        """
+        write = method, path, _name(body)
+        self._check_held(write)
+        sent = {"Accept": "application/json", "User-Agent": "gpumgr", **(headers or {})}
+        if body is not None:
+            sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
+        data = json.dumps(body).encode() if body is not None else None
+        checked = _checked(data, check) if data is not None and check is not None else data
+        if self._current.refused:
+            await run_shielded(self._renew(), name="renewal")  # it may take longer than this caller waits
+        connection = self._current
+        connection.requests += 1
+        try:
+            async with await self._send(connection, method, path, query, timeout, checked, sent) as response:
+                connection.refused |= response.status == 401
+                if response.status == 401 and self._unreadable is not None:
+                    raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
+                if method != "GET" and response.status >= 300 and (seconds := _retry_after(response)) > 0:
+                    self._hold(write, seconds, response.status)
+                _detect_dead_peer(response)
+                yield response
+        finally:
+            connection.requests -= 1
+            await self._close_unused()
+
+    def _hold(self, write: tuple[Method, str, str], seconds: float, status: int) -> None:
+        now = self._clock()
+        if len(self._held) >= _MAX_HELD:
+            self._held = {key: held for key, held in self._held.items() if held[0] > now}
+        if len(self._held) < _MAX_HELD:
+            self._held[write] = now + min(seconds, self._max_retry_after_seconds), status
+
+    def _check_held(self, write: tuple[Method, str, str]) -> None:
+        """Raises AnswerError."""
+        until, status = self._held.get(write, (-math.inf, 0))
+        if (left := until - self._clock()) > 0:
+            raise AnswerError(
+                f"HTTP {status}: too early for another try",
+                status=status,
+                retry_after_seconds=left,
+            )
+        self._held.pop(write, None)
+
+    async def _send(
+        self,
+        connection: _Connection,
+        method: Method,
+        path: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+        data: bytes | AsyncIterator[bytes] | None,
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """Raises what `request` raises."""
+        credentials = connection.credentials
+        await self._files.refresh(credentials)
+        try:
+            return await connection.session.request(
+                method,
+                credentials.host + path,
+                params=query,
+                headers={**headers, **credentials.headers()},
+                data=data,
+                timeout=timeout,
+                proxy=credentials.proxy,
+                server_hostname=credentials.tls_server_name,
+            )
+        except (aiohttp.ClientError, OSError):
+            raise
+        except Exception as error:  # an error of the HTTP client must not end what waits for the API server
+            raise GpumgrError(f"the request to the API server failed: {type(error).__name__}: {error}") from error
+
+    async def send(
+        self,
+        method: Method,
+        path: str,
+        body: Body,
+        *,
+        but: Collection[int] = (),
+        patch: PatchKind = "merge",
+        check: Callable[[], None] | None = None,
+    ) -> bool:
+        """Sends one request and checks only the status of the answer. False if that is one of `but`. `check`: see `request`.
+
+        Raises AnswerError for any other refusal, and what `request` raises.
+        """
+        async with self.request(method, path, {}, _WRITE_TIMEOUT, body, patch, check=check) as response:
+            if response.status in but:
+                return False
+            if response.status >= 300:
+                raise await answer_error(response)
+        return True
+
+    async def read(
+        self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
+    ) -> dict[str, Any]:
+        """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
+        async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
+            if response.status >= 300:
+                raise await answer_error(response)
+            try:
+                return await decode_answer(await response.read(), dict[str, Any])
+            except UnreadableText as error:
+                raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
+
+    async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        """As `read`; None: there is no such object (HTTP 404)."""
+        try:
+            return await self.read("GET", path, query=query)
+        except AnswerError as error:
+            if error.status != 404:
+                raise
+            return None
+
+
+def _name(body: Body | None) -> str:
+    """Of the object that the body has; "" if it has none."""
+    return str((body.get("metadata") or {}).get("name") or "") if isinstance(body, Mapping) else ""
+
+
+async def _checked(data: bytes, check: Callable[[], None]) -> AsyncIterator[bytes]:
+    check()
+    yield data
+
+
+class AnswerError(GpumgrError):
+    """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0; `causes` are the reasons in the Status'
+    details, such as "NamespaceTerminating"."""
+
+    def __init__(
+        self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0, causes: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+        self.causes = causes
+
+
+class _Cause(msgspec.Struct):
+    reason: str = ""
+
+
+class _Details(msgspec.Struct):
+    causes: tuple[_Cause, ...] = ()
+
+
+class _Status(msgspec.Struct):
+    """The fields of metav1.Status that explain an error."""
+
+    message: str
+    details: _Details | None = None
+
+
+async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
+    """The error in an answer. Reads the beginning of its body; raises what reading raises."""
+    body = await response.content.read(4096)
+    try:
+        status = decode_json(body, _Status)
+    except UnreadableText:  # from a proxy, or longer than what is read
+        status = _Status(message=body.decode(errors="replace"))
+    return AnswerError(
+        f"HTTP {response.status}: {' '.join(status.message.split())[:300]}",
+        status=response.status,
+        retry_after_seconds=_retry_after(response),
+        causes=frozenset(cause.reason for cause in status.details.causes) if status.details else frozenset(),
+    )
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds; 0.0 without one, or for a date."""
+    wanted = response.headers.get("Retry-After", "")
+    return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
+
+
+def _detect_dead_peer(response: aiohttp.ClientResponse) -> None:
+    """Does nothing if the connection is released already, which is so when the whole answer came in one piece."""
+    transport = response.connection.transport if response.connection else None
+    sock = transport.get_extra_info("socket") if transport else None
+    if sock is None:
+        return
+    with contextlib.suppress(OSError):
+        for level, option, value in _TCP_OPTIONS:
+            sock.setsockopt(level, option, value)

@@ -1,0 +1,268 @@
+"""The annotations that agents and the scheduler exchange, version 1: their JSON, and its strict validation.
+
+* `gpumgr.io/inventory` on a node: its GPUs and those allocations that no bound pod's placement annotation explains. Written by the agent.
+* `gpumgr.io/placement` on a pod: the GPUs of each container. Written by the scheduler in the Binding.
+
+Both readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import repeat
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from gpumgr.common import foreign_text
+from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.topology.devices import Level, MigProfile, Topology
+from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.placement.topology.scores import NVLINK_SCORE, score_matrix
+
+INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
+PLACEMENT_ANNOTATION: Final = "gpumgr.io/placement"
+VERSION: Final = 1
+#: Kubernetes' limit for all annotations of an object together.
+MAX_ANNOTATIONS_BYTES: Final = 262_144
+
+TopologyManagerPolicy = Literal["none", "best-effort", "restricted", "single-numa-node", "unknown"]
+Uuid = Annotated[str, Meta(min_length=1, max_length=96)]
+Text = Annotated[str, Meta(max_length=256)]
+Mebibytes = Annotated[int, Meta(ge=0, le=1 << 40)]
+Cores = Annotated[int, Meta(ge=0, le=CORES_PER_GPU)]
+Position = Annotated[int, Meta(ge=0, lt=MAX_GPUS)]
+NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
+#: A NUMA node; -1: not known.
+NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
+
+#: How many containers with HAMi's resources may share a GPU; more than the setting allows hold replicas from before it was lowered.
+Replicas = Annotated[int, Meta(ge=0, le=4096)]
+#: How many times its memory, or its cores, a GPU has for such containers.
+Factor = Annotated[float, Meta(ge=0.01, le=100)]
+
+#: (GPU, cores, MiB). In an inventory the GPU is its position in `gpus`, in a placement its UUID. A whole GPU has 100 cores and all its MiB.
+OtherShare = tuple[Position, Cores, Mebibytes]
+PlacedShare = tuple[Uuid, Cores, Mebibytes]
+
+#: Memory slices of a GPU: NVIDIA's GPUs have 8.
+MAX_MIG_SLICES: Final = 32
+MigStart = Annotated[int, Meta(ge=0, lt=MAX_MIG_SLICES)]
+MigSize = Annotated[int, Meta(ge=1, le=MAX_MIG_SLICES)]
+ProfileName = Annotated[str, Meta(min_length=1, max_length=64)]
+#: The fields of a MigProfile in their order.
+MigRow = tuple[
+    ProfileName,
+    Annotated[int, Meta(ge=0, le=1 << 31)],
+    Annotated[int, Meta(ge=1, le=1 << 40)],
+    MigSize,
+    MigSize,
+    Annotated[tuple[MigStart, ...], Meta(max_length=MAX_MIG_SLICES)],
+]
+#: The memory slices of each share of a list, slice n as bit n; 0: it is no MIG device.
+SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
+
+
+class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
+    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `replicas`: how many
+    containers with HAMi's resources may share it; it is not written with `mig`, and by older agents. `mig`: the profiles of the MIG devices
+    that are created on it on demand, see `mig_rows`; it is not shared then."""
+
+    uuid: Uuid
+    model: Text = ""
+    memory: Mebibytes
+    numa: NumaNode = -1
+    healthy: bool = True
+    cordoned: bool = False
+    index: NvmlIndex | UnsetType = UNSET
+    replicas: Replicas | UnsetType = UNSET
+    mig: Annotated[tuple[MigRow, ...], Meta(min_length=1, max_length=64)] | UnsetType = UNSET
+
+    @property
+    def mig_profiles(self) -> tuple[MigProfile, ...]:
+        return () if self.mig is UNSET else _profiles(self.mig)
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
+
+    `other`: pod UID -> its allocations; `slices`: those of their MIG devices; `other_replicas`: of a pod with HAMi's resources how many
+    replicas it holds for each share; older agents do not write it where that is one for each. `scaling`: the factors of memory and cores
+    for such pods; it is written where a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    """
+
+    version: Literal[1] = 1
+    driver: Text = ""
+    enforcement: Text = ""
+    topology_manager: TopologyManagerPolicy = msgspec.field(name="topologyManager", default="unknown")
+    gpus: Annotated[tuple[InventoryGpu, ...], Meta(max_length=MAX_GPUS)] = ()
+    levels: tuple[tuple[Annotated[int, Meta(ge=0, le=100_000)], ...], ...] = ()
+    other: Mapping[str, tuple[OtherShare, ...]] = {}
+    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+    other_replicas: Mapping[str, tuple[Replicas, ...]] | UnsetType = msgspec.field(name="otherReplicas", default=UNSET)
+    scaling: tuple[Factor, Factor] | UnsetType = UNSET
+
+    @property
+    def held(self) -> Mapping[str, tuple[tuple[int, Amounts], ...]]:
+        """Pod UID -> (position of the GPU, amounts)."""
+        counts = {} if self.other_replicas is UNSET else self.other_replicas
+        return {
+            uid: tuple(
+                (gpu, replace(amounts, replicas=replicas))
+                for (gpu, amounts), replicas in zip(
+                    _amounts(shares, uid, self.slices), counts.get(uid) or repeat(0), strict=False
+                )
+            )
+            for uid, shares in self.other.items()
+        }
+
+    def topology(self) -> Topology:
+        """The topology that `levels` describes. Raises ValueError."""
+        size = len(self.gpus)
+        if len(self.levels) != size or any(len(row) != size for row in self.levels):
+            raise ValueError(f"levels is not a matrix of {size} x {size}, one row and one column for each GPU")
+        if any(self.levels[a][b] != self.levels[b][a] for a in range(size) for b in range(a)):
+            raise ValueError("levels is not symmetric")
+        return _topology(self.levels)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none).
+    `slices`: the same of MIG devices."""
+
+    version: Literal[1] = 1
+    node: Annotated[str, Meta(min_length=1, max_length=253)]
+    containers: Mapping[str, tuple[PlacedShare, ...]] = {}
+    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+
+    @property
+    def named(self) -> Mapping[str, tuple[tuple[str, Amounts], ...]]:
+        """Container name -> (UUID of the GPU, amounts)."""
+        return {name: tuple(_amounts(shares, name, self.slices)) for name, shares in self.containers.items()}
+
+
+_Gpu = TypeVar("_Gpu", int, str)
+
+
+def _amounts(
+    shares: Iterable[tuple[_Gpu, int, int]], key: str, slices: Mapping[str, SharesSlices] | UnsetType
+) -> Iterator[tuple[_Gpu, Amounts]]:
+    bits: Iterable[int] = repeat(0) if slices is UNSET or key not in slices else slices[key]
+    for (gpu, cores, memory), each in zip(shares, bits, strict=False):
+        yield gpu, Amounts(cores, memory, slices=each)
+
+
+def slices_of(named: Mapping[str, Iterable[tuple[object, Amounts]]]) -> Mapping[str, SharesSlices] | UnsetType:
+    """The field `slices` of an inventory or a placement, from the keys of its shares and their amounts."""
+    slices = {key: tuple(amounts.slices for _, amounts in shares) for key, shares in named.items()}
+    return {key: bits for key, bits in slices.items() if any(bits)} or UNSET
+
+
+def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
+    """The field `mig` of a GPU with dynamic MIG; UNSET: it has no profiles."""
+    return tuple((p.name, p.number, p.memory_mebibytes, p.slices, p.size, p.starts) for p in profiles) or UNSET
+
+
+def levels_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The matrix for `Inventory.levels`: the pairs' scores, which are the value of `Level` plus 100 for each NVLink; 0 = itself."""
+    return score_matrix(topology)
+
+
+def encode(value: Inventory | Placement) -> str:
+    """Compact JSON with sorted keys."""
+    return msgspec.json.encode(value, order="sorted").decode()
+
+
+def decode_inventory(text: str) -> Inventory:
+    """Raises ValueError that says what is wrong: no JSON, another version, values out of range, GPUs that contradict each other."""
+    inventory = _decode(text, Inventory)
+    if len({gpu.uuid for gpu in inventory.gpus}) != len(inventory.gpus):
+        raise ValueError("a UUID appears twice in gpus")
+    indices = {position if gpu.index is UNSET else gpu.index for position, gpu in enumerate(inventory.gpus)}
+    if len(indices) != len(inventory.gpus):
+        raise ValueError("an index appears twice in gpus")
+    inventory.topology()
+    for rows in {gpu.mig for gpu in inventory.gpus if gpu.mig is not UNSET}:
+        _profiles(rows)
+    _check_slices(inventory.slices, inventory.other)
+    for uid, shares in inventory.other.items():
+        positions = [position for position, _, _ in shares]
+        if len(set(positions)) != len(positions) or any(position >= len(inventory.gpus) for position in positions):
+            raise ValueError(f"other[{uid[:64]!r}] names a GPU twice, or one that is not in gpus")
+    replicas = {} if inventory.other_replicas is UNSET else inventory.other_replicas
+    if any(len(counts) != len(inventory.other.get(uid, ())) for uid, counts in replicas.items()):
+        raise ValueError("otherReplicas has not one number for each share")
+    return inventory
+
+
+def decode_placement(text: str) -> Placement:
+    """Raises ValueError that says what is wrong: no JSON, another version, values out of range, a GPU twice in a container."""
+    placement = _decode(text, Placement)
+    for name, shares in placement.containers.items():
+        if not shares or len({uuid for uuid, _, _ in shares}) != len(shares):
+            raise ValueError(f"containers[{name[:64]!r}] names no GPU, or one twice")
+    _check_slices(placement.slices, placement.containers)
+    return placement
+
+
+def _check_slices(slices: Mapping[str, SharesSlices] | UnsetType, shares: Mapping[str, tuple[object, ...]]) -> None:
+    if slices is not UNSET and any(len(bits) != len(shares.get(key, ())) for key, bits in slices.items()):
+        raise ValueError("slices has not one number for each share")
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+_T = TypeVar("_T")
+
+
+def _decode(text: str, kind: type[_T]) -> _T:
+    if (version := decode_json(text, _Versioned).version) != VERSION:
+        raise ValueError(f"version {version} is not supported; this program reads version {VERSION}")
+    return decode_json(text, kind)
+
+
+def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
+    """An annotation's text. Raises ValueError that says what is wrong; it begins with `fault` if the text has another structure."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    if len(encoded) > MAX_ANNOTATIONS_BYTES:
+        raise ValueError(f"{len(encoded)} bytes are too long for an annotation")
+    try:
+        return foreign_text.decode_json(encoded, kind)
+    except UnreadableText as error:
+        raise ValueError(f"{fault}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
+    """One object for all GPUs with equal profiles. Raises ValueError."""
+    profiles = tuple(convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
+    ordered = all(
+        p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
+    )
+    if not ordered or len({p.name for p in profiles}) != len(profiles):
+        raise ValueError("mig has a profile twice, or with starts that are not ascending or too high")
+    return profiles
+
+
+@lru_cache(maxsize=64)
+def _topology(levels: tuple[tuple[int, ...], ...]) -> Topology:
+    """One object for all nodes with equal topologies."""
+    links = [[(Level.PSB, 0) if a == b else _link(value) for b, value in enumerate(row)] for a, row in enumerate(levels)]
+    return Topology(
+        levels=tuple(tuple(level for level, _ in row) for row in links),
+        nvlinks=tuple(tuple(count for _, count in row) for row in links),
+    )
+
+
+def _link(value: int) -> tuple[Level, int]:
+    nvlinks, level = divmod(value, NVLINK_SCORE)
+    if level not in Level._value2member_map_:
+        raise ValueError(
+            f"{value} in levels is no pair level: {', '.join(str(int(each)) for each in Level)}, plus 100 for each NVLink"
+        )
+    return Level(level), nvlinks

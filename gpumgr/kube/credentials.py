@@ -1,0 +1,165 @@
+"""The credentials for the API server: a kubeconfig file, or the service account of the pod.
+
+All files are read on a thread of their own, since a file system that hangs must not stop the event loop.
+"""
+
+import asyncio
+import os
+import ssl
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import structlog
+import yaml
+
+from gpumgr.common.aio import DaemonCalls
+from gpumgr.common.errors import SettingsError
+from gpumgr.kube.library import load_library
+
+_log = structlog.get_logger(__name__)
+
+#: Source: Kubernetes' documentation, "Accessing the API from within a Pod".
+_SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+#: As client-go: the kubelet replaces the token long before it expires.
+_TOKEN_SECONDS: Final = 60.0
+_FILES_SECONDS: Final = 10.0
+#: A kubeconfig may run a program that asks a cloud for a token.
+_KUBECONFIG_SECONDS: Final = 60.0
+_MAX_KUBECONFIG_BYTES: Final = 1 << 20
+#: Errors of the library for a malformed kubeconfig; their texts explain nothing.
+_MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError, RecursionError)
+
+
+@dataclass(kw_only=True)
+class Credentials:
+    """The attributes have the names that the library's loader of kubeconfig files sets; `ssl_ca_cert`, `cert_file` and `key_file` are
+    paths. `context` is None for a server without TLS."""
+
+    host: str = ""
+    ssl_ca_cert: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    verify_ssl: bool = True
+    tls_server_name: str | None = None
+    proxy: str | None = None
+    #: "BearerToken" -> the value of the header Authorization.
+    api_key: dict[str, str] = field(default_factory=dict)
+    context: ssl.SSLContext | None = None
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": token} if (token := self.api_key.get("BearerToken")) else {}
+
+
+class CredentialFiles:
+    """`kubeconfig`: None for the service account of the pod. `remedy` is the end of each error."""
+
+    def __init__(self, kubeconfig: Path | None, remedy: str, *, service_account: Path = _SERVICE_ACCOUNT) -> None:
+        self._kubeconfig, self._remedy, self._account = kubeconfig, remedy, service_account
+        self._calls = DaemonCalls("api-credentials")
+        self._token_read = asyncio.Lock()
+        self._token_due = 0.0
+
+    async def read(self) -> Credentials:
+        """Raises SettingsError if the files are missing or can't be used."""
+        seconds = _FILES_SECONDS if self._kubeconfig is None else _KUBECONFIG_SECONDS
+        try:
+            found = await self._calls.call(self._read, timeout_seconds=seconds)
+        except Exception as error:  # the library raises anything for a malformed file, and ssl for its certificates
+            raise SettingsError(
+                f"the {self._place} can't be used: {_message(error, self._kubeconfig)}; {self._remedy}"
+            ) from error
+        self._token_due = time.monotonic() + _TOKEN_SECONDS
+        return found
+
+    async def refresh(self, credentials: Credentials) -> None:
+        """Reads the token of the service account again if that is due. A token that can't be read stays in use until it is refused."""
+        if self._kubeconfig is not None or time.monotonic() < self._token_due:
+            return
+        async with self._token_read:
+            if time.monotonic() < self._token_due:
+                return
+            self._token_due = time.monotonic() + _TOKEN_SECONDS
+            try:
+                credentials.api_key = await self._calls.call(self._token, timeout_seconds=_FILES_SECONDS)
+            except (OSError, ValueError) as error:
+                _log.warning("credentials_not_renewed", error=f"the {self._place} can't be used: {_message(error, None)}")
+
+    @property
+    def _place(self) -> str:
+        if self._kubeconfig is not None:
+            return f"kubeconfig {self._kubeconfig}"
+        return "pod's service account (kubernetes.kubeconfig is not set)"
+
+    def _read(self) -> Credentials:
+        """On the thread. Raises all kinds of errors."""
+        if self._kubeconfig is None:
+            found = self._of_pod(os.environ)
+        else:
+            _check(self._kubeconfig)
+            found = Credentials()
+            asyncio.run(load_library()(config_file=str(self._kubeconfig), client_configuration=found, persist_config=False))
+            if not found.host:
+                raise ValueError("its cluster has no server")
+        if found.host.startswith("https"):
+            found.context = _tls(found)
+        return found
+
+    def _of_pod(self, environment: Mapping[str, str]) -> Credentials:
+        host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port:
+            raise ValueError(
+                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so this process does not run in a pod"
+            )
+        address = f"[{host}]" if ":" in host else host
+        return Credentials(host=f"https://{address}:{port}", ssl_ca_cert=str(self._account / "ca.crt"), api_key=self._token())
+
+    def _token(self) -> dict[str, str]:
+        """Raises OSError or ValueError."""
+        token = (self._account / "token").read_text().strip()
+        if not token:
+            raise ValueError(f"{self._account / 'token'} is empty")
+        return {"BearerToken": f"Bearer {token}"}
+
+
+def _tls(credentials: Credentials) -> ssl.SSLContext:
+    """Raises OSError."""
+    context = ssl.create_default_context(cafile=credentials.ssl_ca_cert)
+    if credentials.cert_file:
+        context.load_cert_chain(credentials.cert_file, keyfile=credentials.key_file)
+    if not credentials.verify_ssl:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _check(kubeconfig: Path) -> None:
+    """Checks what the library does not: it treats a missing file as an empty one, with a warning in the log.
+
+    Raises OSError, ValueError or YAMLError.
+    """
+    if ":" in str(kubeconfig):
+        raise ValueError("a path with a colon means several paths")
+    if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
+        raise ValueError("it is not a regular file")
+    if kubeconfig.stat().st_size > _MAX_KUBECONFIG_BYTES:
+        raise ValueError("it is larger than 1 MiB")
+    with kubeconfig.open("rb") as file:  # given a text, PyYAML quotes its lines in errors, and secrets with them
+        content = yaml.safe_load(file)
+    if not isinstance(content, dict):
+        raise ValueError("it is not a kubeconfig (kind: Config, with clusters, users, contexts and current-context)")
+
+
+def _message(error: Exception, kubeconfig: Path | None) -> str:
+    """The error in one line."""
+    if isinstance(error, TimeoutError):
+        return f"its files could not be read in time{f' ({error})' if str(error) else ''}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename in (None, str(kubeconfig)) else f"{error.filename}: {error.strerror}"
+    if isinstance(error, yaml.YAMLError):
+        return f"it is not YAML ({' '.join(str(error).split())})"
+    if isinstance(error, _MALFORMED):
+        return "it does not have the structure of a kubeconfig"
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,242 @@
+"""Parses a pod's JSON into what the allocator needs."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from math import ceil
+from typing import Any, Final
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, slices_in
+from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
+from gpumgr.kube.selection import constraints_of
+from gpumgr.ledger.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView
+from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.settings.hami_resources import ReplicaResources
+
+#: Source: Kubernetes' resource.Quantity.
+_FACTORS: Final = {
+    **{suffix: Decimal(1000) ** power for power, suffix in ((-3, "n"), (-2, "u"), (-1, "m"))},
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", start=1)},
+    **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
+}
+_MAX_QUANTITY: Final = 1 << 63
+#: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
+CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
+#: On the API server's mirror of a static pod, which only the kubelet can create: the UID that the kubelet gives the pod itself.
+MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
+#: gpu-manager's names for further fields of its /usage; tenants may write any text there.
+CLUSTER_ANNOTATION: Final = "clusterName"
+SUBMITTER_VARIABLE: Final = "SUBMITTER"
+#: Limits in characters for a tenant's text and for a kubelet's sentence.
+_MAX_WORD: Final = 253
+_MAX_SENTENCE: Final = 1024
+#: A placement without a GPU for any container. The agent refuses them: it does not choose other GPUs than HAMi's scheduler counts.
+_NO_GPUS: Final = (("", ()),)
+
+
+def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None, mig_resource: str | None = None) -> PodView:
+    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's, where they count;
+    `mig_resource`: that of MIG devices, or the beginning of such resources if it ends in "-".
+
+    Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
+    """
+    metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    annotations = metadata.get("annotations") or {}
+    containers = tuple(_containers(spec, resources, mig_resource))
+    wants_gpu = any(c.wants_gpu for c in containers)
+    placed = _placed(annotations, str(spec.get("nodeName") or ""), containers)
+    if placed.get("bound_by_hami"):
+        containers = tuple(_with_memory(container, dict(placed["placed"])) for container in containers)
+    return PodView(
+        namespace=str(metadata["namespace"]),
+        name=str(metadata["name"]),
+        uid=str(metadata["uid"]),
+        phase=str(status.get("phase") or "Pending"),
+        reason=_word(status.get("reason")),
+        message=_word(status.get("message"), _MAX_SENTENCE),
+        controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
+        **_deletion(metadata),
+        created_at=_unix_seconds(metadata.get("creationTimestamp")),
+        containers=containers if wants_gpu else (),
+        service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
+        core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
+        runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
+        submitter=_submitter(spec),
+        cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
+        claims=tuple(_claim_uses(spec, status)),
+        started=_started(status),
+        **placed,
+        **(selected(annotations) if wants_gpu else {}),
+    )
+
+
+def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`deleted`, `ends_at` and `grace_seconds`."""
+    if not (timestamp := metadata.get("deletionTimestamp")):
+        return {}
+    grace = metadata.get("deletionGracePeriodSeconds")
+    return {"deleted": True, "ends_at": _unix_seconds(timestamp), "grace_seconds": None if grace is None else float(grace)}
+
+
+def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """`constraints` or `unreadable`."""
+    try:
+        return {"constraints": constraints_of(annotations)}
+    except Refusal as refusal:
+        return {"unreadable": str(refusal)}
+
+
+def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
+    """`placed` and `placement_ignored`. Users may write these annotations, so a wrong one does not make a pod unreadable."""
+    text = annotations.get(PLACEMENT_ANNOTATION)
+    if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
+        return _placement(text, node)
+    key = MIG_ALLOCATIONS
+    try:
+        slices, key = slices_in(str(annotations.get(key, ""))), HAMI_ALLOCATED
+        return {"bound_by_hami": True, "placed": placed_by_hami(str(annotations.get(key)), containers, slices)}
+    except ValueError as error:
+        why = f"the annotation {key} can't be read: {str(error)[:_MAX_WORD]}"
+        return {"bound_by_hami": True, "placed": _NO_GPUS, "placement_ignored": why}
+
+
+def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
+    """The container with what HAMi's scheduler counts for a percentage. It computes it from the registered memory, which lacks what other
+    pods held there at that time."""
+    if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
+        return container
+    memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
+    return replace(container, replicas=replace(wanted, memory_on=memory))
+
+
+def _placement(text: object, node: str) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        placement = decode_placement(str(text))
+        if placement.node != node:
+            raise ValueError(f"it is about node {placement.node}, and the pod is bound to {node or 'none'}")
+    except ValueError as error:
+        return {"placement_ignored": f"the annotation {PLACEMENT_ANNOTATION} is ignored: {str(error)[:_MAX_WORD]}"}
+    return {"placed": tuple(placement.named.items())}
+
+
+def parse_quantity(text: str) -> int:
+    """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
+    if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
+        return int(text)
+    value = _decimal(text)
+    if value != int(value):
+        raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+    return int(value)
+
+
+def quantity_or_0(text: str) -> int:
+    """The same; 0 for a text that it does not read."""
+    try:
+        return parse_quantity(text)
+    except ValueError:
+        return 0
+
+
+def parse_rounded_up(text: str) -> int:
+    """A quantity as a whole number, rounded up as by Quantity.Value of Kubernetes: 10 for "9500m". Raises ValueError for negative and other
+    texts."""
+    return ceil(_decimal(text))
+
+
+def parse_milli(text: str) -> int:
+    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
+    return ceil(_decimal(text) * 1000)
+
+
+def _decimal(text: str) -> Decimal:
+    suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
+    try:
+        value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
+        if not 0 <= value < _MAX_QUANTITY:
+            raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+    except ArithmeticError as error:
+        raise ValueError(f"quantity {text!r} can't be read") from error
+    return value
+
+
+def _containers(spec: Mapping[str, Any], resources: ReplicaResources | None, mig: str | None) -> Iterator[ContainerSpec]:
+    """The pod's containers in the order in which the kubelet allocates."""
+    for container in spec.get("initContainers") or ():
+        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init", resources, mig)
+    for container in spec.get("containers") or ():
+        yield _container(container, "app", resources, mig)
+
+
+def _container(
+    container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaResources | None, mig: str | None
+) -> ContainerSpec:
+    resources = container.get("resources") or {}
+    # For extended resources requests and limits are equal where both are given; the API server does not fill in a missing one.
+    wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    return ContainerSpec(
+        name=str(container["name"]),
+        kind=kind,
+        cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
+        memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
+        replicas=replica_request(wanted, hami, parse_quantity) if hami else None,
+        priority=parse_quantity(str(wanted.get(hami.priority_resource, USUAL_PRIORITY))) if hami else USUAL_PRIORITY,
+        instances=sum(parse_quantity(str(wanted[name])) for name in wanted if mig and _is_mig(name, mig)),
+    )
+
+
+def _is_mig(name: str, mig: str) -> bool:
+    return name.startswith(mig) if mig.endswith("-") else name == mig
+
+
+def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:
+    """The names of claims that were made from a template are in the pod's status."""
+    pod_claims = spec.get("resourceClaims") or ()
+    if not pod_claims:
+        return
+    made = {each["name"]: each.get("resourceClaimName") for each in status.get("resourceClaimStatuses") or ()}
+    names = {each["name"]: each.get("resourceClaimName") or made.get(each["name"]) for each in pod_claims}
+    for kind in ("initContainers", "containers"):
+        for container in spec.get(kind) or ():
+            for used in (container.get("resources") or {}).get("claims") or ():
+                if (claim := names.get(used["name"])) is not None:
+                    ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
+                    request = used.get("request")
+                    yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    every = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return any({"running", "terminated"} & (each.get("state") or {}).keys() for each in every)
+
+
+def _core_limit(text: object) -> int | None:
+    """0..100, larger numbers as 100. Any other text counts as none: it must not make the pod unreadable."""
+    whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
+    return min(int(whole[0]), 100) if whole else None
+
+
+def _submitter(spec: Mapping[str, Any]) -> str | None:
+    """The submitter as gpu-manager reads it: from the first app container, and only a literal value."""
+    for container in (spec.get("containers") or ())[:1]:
+        for variable in container.get("env") or ():
+            if variable.get("name") == SUBMITTER_VARIABLE:
+                return _word(variable.get("value"))
+    return None
+
+
+def _word(text: object, most: int = _MAX_WORD) -> str | None:
+    return text[:most] if isinstance(text, str) and text else None
+
+
+def _unix_seconds(timestamp: str | None) -> float:
+    if not timestamp:
+        return 0.0
+    moment = datetime.fromisoformat(timestamp)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

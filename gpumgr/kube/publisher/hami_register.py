@@ -1,0 +1,101 @@
+"""Registers the node's GPUs with HAMi's scheduler: annotations of the node, written when they change.
+
+What others hold is subtracted: HAMi's scheduler knows its own pods only. One that others share has less than 100 cores, so that no pod gets
+it exclusively. A GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final, Literal
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.kube.hami_mig import registered_profiles
+from gpumgr.kube.hami_node import (
+    HANDSHAKE,
+    REGISTER,
+    SCORES,
+    RegisteredGpu,
+    encode_register,
+    encode_register_csv,
+    encode_scores,
+    reported,
+)
+from gpumgr.kube.publisher.node_annotations import Annotate, NodeAnnotationReporter
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.placement.evaluators.constraints import device_type
+from gpumgr.placement.evaluators.mig import most_devices, without_places
+from gpumgr.placement.topology.scores import score_matrix
+
+#: Between two handshakes, which old schedulers expect.
+HANDSHAKE_SECONDS: Final = 30.0
+
+
+class RegisterReporter(NodeAnnotationReporter):
+    """`scheduler` "legacy": HAMi up to 2.4. `now` returns local time."""
+
+    def __init__(
+        self,
+        annotate: Annotate,
+        *,
+        scheduler: Literal["current", "legacy"],
+        report: Callable[[], NodeReport],
+        pods: Pods,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        super().__init__(annotate, report=report, pods=pods, clock=clock)
+        self._legacy, self._now = scheduler == "legacy", now
+
+    def write(self, report: NodeReport) -> None:
+        gpus, snapshot = self._gpus(report), report.view.inventory.snapshot
+        self.annotate(REGISTER, (encode_register_csv if self._legacy else encode_register)(gpus))
+        if len(snapshot.gpus) > 1:
+            self.annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
+        if self._legacy and self.age(HANDSHAKE) >= HANDSHAKE_SECONDS:
+            self.annotate(HANDSHAKE, reported(self._now()), HANDSHAKE_SECONDS)
+
+    def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
+        view, registry = report.view, report.view.ledger.gpu_registry
+        closed, on_demand = view.node.out_of_service, view.node.mig_profiles
+        others = {key: each for key, each in view.ledger.allocations.items() if not self._of_hami(each)}
+        foreign = Ledger(gpu_registry=registry, allocations=others)
+        made = []
+        for name, gpu in view.inventory.gpus(registry).items():
+            held = foreign.used(name)
+            memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
+            cores = max(0, CORES_PER_GPU - held.cores)
+            taken = sum(name in each.held("replica") for each in others.values())
+            profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]
+            offered = name not in closed and not (gpu.mig_enabled and not profiles)
+            replicas = view.inventory.replicas
+            count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
+            # Scaling has no meaning for MIG devices.
+            memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
+            # HAMi's scheduler gives an exclusive GPU, 100 cores, where so many are left; beside another pod the agent refuses it.
+            scaled = int(cores * core_scaling)
+            if any(not each.admin for each in foreign.on(name)):
+                scaled = min(scaled, CORES_PER_GPU - 1)
+            made.append(
+                RegisteredGpu(
+                    uuid=gpu.uuid,
+                    index=gpu.index,
+                    count=count,
+                    memory_mebibytes=int(memory * memory_scaling),
+                    cores=scaled,
+                    model=device_type(gpu.model),
+                    numa=max(0, gpu.numa_node or 0),
+                    mode="mig" if profiles else "hami-core",
+                    mig_profiles=registered_profiles(profiles),
+                    healthy=offered and memory > 0 and cores > 0 and count > 0,
+                )
+            )
+        return made
+
+    def _of_hami(self, allocation: Allocation) -> bool:
+        """HAMi's scheduler counts it."""
+        pod = find_pod(self.pods, allocation.pod, allocation.uid)
+        return pod is not None and pod.bound_by_hami

@@ -1,0 +1,386 @@
+"""A local copy of a list of API objects, kept up to date by a watch: the contract of client-go's reflector, on plain JSON.
+
+Invariants:
+1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is
+   missing there counts as deleted.
+2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered
+   pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch that brings nothing proves nothing: with
+   `list_seconds` a list follows.
+3. Only the result of `parse` is kept. Each object is decoded on its own: one that can't be read is named in the log and in an event, its
+   last result is kept, and the others are not affected. It never counts as deleted.
+
+The API has no option to leave out `metadata.managedFields`; the decoders skip them.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+import structlog
+
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored
+from gpumgr.kube.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
+from gpumgr.kube.unreadable import UnreadableObjects
+
+_log = structlog.get_logger(__name__)
+
+_PAGE = "500"
+#: The limit of a page's request is at least this, in seconds; and the duration of a watch after a list that failed.
+_SHORTEST_LIST = 5.0
+_SHORTEST_WATCH = 5
+#: Objects of a page that are decoded before the event loop serves others.
+_SLICE = 50
+
+
+class _PageMetadata(msgspec.Struct):
+    resource_version: str = msgspec.field(name="resourceVersion")
+    following: str | None = msgspec.field(name="continue", default=None)
+
+
+class _Page(msgspec.Struct):
+    """A part of a list. Objects are decoded one after another, since a decoded one is many times larger than its text."""
+
+    metadata: _PageMetadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    uid: str = ""
+    namespace: str = ""
+    name: str = ""
+
+
+class _Item(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _Failure(msgspec.Struct):
+    """metav1.Status in an event of type ERROR."""
+
+    code: int | None = None
+    reason: str | None = None
+    message: str | None = None
+
+
+_K = TypeVar("_K")
+
+
+class Keyed(Protocol):
+    @property
+    def uid(self) -> str: ...
+
+
+T = TypeVar("T", bound=Keyed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTimes:
+    """`watch_seconds`: the limits of the requested duration of a watch. `silence_seconds`: how much later than that it may end.
+
+    `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
+    `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
+
+    `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
+    `outdated_seconds`: the copy is outdated if it has not for so long, and a list has failed, too.
+    """
+
+    watch_seconds: tuple[int, int] = (240, 300)
+    silence_seconds: float = 15.0
+    lasted_seconds: float = 10.0
+    pause_seconds: tuple[float, float] = (0.5, 30.0)
+    max_retry_after_seconds: float = 120.0
+    list_seconds: float = math.inf
+    outdated_seconds: float = math.inf
+
+
+def prompt_watches(outdated_seconds: float) -> WatchTimes:
+    """Times by which a server that is silent is noticed within `outdated_seconds`, 15 or more. The API server sends a bookmark once a
+    minute, and about 2 s before the requested end of a watch (storage/cacher), unless the resource has not changed since the watch began;
+    then only the end shows that it works. So watches are short: of 30 s they take 18 to 20, their end may be 2 s late, and 8 s are left
+    for a list."""
+    return WatchTimes(
+        watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
+        silence_seconds=outdated_seconds / 15,
+        lasted_seconds=outdated_seconds / 3,
+        pause_seconds=(0.5, 5.0),
+        list_seconds=0.6 * outdated_seconds,
+        outdated_seconds=outdated_seconds,
+    )
+
+
+class ExpiredError(GpumgrError):
+    """The resource version is too old (410), or the stream is malformed: list again."""
+
+
+class Reflector(Generic[T]):
+    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
+    `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
+
+    `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
+    `write_events`: an object that can't be read gets an event.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        parse: Callable[[Any], T],
+        on_change: Callable[[T | None, T | None], None],
+        on_list: Callable[[], object] = lambda: None,
+        decode: Callable[[msgspec.Raw], Any] = decode_stored,
+        watch_times: WatchTimes | None = None,
+        write_events: bool = True,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._path, self._query = server, path, dict(query)
+        self._parse, self._on_change, self._on_list, self._decode = parse, on_change, on_list, decode
+        self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
+        self._objects: dict[str, T] = {}
+        self._unreadable = UnreadableObjects(server, path, write_events=write_events)
+        #: None: list first.
+        self._version: str | None = None
+        self._watching_since: float | None = None
+        self._logged: str | None = None
+        self._clock, self._heard_at = clock, clock()
+        #: Of the last list, if nothing has been received since.
+        self._list_error: str | None = None
+        self._list_refused = False
+        self._reported = False
+        self.synced = asyncio.Event()
+
+    @property
+    def answered(self) -> bool:
+        """The last request succeeded."""
+        return self._logged is None
+
+    @property
+    def unreadable(self) -> int:
+        """How many objects can't be read."""
+        return len(self._unreadable.reasons)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last event, bookmark or end of a watch in time, or the begin of the last list that succeeded."""
+        return self._clock() - self._heard_at
+
+    @property
+    def outdated(self) -> str | None:
+        """Why the copy may lack changes that are long past, in words; None: it does not."""
+        if self._list_error is None or self.silent_seconds < self._pace.outdated_seconds:
+            return None
+        return (
+            f"the API server has sent nothing about {self.resource} for {self.silent_seconds:.0f} s, and a list has failed "
+            f"({self._list_error})"
+        )
+
+    @property
+    def resource(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    def expire(self) -> None:
+        """The next `run` begins with a list. Must not be called while `run` runs."""
+        self._version = None
+        self.synced.clear()
+
+    async def run(self) -> NoReturn:
+        """Lists and watches until cancelled."""
+        pause = self._pace.pause_seconds[0]
+        while True:
+            self._watching_since, wanted = None, 0.0
+            try:
+                # Where lists are refused, a watch may work: it is tried next.
+                refused, self._list_refused = self._list_refused, False
+                if self._version is None or (self.silent_seconds >= self._pace.list_seconds and not refused):
+                    await self._list_or_note()
+                await self._watch(self._version or "")
+            except ExpiredError as error:
+                self._version = None
+                self._log_once(str(error))
+            except AnswerError as error:
+                wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
+                self._log_once(str(error))
+            except API_FAILURES as error:
+                self._log_once(_text(error))
+            if not self._reported and (why := self.outdated) is not None:
+                self._reported = True
+                _log.error("objects_outdated", path=self._path, reason=why)
+            since = self._watching_since
+            if since is not None and self._clock() - since >= self._pace.lasted_seconds:
+                pause = self._pace.pause_seconds[0]
+                continue
+            slept = max(wanted, pause * (0.8 + 0.4 * self._jitter()))
+            until_list = self._pace.list_seconds - self.silent_seconds
+            await self._sleep(min(slept, until_list) if until_list > 0 else slept)
+            pause = min(pause * 2, self._pace.pause_seconds[1])
+
+    def _log_once(self, text: str) -> None:
+        """A transient error, once for each text until a request succeeds."""
+        if text != self._logged:
+            self._logged = text
+            _log.warning("api_server_retries", path=self._path, error=text)
+
+    def _heard(self, at: float) -> None:
+        self._heard_at, self._list_error = at, None
+        if self._reported:
+            self._reported = False
+            _log.info("objects_current_again", path=self._path)
+
+    # -- list --------------------------------------------------------------------------------------------------------------
+
+    async def _list_or_note(self) -> None:
+        try:
+            await self._list()
+        except API_FAILURES as error:
+            self._list_error, self._list_refused = _text(error), isinstance(error, AnswerError)
+            raise
+
+    async def _list(self) -> None:
+        found: dict[str, T] = {}
+        begun = self._clock()
+        unreadable: set[str] = set()
+        query = {**self._query, "limit": _PAGE}
+        while True:
+            page = await _decoded(await self._page(query), _Page)
+            for number, item in enumerate(page.items or ()):
+                if number % _SLICE == 0:
+                    await asyncio.sleep(0)
+                metadata = self._metadata(item)
+                parsed, readable = self._parsed(item, metadata)
+                if parsed is not None:
+                    found[parsed.uid] = parsed
+                if not readable:
+                    unreadable.add(metadata.uid)
+            if not page.metadata.following:
+                break
+            query = {**self._query, "limit": _PAGE, "continue": page.metadata.following}
+        if "" in unreadable:  # it may be any object that is missing now
+            found = {**self._objects, **found}
+        self._unreadable.listed(unreadable)
+        before, self._objects = self._objects, found
+        self._version, self._logged = page.metadata.resource_version, None
+        self._heard(begun)
+        for uid in before.keys() - found.keys():
+            self._on_change(before[uid], None)
+        for uid, after in found.items():
+            if before.get(uid) != after:
+                self._on_change(before.get(uid), after)
+        self._on_list()
+        self.synced.set()
+
+    async def _page(self, query: Mapping[str, str]) -> bytes:
+        # A list that hangs fails before the copy is outdated; later ones have their time.
+        left = self._pace.outdated_seconds - self.silent_seconds
+        timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
+        async with self._server.request("GET", self._path, query, timeout) as response:
+            await _check_status(response)
+            return await response.read()
+
+    def _metadata(self, item: msgspec.Raw) -> _Metadata:
+        """Without a UID if they can't be read."""
+        try:
+            return decode_stored(item, _Item).metadata
+        except UnreadableText:
+            return _Metadata()
+
+    def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
+        """The result of `parse`, and whether it could read the object; else the last result."""
+        if not metadata.uid:
+            self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
+            return None, False
+        try:
+            decoded = self._decode(item)
+            return (self._parse(decoded) if decoded is not None else None), True
+        except UNREADABLE as error:
+            self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
+            return self._objects.get(metadata.uid), False
+
+    # -- watch -------------------------------------------------------------------------------------------------------------
+
+    async def _watch(self, version: str) -> None:
+        """Until the server ends the stream. Raises what `run` catches."""
+        low, high = self._pace.watch_seconds
+        seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
+        query = {
+            **self._query,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
+        async with self._server.request("GET", self._path, query, timeout) as response:
+            await _check_status(response)
+            self._logged, self._watching_since = None, self._clock()
+            async for line in _lines(response.content):
+                await self._event(await _decoded(line, _Event))
+            if self._clock() - self._watching_since >= seconds - 1:  # as asked for, so there was nothing to send
+                self._heard(self._clock())
+
+    async def _event(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            failure = await _decoded(bytes(event.object), _Failure)
+            raise ExpiredError(f"the watch ended with {failure.code} {failure.reason}: {failure.message}")
+        metadata = self._metadata(event.object)
+        self._heard(self._clock())
+        if event.type == "BOOKMARK":
+            self._version = metadata.resource_version or self._version
+            return
+        if not metadata.uid:
+            raise ExpiredError("an event of the watch has no object with a UID")
+        after, readable = (None, True) if event.type == "DELETED" else self._parsed(event.object, metadata)
+        if readable:
+            self._unreadable.reasons.pop(metadata.uid, None)
+        self._version = metadata.resource_version
+        before = self._objects.pop(metadata.uid, None)
+        if after is not None:
+            self._objects[after.uid] = after
+        if before != after:
+            self._on_change(before, after)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, AnswerError | ExpiredError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+async def _check_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    error = await answer_error(response)
+    raise ExpiredError(str(error)) if error.status == 410 else error
+
+
+async def _decoded(text: bytes, kind: type[_K]) -> _K:
+    try:
+        return await decode_answer(text, kind)
+    except UnreadableText as error:
+        raise ExpiredError(f"the server's JSON can't be used: {error}") from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; what follows the last line break is an incomplete event, and is dropped."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            line = b"".join([*parts, end])
+            parts.clear()
+            if line.strip():
+                yield line
+        parts.append(rest)

@@ -1,0 +1,1 @@
+"""What the kubelet calls: the device plugins and the DRA driver."""

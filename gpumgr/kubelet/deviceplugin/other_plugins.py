@@ -1,0 +1,113 @@
+"""Other device plugins for the same GPUs: each offers all of them, so that two plugins allocate each GPU twice.
+
+A plugin is found by its socket in the kubelet's folder: the kubelet's API lists resources, not the GPUs behind them.
+"""
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.common.aio import until_tick
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS: Final = 10.0
+#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names, before
+#: 0.13 nvidia.sock, GKE's nvidiaGPU-TIME.sock; HAMi's is derived from NVIDIA's and has the same names.
+_GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
+_NVIDIA: Final = "nvidia"
+#: A socket with a full backlog belongs to a running process.
+_BUSY: Final = (errno.EAGAIN, errno.EINPROGRESS)
+
+
+class OtherDevicePlugins:
+    """Logs when another device plugin for the same GPUs appears and when it is gone. Which one to stop is the operator's choice.
+
+    `folder` is the kubelet's device plugin folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._logged: tuple[Path, ...] = ()
+
+    async def gpu_manager(self) -> str | None:
+        """Why nothing may be registered yet, with a remedy; None if gpu-manager does not run. It registers the same resource names."""
+        return await asyncio.to_thread(gpu_manager_answers, self._folder)
+
+    async def of_nvidia(self) -> str | None:
+        """The same of NVIDIA's plugin and HAMi's, for an agent that offers nvidia.com/gpu itself."""
+        found = await asyncio.to_thread(answering, self._folder)
+        return "; ".join(problem_and_remedy(found)) if found else None
+
+    async def run(self) -> NoReturn:
+        """Runs until it is cancelled."""
+        while True:
+            await self.check()
+            await asyncio.sleep(until_tick(POLL_SECONDS))
+
+    async def check(self) -> None:
+        found = await asyncio.to_thread(answering, self._folder)
+        if found == self._logged:
+            return
+        self._logged = found
+        if found:
+            problem, remedy = problem_and_remedy(found)
+            log.warning("gpus_given_out_twice", problem=problem, remedy=remedy)
+        else:
+            log.info("gpus_given_out_once", reason=f"no other plugin for NVIDIA's GPUs answers in {self._folder} any more")
+
+
+def answering(folder: Path) -> tuple[Path, ...]:
+    """Sockets of such plugins that accept connections; none if the folder can't be read. A stale socket does not count."""
+    try:
+        return tuple(path for path in _others(folder) if _answers(path))
+    except OSError:
+        return ()
+
+
+def gpu_manager_answers(folder: Path) -> str | None:
+    """A message with a remedy if gpu-manager runs, else None. A second registration of its resources would replace its own."""
+    managers = [path for path in answering(folder) if path.name in _GPU_MANAGER]
+    return "; ".join(problem_and_remedy(managers)) if managers else None
+
+
+def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
+    """The consequence of the plugins at these sockets for this node, and the remedy."""
+    managers = [path for path in found if path.name in _GPU_MANAGER]
+    if managers:
+        return (
+            f"gpu-manager answers at {_listed(managers)}: it allocates the same GPUs under the same resource names",
+            "stop it first; `gpumgr migrate gpu-manager` shows how, and what happens to its pods",
+        )
+    return (
+        f"NVIDIA's device plugin, or HAMi's, answers at {_listed(found)}: it allocates these GPUs as nvidia.com/gpu (or the resource name "
+        "in its settings), and gpumgr, which can't see to which pods, allocates them again",
+        "keep it off this node (the nodeSelector of its DaemonSet; `gpumgr migrate hami` for HAMi), and delete the pods that have "
+        "their GPUs from it",
+    )
+
+
+def _others(folder: Path) -> Iterator[Path]:
+    for name in sorted(os.listdir(folder)):
+        if name in _GPU_MANAGER or (name.lower().startswith(_NVIDIA) and name.endswith(".sock")):
+            yield folder / name
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(str(path))
+        except OSError as problem:
+            return problem.errno in _BUSY
+        return True
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return " and ".join(map(str, paths))

@@ -1,0 +1,299 @@
+"""Keeps both resources registered with the kubelet: serves the sockets, registers, and registers again when a registration is lost.
+
+Invariants:
+1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
+2. Register is called only after the plugin's own socket has answered: the kubelet dials it inside Register.
+3. "Registered" means that a kubelet watches the devices. A new kubelet.sock, a missing socket of the plugin, or a lack of ListAndWatch
+   streams causes a new registration by the same process. These are polled, since inotify events can be lost.
+4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an old stream that ends later
+   disconnects the new registration.
+5. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: from then on pods hold GPUs
+   that only this process accounts for, and another plugin would grant these again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import structlog
+
+from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
+from gpumgr.common.aio import LatestValue, forever, until_tick
+from gpumgr.common.errors import KubeletError
+from gpumgr.common.files import FileIdentity
+from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.units import RESOURCE_NAMES, Resource
+from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer
+from gpumgr.kubelet.deviceplugin.server import PluginServer
+
+_log = structlog.get_logger(__name__)
+
+#: Short, since the whole path must fit a unix socket; the kubelet joins it to its own folder.
+SOCKET_NAMES: Final[dict[Resource, str]] = {
+    "core": "gpumgr-core.sock",
+    "memory": "gpumgr-memory.sock",
+    "replica": "gpumgr-gpu.sock",
+    "mig": "gpumgr-mig.sock",
+}
+KUBELET_SOCKET_NAME: Final = "kubelet.sock"
+_REMEDY: Final = (
+    "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock, which a pod must have mounted"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
+
+    poll_seconds: float = 0.25
+    register_timeout_seconds: float = 15.0
+    first_retry_seconds: float = 0.1
+    last_retry_seconds: float = 5.0
+    #: How long no stream may be open before the resource is registered again.
+    unwatched_seconds: float = 1.0
+    #: The same directly after Register, where a busy kubelet may need longer; doubled after each registration without a stream.
+    first_watch_seconds: float = 5.0
+    #: How long running calls may take before the streams of a replaced socket are ended.
+    handover_seconds: float = 1.0
+    #: The interval of the calls of `held_back_by`.
+    held_back_seconds: float = 2.0
+
+
+class KubeletLink:
+    """Registers both resources with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+
+    def __init__(
+        self,
+        folder: Path,
+        allocator: Allocator,
+        devices: Mapping[Resource, LatestValue[bytes]],
+        *,
+        timing: LinkTiming | None = None,
+        on_state: Callable[[str, LinkState], None] = lambda _key, _state: None,
+        observe: Observer = lambda *_: None,
+        held_back_by: Callable[[], Awaitable[str | None]] | None = None,
+        random: Random | None = None,
+        names: Mapping[Resource, str] = RESOURCE_NAMES,
+    ) -> None:
+        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer, under its name in
+        `names`.
+
+        `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
+        """
+        self._held_back_by = held_back_by
+        self._timing = timing or LinkTiming()
+        self._free = asyncio.Event()
+        self._make = partial(self._make_link, folder, allocator, on_state, observe, random or Random())
+        self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
+        self._daemons: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup | None = None
+
+    def _make_link(
+        self,
+        folder: Path,
+        allocator: Allocator,
+        on_state: Callable[[str, LinkState], None],
+        observe: Observer,
+        random: Random,
+        key: str,
+        kind: Resource,
+        name: str,
+        watched: LatestValue[bytes],
+    ) -> "_ResourceLink":
+        make_plugin = partial(DevicePlugin, kind, allocator, watched, lambda rpc, _, *call: observe(rpc, key, *call))
+        socket = SOCKET_NAMES[kind] if key == kind else f"gpumgr-{key.rpartition('/')[2]}.sock"
+        return _ResourceLink(folder, socket, name, make_plugin, self._timing, partial(on_state, key), random, self._free)
+
+    def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
+        """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
+        self._resources[name] = self._make(name, kind, name, watched)
+        if self._group is not None:
+            self._keep(self._group, name)
+
+    def _keep(self, group: asyncio.TaskGroup, key: str) -> None:
+        name = f"kubelet_link_{key}"
+        self._daemons.append(group.create_task(forever(name, self._resources[key].keep), name=name))
+
+    @property
+    def states(self) -> dict[str, LinkState]:
+        return {key: resource.state for key, resource in self._resources.items()}
+
+    async def run(self) -> None:
+        """Keeps the resources registered until `stop` or cancellation."""
+        async with asyncio.TaskGroup() as group:
+            self._daemons.append(group.create_task(self._wait_until_free(), name="kubelet_link_held_back"))
+            for key in self._resources:
+                self._keep(group, key)
+            self._group = group
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends `run`; running calls may take `grace_seconds`, then the streams are ended and the sockets removed."""
+        self._group = None
+        for daemon in self._daemons:
+            daemon.cancel()
+        if self._daemons:
+            await asyncio.wait(self._daemons)
+        # The kubelet refuses pods from the end of the first stream on, and admits one pod by calls of all resources.
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_seconds
+        servers = [each.server for each in self._resources.values() if each.server is not None]
+        while not all(each.idle for each in servers) and (left := deadline - loop.time()) > 0:
+            await asyncio.gather(*(each.wait_idle(left) for each in servers))
+        left = max(0.0, deadline - loop.time())
+        await asyncio.gather(*(resource.drain(left) for resource in self._resources.values()))
+
+    async def _wait_until_free(self) -> None:
+        logged = None
+        while self._held_back_by is not None and (reason := await self._held_back_by()) is not None:
+            if reason != logged:
+                _log.warning("registration_waits", reason=reason)
+                for resource in self._resources.values():
+                    resource.hold_back(reason)
+            logged = reason
+            await asyncio.sleep(self._timing.held_back_seconds)
+        self._free.set()
+
+
+class _ResourceLink:
+    """The socket and the registration of one resource."""
+
+    def __init__(
+        self,
+        folder: Path,
+        socket: str,
+        name: str,
+        make_plugin: Callable[[], DevicePlugin],
+        timing: LinkTiming,
+        on_state: Callable[[LinkState], None],
+        random: Random,
+        free: asyncio.Event,
+    ) -> None:
+        """`free`: nothing is registered before it is set."""
+        self._name = name
+        self._kubelet_socket = folder / KUBELET_SOCKET_NAME
+        self._own_socket = folder / socket
+        self._make_plugin = make_plugin
+        self._timing = timing
+        self._on_state = on_state
+        self._random, self._free = random, free
+        self.server: PluginServer | None = None
+        self._log = _log.bind(resource=name)
+        self.state = LinkState()
+
+    async def keep(self) -> None:
+        """Registers, waits until the registration is lost, and repeats. Never returns."""
+        await self._free.wait()
+        retry_seconds = self._timing.first_retry_seconds
+        first_watch_seconds = self._timing.first_watch_seconds
+        kubelet = None
+        while True:
+            before, kubelet = kubelet, FileIdentity.at(self._kubelet_socket)
+            if kubelet != before:
+                retry_seconds = self._timing.first_retry_seconds
+            try:
+                await self._answer_calls()
+                # Directly before Register: a kubelet that replaces its socket at this time must not count as yet another one.
+                kubelet = FileIdentity.at(self._kubelet_socket)
+                await self._register()
+            except KubeletError as error:
+                self._failed(str(error))
+                await self._pause(retry_seconds * self._random.uniform(0.5, 1.0), kubelet)
+                retry_seconds = min(2 * retry_seconds, self._timing.last_retry_seconds)
+                continue
+            retry_seconds = self._timing.first_retry_seconds
+            reason, was_watched = await self._until_lost(kubelet, first_watch_seconds)
+            first_watch_seconds = self._timing.first_watch_seconds if was_watched else min(2 * first_watch_seconds, 60.0)
+            self._log.warning("registration_lost", reason=reason)
+            self._become(replace(self.state, registered=False))
+
+    def hold_back(self, reason: str) -> None:
+        self._become(replace(self.state, error=reason))
+
+    async def drain(self, grace_seconds: float) -> None:
+        if self.server is not None:
+            await self.server.drain(grace_seconds)
+            self.server = None
+        self._become(replace(self.state, registered=False))
+
+    async def _answer_calls(self) -> None:
+        """Serves the own socket and checks that it answers. Raises KubeletError."""
+        server = await self._serve()
+        await server.probe()
+
+    async def _register(self) -> None:
+        """One attempt. Raises KubeletError."""
+        request = RegisterRequest(
+            version="v1beta1",
+            endpoint=self._own_socket.name,
+            resource_name=self._name,
+            options=DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True),
+        )
+        async with UnixChannel(self._kubelet_socket) as channel:
+            try:
+                await channel.unary(
+                    "/v1beta1.Registration/Register", request, bytes, timeout_seconds=self._timing.register_timeout_seconds
+                )
+            except CALL_FAILURES as error:
+                raise kubelet_error(f"register {self._name}", self._kubelet_socket, error) from error
+        self._become(LinkState(registered=True, registrations=self.state.registrations + 1))
+        self._log.info("registered", registrations=self.state.registrations)
+
+    async def _serve(self) -> PluginServer:
+        """The server of the socket: the running one if its socket is still in place, else a new one that replaces it."""
+        old = self.server
+        if old is not None:
+            await old.end_watches(self._timing.handover_seconds)
+            if old.in_place:
+                return old
+        self.server = PluginServer(self._own_socket, self._make_plugin())
+        try:
+            await self.server.start()
+        except KubeletError:
+            self.server = None
+            raise
+        finally:
+            if old is not None:
+                await old.drain(self._timing.handover_seconds)
+        return self.server
+
+    async def _until_lost(self, kubelet: FileIdentity | None, first_watch_seconds: float) -> tuple[str, bool]:
+        """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
+        loop = asyncio.get_running_loop()
+        was_watched = False
+        last_watched = loop.time()
+        while True:
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
+            if self.server is None or not self.server.in_place:
+                return "own_socket_removed", was_watched
+            if FileIdentity.at(self._kubelet_socket) != kubelet:
+                return "kubelet_restarted", was_watched
+            if self.server.watchers:
+                was_watched = True
+                last_watched = loop.time()
+            elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):
+                return "not_watched", was_watched
+
+    async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
+        """Waits until the time has passed or a new kubelet.sock appears."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while FileIdentity.at(self._kubelet_socket) == kubelet:
+            left = deadline - loop.time()
+            if left <= 0:
+                return
+            await asyncio.sleep(min(left, self._timing.poll_seconds))
+
+    def _failed(self, error: str) -> None:
+        if error != self.state.error:
+            self._log.warning("registration_failed", error=error, remedy=_REMEDY)
+        self._become(replace(self.state, registered=False, error=error))
+
+    def _become(self, state: LinkState) -> None:
+        if state != self.state:
+            self.state = state
+            self._on_state(state)

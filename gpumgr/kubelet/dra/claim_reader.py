@@ -1,0 +1,201 @@
+"""Reads a ResourceClaim from the API server when the kubelet prepares it: what kube-scheduler has allocated of this node, and for whom.
+
+A live GET, since the kubelet names only the claim and an agent can't watch the claims of its node alone. The kubelet waits for 45 s and
+tries a failed claim again only after more than a minute, so transient faults are retried here. Refusals are for `kubectl describe pod`.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.pods import parse_quantity
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
+from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.ledger.pods import TERMINAL_PHASES, PodKey
+
+#: The values of enforcement.backend except auto.
+Mechanism = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
+_MEBIBYTE: Final = 1 << 20
+#: At most so many claims are read at a time, over as many kept connections.
+_CONNECTIONS: Final = 8
+#: One try, and the first and the longest pause between two.
+_TRY_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = (0.1, 2.0)
+#: Of the statuses from 300 to 499; the others are transient too (200: an answer that is no JSON).
+_TRANSIENT: Final = (401, 408, 429)
+
+
+class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The opaque configuration that a DeviceClass may have for the driver: another mechanism for the shares of its claims."""
+
+    api_version: Literal["gpumgr.io/v1"]
+    kind: Literal["ShareConfig"]
+    enforcement: Mechanism | None = None
+
+
+class ClaimReader:
+    """`pool`: the name of the node's pool of devices. Transient faults are retried until the deadline, in monotonic seconds."""
+
+    def __init__(self, server: ApiServer, pool: str) -> None:
+        self._server, self._pool = server, pool
+        self._free = asyncio.Semaphore(_CONNECTIONS)
+
+    async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
+        """The claim as the API server has it now. Raises Refusal."""
+        found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
+        return allocated_claim(claim, self._pool, found)
+
+    async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
+        """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
+        agent has the right."""
+        query = {"fieldSelector": f"metadata.name={pod[1]}"}
+        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline) or {}
+        return any(
+            (meta := each["metadata"])["uid"] == uid
+            and not meta.get("deletionTimestamp")
+            and (each.get("status") or {}).get("phase") not in TERMINAL_PHASES
+            for each in found.get("items") or ()
+        )
+
+    async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
+        pause, why = _PAUSE_SECONDS[0], ""
+        while (left := deadline - time.monotonic()) > 0:
+            wanted = 0.0
+            try:
+                async with asyncio.timeout(min(left, _TRY_SECONDS)), self._free:
+                    return await self._server.find(path, query=query)
+            except AnswerError as error:
+                why, wanted = str(error), error.retry_after_seconds
+                if 300 <= error.status < 500 and error.status not in _TRANSIENT:
+                    raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
+            except API_FAILURES as error:
+                # The timeout of a last try that was cut short says nothing.
+                if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
+                    why = f"{type(error).__name__}: {error}".removesuffix(": ")
+            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
+        why = why or "no answer in time"
+        raise Refusal("internal", f"{what} can't be read from the API server ({why}); the kubelet tries again in about a minute")
+
+
+def claim_path(namespace: str, name: str) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
+
+
+async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
+    """The UID of the present claim of this name ("": there is none), and the shares of the driver's devices in this pool that it has.
+    Raises what requests raise, and UNREADABLE for another structure."""
+    if (claim := await server.find(claim_path(namespace, name))) is None:
+        return "", set()
+    devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
+    return str(claim["metadata"]["uid"]), {(str(each.get("device")), each.get("shareID")) for each in _own_results(devices, pool)}
+
+
+def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str, Any]]:
+    return [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
+
+
+def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
+    """`item`: the claim in the API server, None if there is none. Raises Refusal if it is not allocated on this node for `ref`."""
+    try:
+        return _decoded(ref, pool, item)
+    except _Unusable as error:
+        raise Refusal("invalid_request", f"claim {ref} {error}; delete the pod, so that it is scheduled again") from error
+    except UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise Refusal(
+            "invalid_request", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
+        ) from error
+
+
+class _Unusable(Exception):
+    """The end of a sentence that begins with the claim."""
+
+
+def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
+    """Raises _Unusable, and ValueError, KeyError, TypeError or AttributeError for another structure."""
+    if item is None:
+        raise _Unusable("does not exist any more")
+    if item["metadata"]["uid"] != ref.uid:
+        raise _Unusable(f"with UID {ref.uid} does not exist any more: the present one has another UID")
+    status = item.get("status") or {}
+    if not (allocation := status.get("allocation")):
+        raise _Unusable("is not allocated")
+    consumers = [each for each in status.get("reservedFor") or () if each["resource"] == "pods" and not each.get("apiGroup")]
+    if not consumers:
+        raise _Unusable("is not reserved for any pod")
+    devices = allocation["devices"]
+    if not (own := _own_results(devices, pool)):
+        raise _Unusable(f"has no device of {DRIVER} on node {pool}")
+    return AllocatedClaim(
+        ref=ref,
+        pods=tuple(((ref.namespace, str(each["name"])), str(each["uid"])) for each in consumers),
+        shares=tuple(_share(each) for each in own),
+        enforcement=_enforcement(own, devices.get("config") or ()),
+    )
+
+
+def _share(result: Mapping[str, Any]) -> ClaimShare:
+    device, admin = str(result["device"]), result.get("adminAccess") is True
+    consumed = {"cores": "0", "memory": "0"} if admin else result.get("consumedCapacity") or {}
+    if not (consumed or result.get("shareID")):  # not a shared device: the claim has all of it
+        consumed = {"cores": str(CORES_PER_GPU), "memory": "0"}
+    if missing := {"cores", "memory"} - consumed.keys():
+        raise _Unusable(
+            f"does not say how much {' and '.join(sorted(missing))} it has of {device}: the feature gate DRAConsumableCapacity must be on "
+            "in kube-apiserver and kube-scheduler"
+        )
+    try:
+        cores, memory = parse_quantity(str(consumed["cores"])), parse_quantity(str(consumed["memory"]))
+    except ValueError as error:
+        raise _Unusable(f"has amounts of {device} that can't be used: {error}") from error
+    if memory % _MEBIBYTE:
+        raise _Unusable(f"has {memory} bytes of {device}, which is not a whole number of MiB")
+    return ClaimShare(
+        request=str(result["request"]).partition("/")[0],
+        device=device,
+        share_id=str(result["shareID"]) if result.get("shareID") else None,
+        cores=cores,
+        memory_mebibytes=memory // _MEBIBYTE,
+        admin=admin,
+    )
+
+
+def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
+    """The mechanism that the DeviceClass names. A claim has one: its requests can't have different ones."""
+    found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
+    for config in configs:
+        opaque = config.get("opaque") or {}
+        if opaque.get("driver") != DRIVER or (mechanism := _share_config(opaque.get("parameters")).enforcement) is None:
+            continue
+        if config["source"] != "FromClass":
+            raise _Unusable(
+                f"asks for enforcement {mechanism} itself, which only a DeviceClass may: remove the configuration from the claim or its "
+                "template, or ask the cluster's administrator for a DeviceClass with it"
+            )
+        for request, mechanisms in found.items():
+            if not (names := config.get("requests")) or {request, request.partition("/")[0]}.intersection(names):
+                mechanisms.add(mechanism)
+    chosen = {name for mechanisms in found.values() for name in mechanisms or {""}}
+    if len(chosen) > 1:
+        names = ", ".join(sorted(name or "the node's own" for name in chosen))
+        raise _Unusable(f"has requests with different enforcement ({names}): use one DeviceClass for all, with one configuration")
+    return "".join(chosen) or None
+
+
+def _share_config(parameters: object) -> ShareConfig:
+    try:
+        return convert(parameters, ShareConfig)
+    except UnreadableText as error:
+        raise _Unusable(
+            f"has a configuration for {DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
+            f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(Mechanism))}"
+        ) from error

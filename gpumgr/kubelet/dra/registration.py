@@ -1,0 +1,260 @@
+"""Registers the driver with the kubelet, and keeps it registered.
+
+The kubelet watches a folder for registration sockets, and calls each: GetInfo returns the path of the socket with the driver's services,
+NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source: pkg/kubelet/pluginmanager and
+pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
+
+Invariants:
+1. The registration socket is made after the DRA socket listens, and removed before it ends.
+2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
+3. Only `stop` removes the sockets. Those that a killed process left are removed by the next process of any name. One of the same name then
+   takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice that a
+   socket is gone, and one more for the next socket of the same name.
+
+Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
+call; the registration is believed until then.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+from grpclib.const import Handler as Method
+
+from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
+from gpumgr.common.aio import forever, until_tick
+from gpumgr.common.errors import KubeletError
+from gpumgr.common.rpc import wire
+from gpumgr.common.rpc.calls import unary
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import UnixServer
+from gpumgr.common.unix_socket import is_served, path_problem
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.health import DraHealth
+from gpumgr.kubelet.dra.service import DraPlugin
+
+_log = structlog.get_logger(__name__)
+
+_SERVICE: Final = "/pluginregistration.Registration/"
+_FOLDERS_REMEDY: Final = (
+    "start the kubelet, or give gpumgr the folders plugins and plugins_registry of its --root-dir; a pod must have them mounted at the "
+    "same paths"
+)
+_REFUSED_REMEDY: Final = (
+    "the node needs Kubernetes 1.32 or newer with the feature gate DynamicResourceAllocation, and no other program may register this "
+    "driver"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """Intervals of the link, in seconds."""
+
+    poll_seconds: float = 1.0
+    #: How long the kubelet may take to register the driver before that is reported. It looks for new sockets each second.
+    patience_seconds: float = 10.0
+    #: How long the kubelet may be without a connection to the DRA socket: it may take a new one.
+    unconnected_seconds: float = 2.0
+
+
+class DraLink:
+    """Registers the driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+
+    def __init__(
+        self,
+        plugins_dir: Path,
+        registry_dir: Path,
+        services: Sequence[DraPlugin | DraHealth],
+        *,
+        end_streams: Callable[[], None] = lambda: None,
+        instance: str | None = None,
+        timing: LinkTiming | None = None,
+    ) -> None:
+        """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
+        made in the driver's folder of `plugins_dir`. Must be called inside a running event loop.
+
+        `end_streams` ends every streaming call of the services. `instance` is a name for each process of a rolling update, like the uid of
+        its pod; each then has sockets of its own.
+        """
+        dra, registration = socket_paths(plugins_dir, registry_dir, instance)
+        second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
+        if _is_leftover(registration) and not any(path_problem(path) or path.exists() for path in second):
+            dra, registration = second
+        self._versions = [version for service in services for version in service.versions]
+        self._timing = timing or LinkTiming()
+        #: Called after each change, so after each registration that the kubelet confirms.
+        self.on_state: Callable[[LinkState], None] = lambda _state: None
+        self._dra = UnixServer(dra, services, end_streams)
+        self._registration = UnixServer(registration, [self])
+        self._daemon: asyncio.Task[None] | None = None
+        self._registrations = 0
+        self._problem: str | None = None  # with the sockets
+        self._refusal: str | None = None  # the kubelet's
+        self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
+        self._since = 0.0
+        self._accepted = 0  # connections to the DRA socket that are considered already
+        self._last_connected: float | None = None  # since the kubelet called GetInfo
+        self.state = LinkState()
+        self._remove_leftovers()
+
+    def has_other_instance(self) -> bool:
+        """Whether another process offers the kubelet this driver. Blocks for the time of a connection to each socket."""
+        own, folder = self._registration.path, self._registration.path.parent
+        return any(path != own and is_served(path) for path in folder.glob(socket_patterns()[1]))
+
+    async def run(self) -> None:
+        """Keeps the driver registered until `stop` or cancellation; after the latter it can be called again, and the sockets are kept."""
+        async with asyncio.TaskGroup() as group:
+            self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
+
+    async def suspend(self) -> None:
+        """Ends `run` and the registration, until `run` is called again."""
+        if self._daemon is not None:
+            self._daemon.cancel()
+            await asyncio.wait([self._daemon])
+        self._registration.remove()
+        self._confirmed, self._since = False, 0.0
+        self._become(LinkState(registrations=self._registrations))
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+        await self.suspend()
+        await self._registration.drain(0)
+        await self._dra.drain(grace_seconds)
+
+    def __mapping__(self) -> dict[str, Method]:
+        """The Registration service."""
+        return {
+            _SERVICE + rpc: unary(rpc, answer, _log)
+            for rpc, answer in (("GetInfo", self._info), ("NotifyRegistrationStatus", self._notified))
+        }
+
+    async def _info(self, _request: bytes) -> bytes:
+        self._asked = True
+        self._accepted = self._dra.accepted
+        endpoint = str(self._dra.path)
+        return bytes(PluginInfo(type="DRAPlugin", name=DRIVER, endpoint=endpoint, supported_versions=self._versions))
+
+    async def _notified(self, request: bytes) -> bytes:
+        status = wire.parse(RegistrationStatus, request)
+        self._confirmed = status.plugin_registered
+        self._last_connected = None
+        if status.plugin_registered:
+            self._refusal = None
+            self._registrations += 1
+        else:
+            self._refusal = f"the kubelet refuses the driver {DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
+        # Later: an error of the callback must not become the answer, which would undo the registration.
+        asyncio.get_running_loop().call_soon(self._report)
+        return b""
+
+    async def _keep(self) -> None:
+        """Never returns."""
+        self._remove_leftovers()
+        while True:
+            try:
+                await self._serve()
+            except KubeletError as error:
+                self._problem = str(error)
+            else:
+                self._problem = None
+            self._report()
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
+
+    def _remove_leftovers(self) -> None:
+        """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
+        for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
+            for path in server.path.parent.glob(pattern):
+                if _is_leftover(path):
+                    with suppress(OSError):
+                        path.unlink()
+                        _log.info("leftover_socket_removed", socket=str(path))
+
+    async def _serve(self) -> None:
+        """Makes the sockets that are not in place. Raises KubeletError."""
+        if not self._dra.in_place:
+            folder = self._dra.path.parent
+            _check_folder(folder.parent)
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise KubeletError(f"can't make the folder {folder}: {error.strerror}") from error
+            await self._start(self._dra)
+        if not self._registration.in_place:
+            self._asked = self._confirmed = False
+            self._refusal = None
+            _check_folder(self._registration.path.parent)
+            await self._start(self._registration)
+            self._since = asyncio.get_running_loop().time()
+
+    async def _start(self, server: UnixServer) -> None:
+        await server.start()
+        if self._since:
+            _log.warning("socket_made_again", socket=str(server.path), reason="the file was removed or replaced")
+
+    def _observed(self) -> LinkState:
+        now = asyncio.get_running_loop().time()
+        # A connection may come and go between two looks.
+        if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
+            self._last_connected, self._accepted = now, self._dra.accepted
+        lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
+        error = self._problem or self._refusal
+        if error is None and self._confirmed and lost:
+            error = f"the kubelet closed its connection to {self._dra.path}; start the kubelet"
+        if error is None and not self._confirmed and now - self._since > self._timing.patience_seconds:
+            missing = "reported the result of the registration" if self._asked else "called GetInfo"
+            patience = f"within {self._timing.patience_seconds:g} s"
+            error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
+        return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)
+
+    def _report(self) -> None:
+        before, state = self.state, self._observed()
+        if state.registered and (not before.registered or state.registrations != before.registrations):
+            _log.info("registered", driver=DRIVER, registrations=state.registrations)
+        elif before.registered and not state.registered:
+            _log.warning("registration_lost", driver=DRIVER, reason=state.error or "the registration socket was removed")
+        elif state.error not in (None, before.error):
+            _log.warning("registration_failed", driver=DRIVER, error=state.error)
+        self._become(state)
+
+    def _become(self, state: LinkState) -> None:
+        if state != self.state:
+            self.state = state
+            self.on_state(state)
+
+
+def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
+    """The DRA socket and the registration socket. An instance's name with which a path were too long is replaced by its hash."""
+
+    def paths(suffix: str) -> tuple[Path, Path]:
+        return plugins_dir.absolute() / DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRIVER}{suffix}-reg.sock"
+
+    if instance is None:
+        return paths("")
+    full = paths(f"-{instance}")
+    if "/" not in instance and not any(map(path_problem, full)):
+        return full
+    return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+
+
+def socket_patterns() -> tuple[str, str]:
+    """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
+    return "dra*.sock", f"{DRIVER}-*reg.sock"
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether it certainly is a socket on which nothing listens."""
+    with suppress(OSError):
+        return path.is_socket() and not is_served(path)
+    return False
+
+
+def _check_folder(folder: Path) -> None:
+    """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
+    if not folder.is_dir():
+        raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")

@@ -1,0 +1,169 @@
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, once there is one, and returns its answers.
+
+Invariants:
+1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
+2. A call that has begun is completed even if the kubelet cancels it. The claims of a call are decided at the same time.
+3. Only malformed requests are returned as a gRPC status.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Protocol
+
+import structlog
+from grpclib.const import Cardinality
+from grpclib.const import Handler as Method
+
+from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra import v1
+from gpumgr.common.aio import run_shielded
+from gpumgr.common.errors import Refusal
+from gpumgr.common.rpc import wire
+from gpumgr.common.rpc.calls import Observe, answering, failed_inside, receive
+from gpumgr.enforcement import cdi
+from gpumgr.ledger.claims import device_name
+from gpumgr.ledger.ledger import Allocation, ClaimRef
+
+_log = structlog.get_logger(__name__)
+
+#: The kubelet ends a call after 45 s, without a reason in the pod's events.
+WAIT_SECONDS: Final = 40.0
+#: How much longer a decision may take until the limits are in place.
+START_SECONDS: Final = 3.0
+
+#: The response for one claim, encoded.
+_Decision = Callable[[ClaimRef], Awaitable[bytes]]
+
+
+class Claims(Protocol):
+    """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
+
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
+        """Makes the devices of an allocated claim available; returns what it holds, for a claim that is prepared the same again.
+        `deadline`: when it must answer, in monotonic seconds."""
+
+    async def unprepare(self, claim: ClaimRef) -> None:
+        """Reverts `prepare`; does nothing for an unknown claim."""
+
+
+class DraPlugin:
+    """The service object of the DRA socket. Calls wait for `decide_with`."""
+
+    #: For the registration. The kubelet uses the first one that it has. The messages are the same, but in v1beta1 the kubelet does not know
+    #: the field with the share's id, and skips it.
+    versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
+
+    def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
+        """Must be called inside a running event loop. `pool`: the name of the node's pool of devices."""
+        self._pool, self._wait_seconds = pool, wait_seconds
+        self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
+        #: Why nothing is decided yet.
+        self.waits_for = "the agent starts"
+        #: The outcome of a call is the RefusalCode of the first claim that failed.
+        self.observe: Observe = lambda *_: None
+
+    def decide_with(self, claims: Claims) -> None:
+        """Waiting calls continue."""
+        self._claims.set_result(claims)
+
+    def __mapping__(self) -> dict[str, Method]:
+        """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
+        methods = {}
+        for version in self.versions:
+            service = f"/k8s.io.kubelet.pkg.apis.dra.{version}/"
+            for rpc, decide, response in (
+                ("NodePrepareResources", self._prepare, v1.NodePrepareResourceResponse),
+                ("NodeUnprepareResources", self._unprepare, v1.NodeUnprepareResourceResponse),
+            ):
+                serve = self._serving(rpc, decide, response)
+                methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
+        return methods
+
+    def _serving(
+        self, rpc: str, decide: _Decision, response: type[v1.NodePrepareResourceResponse | v1.NodeUnprepareResourceResponse]
+    ) -> Callable[[Any], Awaitable[None]]:
+        async def answer(claim: ClaimRef) -> tuple[str, bytes]:
+            """The outcome and the response for one claim."""
+            try:
+                return "ok", await decide(claim)
+            except Refusal as refusal:
+                outcome, text = str(refusal.code), str(refusal)
+            except Exception as error:  # a bug must not fail the other claims; it is logged only here
+                _log.exception("claim_failed", rpc=rpc, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
+                outcome, text = "internal", failed_inside(rpc, error)
+            # An empty error would be a success, and one that is not UTF-8 would fail the call.
+            return outcome, bytes(response(error=text.encode(errors="replace").decode() or "no reason given"))
+
+        async def answer_all(claims: Sequence[ClaimRef]) -> list[tuple[str, bytes]]:
+            return await asyncio.gather(*map(answer, claims))
+
+        async def serve(stream: Any) -> None:
+            with answering(rpc, _log, lambda *called: self.observe(*called)) as call:
+                claims = decode_claims(await receive(stream))
+                answers = await run_shielded(answer_all(claims), name=rpc)
+                call.outcome = next((outcome for outcome, _ in answers if outcome != "ok"), "ok")
+            entries = [(claim.uid, response) for claim, (_, response) in zip(claims, answers, strict=True)]
+            await stream.send_message(
+                b"".join(wire.field(1, wire.text_field(1, uid) + wire.field(2, each)) for uid, each in entries)
+            )
+
+        return serve
+
+    async def _prepare(self, claim: ClaimRef) -> bytes:
+        deadline = time.monotonic() + self._wait_seconds
+        claims = await self._decider(deadline)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic() + START_SECONDS):
+                prepared = await run_shielded(claims.prepare(claim, deadline=deadline), name="prepare")
+        except TimeoutError:
+            text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; that goes on, and the kubelet tries again"
+            raise Refusal("internal", text) from None
+        return bytes(v1.NodePrepareResourceResponse(devices=devices_of(prepared, self._pool)))
+
+    async def _unprepare(self, claim: ClaimRef) -> bytes:
+        await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)
+        return bytes(v1.NodeUnprepareResourceResponse())
+
+    async def _decider(self, deadline: float) -> Claims:
+        """Raises Refusal."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await asyncio.shield(self._claims)
+        except TimeoutError:
+            raise Refusal("internal", f"no decision within {self._wait_seconds:g} s: {self.waits_for}") from None
+
+
+def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
+    """What the kubelet is to know of the allocations of a claim."""
+    return [
+        v1.Device(
+            request_names=[claim.request],
+            pool_name=pool,
+            device_name=device_name(gpu),
+            cdi_device_ids=[cdi.device_name(allocation.id, gpu)],
+            share_id=claim.share_ids.get(gpu),
+        )
+        for allocation in prepared
+        if (claim := allocation.claim) is not None
+        for gpu in allocation.gpus
+    ]
+
+
+def decode_claims(request: bytes) -> list[ClaimRef]:
+    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError, or Refusal for claims that are incomplete or there twice."""
+    claims = [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
+    for claim in claims:
+        if not (claim.namespace and claim.name and claim.uid):
+            raise Refusal("invalid_request", f"the kubelet's request has a claim without namespace, name or uid: {claim}")
+    for uid, times in Counter(claim.uid for claim in claims).items():
+        if times > 1:
+            raise Refusal("invalid_request", f"the kubelet's request names the claim with uid {uid} {times} times")
+    return claims
+
+
+def _claim(request: bytes, start: int, end: int) -> ClaimRef:
+    texts: dict[int, list[str]] = {1: [], 2: [], 3: []}
+    wire.scan(request, start, end, texts)
+    namespace, uid, name = ((found or [""])[-1] for found in texts.values())
+    return ClaimRef(namespace=namespace, name=name, uid=uid)

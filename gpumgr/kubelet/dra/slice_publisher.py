@@ -1,0 +1,285 @@
+"""Keeps the ResourceSlice of this node in the API server.
+
+Invariants:
+
+1. Nothing is written before the kubelet has registered the driver: pods on a node without it wait for more than a minute.
+2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. A deletion is therefore undone at
+   once if the driver was registered lately, else at the next registration, but no later than `notify_seconds`: others delete slices too.
+3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
+4. What the API server stored for a given slice counts as that slice, however it is spelled: no write is repeated without a change.
+5. A list may follow a deletion that the watch did not show. So after each list the slice is looked up once; while that fails, it counts as
+   published.
+6. A server that drops what sharing needs gets an empty list of devices, which a request with dryRun finds out before anything is offered.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.common.aio import LatestValue, forever, wait_at_most
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kubelet.dra import slices
+from gpumgr.kubelet.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
+
+_log = structlog.get_logger(__name__)
+
+_FAILED: Final = (*API_FAILURES, *UNREADABLE)
+_NEVER: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTimes:
+    """`change_seconds`: between two writes of changes. `notify_seconds`: how long a registration is waited for after a deletion, and
+    how long it counts as recent. Pauses after failures grow from the first to the longest of `retry_seconds`. `probe_seconds`: the
+    interval of the requests that show whether a server still drops fields."""
+
+    change_seconds: float = 2.0
+    notify_seconds: float = 2.0
+    retry_seconds: tuple[float, float] = (0.5, 10.0)
+    probe_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherState:
+    """`published`: the API server has the slice with the present devices. `devices`: how many it contains. `error`: the last failure
+    since. `dropped`: what the API server does not store, and what to do."""
+
+    published: bool = False
+    devices: int = 0
+    error: str | None = None
+    dropped: str | None = None
+
+
+class SlicePublisher:
+    """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
+
+    `devices`: None until the hardware is known. `registration`: that of the driver.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        node: str,
+        devices: LatestValue[tuple[SliceDevice, ...] | None],
+        registration: LatestValue[LinkState],
+        *,
+        times: PublishTimes | None = None,
+        watch_times: WatchTimes | None = None,
+    ) -> None:
+        self._server, self._node, self._devices, self._registration = server, node, devices, registration
+        self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slices.slice_name(node)
+        self._reflector: Reflector[StoredSlice] = Reflector(
+            server,
+            SLICES,
+            {"fieldSelector": f"metadata.name={self._name}"},
+            parse=slices.stored_slice,
+            on_change=self._seen,
+            on_list=self._listed,
+            watch_times=watch_times,
+        )
+        self._wake, self._writing = asyncio.Event(), asyncio.Lock()
+        self._stored: StoredSlice | None = None
+        #: What was sent last, and what the API server made of it; both comparable.
+        self._last: tuple[Json, Json | None] | None = None
+        self._node_uid = ""
+        self._loss: Dropped | None = None
+        self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
+        self._pause = self._times.retry_seconds[0]
+        self._withdrawn = False
+        #: Lists of the watch; how many of them `_stored` was compared with, and of how many that failed last.
+        self._lists = self._compared = self._not_compared = 0
+        self.state = PublisherState()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
+            group.create_task(self._follow_devices(), name="slice_devices")
+            group.create_task(self._follow_registration(), name="slice_registration")
+            group.create_task(forever("slice_writes", self._keep), name="slice_writes")
+
+    async def withdraw(self, *, timeout_seconds: float) -> bool:
+        """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
+        first, self._withdrawn = not self._withdrawn, True
+        self.state = replace(self.state, published=False)
+        try:
+            async with asyncio.timeout(timeout_seconds), self._writing:
+                if await self._server.send("DELETE", f"{SLICES}/{self._name}", {}, but=(404,)):
+                    _log.info("slice_withdrawn", slice=self._name)
+                self.state = replace(self.state, published=False)  # a write may have ended in the meantime
+                return True
+        except _FAILED as error:
+            text = _text(error)
+            if first or text != self.state.error:
+                # In mode plugin the agent need not have the right.
+                level = _log.info if isinstance(error, AnswerError) and error.status == 403 else _log.warning
+                level("slice_not_withdrawn", error=text, consequence="the kubelet deletes it 30 s after the driver's end")
+            self.state = replace(self.state, error=text)
+            return False
+
+    # -- what happens ------------------------------------------------------------------------------------------------------
+
+    async def _follow_devices(self) -> None:
+        with self._devices.subscribe() as changes:
+            async for _ in changes:
+                self._wake.set()
+
+    async def _follow_registration(self) -> None:
+        before = LinkState()
+        with self._registration.subscribe() as states:
+            async for state in states:
+                if state.registered and (not before.registered or state.registrations != before.registrations):
+                    self._registered_at = self._clock()
+                before = state
+                self._wake.set()
+
+    def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
+        if after is not None:
+            self._stored = after
+        elif self._stored is not None and before is not None and self._stored.uid == before.uid:
+            self._deleted()
+        self._wake.set()
+
+    def _listed(self) -> None:
+        """A slice that is missing in this list need not have had an event: it is newer than the list, or was deleted before it."""
+        self._lists += 1
+        self._wake.set()
+
+    def _deleted(self) -> None:
+        self._stored, self._deleted_at = None, self._clock()
+        _log.info("slice_deleted", slice=self._name)
+
+    # -- writes ------------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> NoReturn:
+        while True:
+            self._wake.clear()
+            try:
+                pause = await self._step()
+            except _FAILED as error:
+                text = _text(error)
+                if text != self.state.error:  # once in the log for each text until the slice is published
+                    _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
+                self.state = replace(self.state, published=False, error=text)
+                await asyncio.sleep(self._pause)
+                self._pause = min(2 * self._pause, self._times.retry_seconds[1])
+                continue
+            await wait_at_most(self._wake, pause)
+
+    async def _step(self) -> float | None:
+        """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
+        devices = self._devices.value
+        if devices is None or not self._registration.value.registered or self._withdrawn:
+            return None
+        if len(devices) > MAX_DEVICES:
+            raise GpumgrError(
+                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
+            )
+        async with self._writing:
+            await self._probe()
+            looked_up = await self._look_up()
+            if self._stored is None or not self._node_uid:
+                node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
+                self._node_uid = str(node["metadata"]["uid"])
+            if self._withdrawn or not self._registration.value.registered:  # in the meantime
+                return None
+            wanted, stored = slices.offered(devices, self._loss), self._stored
+            if not self._settled(wanted, stored):
+                if (pause := self._due(stored) - self._clock()) > 0:
+                    return pause
+                await self._write(wanted, stored)
+                if slices.offered(devices, self._loss) != wanted:  # it has dropped something this time
+                    self._changed_at = _NEVER
+                    return 0.0
+            self._pause = self._times.retry_seconds[0]
+            reason = self._loss.sentence if self._loss is not None else None
+            self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
+        if not looked_up:
+            return self._times.retry_seconds[1]
+        return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
+
+    async def _look_up(self) -> bool:
+        """After a list: does the slice still exist? False: that is not known, which is no reason to report it as not published."""
+        lists, before = self._lists, self._stored
+        if lists != self._compared and before is not None:
+            try:
+                found = await self._server.find(f"{SLICES}/{self._name}")
+            except _FAILED as error:
+                if self._not_compared != lists:
+                    self._not_compared = lists
+                    _log.warning("slice_not_looked_up", slice=self._name, error=_text(error), consequence="it is tried again")
+                return False
+            if found is None and self._stored is before:
+                self._deleted()
+        self._compared = lists
+        return True
+
+    def _due(self, stored: StoredSlice | None) -> float:
+        """When a write may happen."""
+        if stored is not None or self._deleted_at == _NEVER:
+            return self._changed_at + self._times.change_seconds
+        recent = self._registered_at >= self._deleted_at - self._times.notify_seconds
+        return self._deleted_at if recent else self._deleted_at + self._times.notify_seconds
+
+    def _settled(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> bool:
+        if stored is None or stored.content is None:
+            return False
+        sent = slices.comparable(slices.resource_slice(self._node, self._node_uid, wanted))
+        return stored.content == sent or (sent, stored.content) == self._last
+
+    async def _write(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> None:
+        self._changed_at = self._clock()
+        sent = slices.resource_slice(self._node, self._node_uid, wanted)
+        try:
+            answer = await self._send(sent, stored)
+        except AnswerError as error:
+            if error.status not in (404, 409):
+                raise
+            # The watch is behind: it was created, changed or deleted since.
+            found = await self._server.find(f"{SLICES}/{self._name}")
+            stored = slices.stored_slice(found) if found is not None else None
+            answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)
+        self._deleted_at = _NEVER
+        self._stored = slices.stored_slice(answer)
+        self._last = (slices.comparable(sent), self._stored.content)
+        self._examine(slices.dropped(sent, answer) or self._loss)
+        _log.info("slice_published", slice=self._name, devices=len(wanted), created=stored is None)
+
+    async def _send(self, sent: Json, stored: StoredSlice | None) -> Json:
+        if stored is None:
+            return await self._server.read("POST", SLICES, sent)
+        # The version is a precondition: the API server answers 409 if the slice has another one. The pool's generation stays: it has one
+        # slice, which is replaced as a whole.
+        metadata = {**sent["metadata"], "resourceVersion": stored.version}
+        spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
+        return await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
+
+    async def _probe(self) -> None:
+        known = self._probed_at != _NEVER and (self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds)
+        if not known:
+            sent = slices.probe_slice(self._node)
+            try:
+                answer = await self._server.read("POST", SLICES, sent, query={"dryRun": "All"})
+            except AnswerError as error:
+                if error.status != 404:
+                    raise
+                raise GpumgrError("the API server has no resource.k8s.io/v1: use Kubernetes 1.34 or later") from error
+            self._probed_at = self._clock()
+            self._examine(slices.dropped(sent, answer))
+
+    def _examine(self, loss: Dropped | None) -> None:
+        if loss != self._loss:
+            self._loss = loss
+            if loss is not None:
+                _log.error("slice_fields_dropped", reason=loss.sentence)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"

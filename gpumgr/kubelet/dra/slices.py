@@ -1,0 +1,313 @@
+"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what that dropped.
+Pure.
+
+kube-scheduler takes the first devices that fit, in the order of the slice, so the order is a policy: the one in which whole GPUs use up
+an empty node group by group. It is fixed; a slice changes only with the hardware and its health, since every change makes kube-scheduler
+try all pending pods again.
+
+Two attributes describe NVLink, for `matchAttribute`. They have values on each GPU, since CEL fails on absent ones:
+
+- `island`: GPUs that NVLink connects, directly or through others. A GPU without NVLink is an island by itself.
+- `pair`: of all pairs of GPUs the one with the highest score of its link (topology.scores) is taken, of equals the first in the order
+  of the slice, then of the remaining GPUs, and so on. GPUs on different NUMA nodes without NVLink are no pair; a GPU that is left over
+  has a value of its own.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Final, Literal
+
+from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.kube.client import UNREADABLE
+from gpumgr.kube.pods import parse_quantity
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.ledger.claims import device_name
+from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
+from gpumgr.placement.topology.labels import architecture_of, capability_of
+from gpumgr.placement.topology.scores import score_matrix
+from gpumgr.placement.topology.tree import build_tree, fragment_order
+
+SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
+#: The taint of a GPU that the driver does not list any more.
+LOST_TAINT: Final = f"{DRIVER}/lost"
+_STANDARD: Final = "resource.kubernetes.io"
+#: Kubernetes' limit for the devices of a slice, if one of them has taints.
+MAX_DEVICES: Final = 64
+#: Kubernetes' limit for an attribute's string or version, in bytes.
+_MAX_TEXT: Final = 64
+#: Kubernetes' limit for a name, less the prefix of the probe's.
+_MAX_NAME: Final = 253 - len("probe-")
+#: A capacity must have room for its minimum and one step.
+_MIN_BLOCKS: Final = 2
+#: What the API server adds, and how it leaves out values.
+_NOT_COMPARED: Final = ("generation", "timeAdded")
+_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taint:
+    """NoSchedule: the device is not allocated to further claims. NoExecute: pods that use it are deleted, too."""
+
+    key: str
+    effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceDevice:
+    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`: it can
+    be allocated several times."""
+
+    name: str
+    gpu: Gpu
+    island: str
+    pair: str
+    enforcement: str
+    driver_version: str | None = None
+    taints: tuple[Taint, ...] = ()
+    shared: bool = True
+
+
+def slice_devices(
+    snapshot: NodeSnapshot,
+    names: Mapping[str, GpuName],
+    *,
+    enforcement: str,
+    taints: Mapping[GpuName, tuple[Taint, ...]],
+    shared: bool = True,
+) -> tuple[SliceDevice, ...]:
+    """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
+    of memory is left out, since the API server refuses it. A GPU for which the driver reports no memory is published without it, and not
+    shared.
+    """
+    order = fragment_order(build_tree(snapshot.topology))
+    rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
+    islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
+    return tuple(
+        SliceDevice(
+            name=device_name(names[gpu.uuid]),
+            gpu=gpu,
+            island=f"nvlink-{snapshot.gpus[islands[row]].index}",
+            pair=f"pair-{snapshot.gpus[pairs[row]].index}",
+            enforcement=enforcement,
+            driver_version=snapshot.driver_version,
+            taints=taints.get(names[gpu.uuid], ()),
+            shared=shared and gpu.memory_bytes is not None,
+        )
+        for row, gpu in ((row, snapshot.gpus[row]) for row in rows)
+        if gpu.uuid in names and (gpu.memory_bytes is None or gpu.memory_blocks >= _MIN_BLOCKS)
+    )
+
+
+def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
+    """`now` with the devices of `before` that are missing there, tainted: claims may still be allocated on them. Without them the tree
+    has another shape, so the order of `before` is kept."""
+    found = {device.name: device for device in now}
+    lost = [device for device in before if device.name not in found]
+    if not lost:
+        return tuple(now)
+    places = {device.name: place for place, device in enumerate(before)}
+    taint = Taint(key=LOST_TAINT)
+    tainted = [device if taint in device.taints else replace(device, taints=(*device.taints, taint)) for device in lost]
+    return tuple(sorted((*now, *tainted), key=lambda device: places.get(device.name, len(places))))
+
+
+def slice_name(node: str) -> str:
+    """The fixed name, so that a crash leaves no second slice. kube-scheduler looks at slices of a pool in the order of their names."""
+    name = f"00000-{DRIVER}-{node}"
+    return name if len(name) <= _MAX_NAME else f"00000-{DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
+
+
+def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, generation: int = 1) -> Json:
+    """The only slice of the node's pool. It belongs to the Node, and is deleted with it."""
+    owner = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node_uid, "controller": True}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": slice_name(node), "ownerReferences": [owner]},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
+            "devices": [_device(device) for device in devices],
+        },
+    }
+
+
+def probe_slice(node: str) -> Json:
+    """A slice for a request with dryRun, which shows what the API server drops. A new one: it keeps such fields of a stored slice."""
+    gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
+    device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
+    probe = resource_slice(node, "", [device])
+    return {**probe, "metadata": {"name": f"probe-{slice_name(node)}"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSlice:
+    """A slice in the API server. `content` is what `same` compares; None: it has values that can't be read, and must be replaced."""
+
+    uid: str
+    version: str
+    generation: int
+    content: Json | None
+
+
+def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
+    """Raises ValueError, KeyError, TypeError or AttributeError for an object that is no ResourceSlice."""
+    metadata = item["metadata"]
+    try:
+        content = comparable(item)
+    except UNREADABLE:
+        content = None
+    return StoredSlice(
+        uid=str(metadata["uid"]),
+        version=str(metadata["resourceVersion"]),
+        generation=int(item["spec"]["pool"]["generation"]),
+        content=content,
+    )
+
+
+def comparable(item: Mapping[str, Any]) -> Json:
+    """The owner and the spec without what the API server changes by itself: it spells quantities anew (81920Mi becomes 80Gi), dates
+    taints, and leaves out empty values. Generations are not compared. Raises what `stored_slice` does."""
+    owners = [str(owner["uid"]) for owner in item["metadata"].get("ownerReferences") or ()]
+    return {"owners": owners, **_normalized(item["spec"])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """What the API server did not store. `sharing`: without it no device can be shared; else devices with taints would be allocated."""
+
+    sentence: str
+    sharing: bool
+
+
+def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
+    """What is missing in `stored`, the API server's answer to `sent`, because of feature gates. Raises what `stored_slice` does."""
+    pairs = list(zip(sent["spec"]["devices"], stored["spec"].get("devices") or (), strict=False))
+    if any(_shares(ours) and not _shares(theirs) for ours, theirs in pairs):
+        return Dropped(
+            sharing=True,
+            sentence="the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature gate "
+            "DRAConsumableCapacity is off, so GPUs can't be shared and none is offered; use Kubernetes 1.36 or later, where it is on by "
+            "default, or switch it on in kube-apiserver, kube-scheduler and kubelet (1.34 and 1.35)",
+        )
+    if any(ours.get("taints") and not theirs.get("taints") for ours, theirs in pairs):
+        return Dropped(
+            sharing=False,
+            sentence="the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not work or "
+            "are cordoned are left out of the ResourceSlice instead; use Kubernetes 1.36 or later, where it is on by default, or switch "
+            "it on in kube-apiserver, kube-scheduler and kube-controller-manager (1.34 and 1.35)",
+        )
+    return None
+
+
+def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[SliceDevice, ...]:
+    """The devices to publish in spite of what the API server drops."""
+    if loss is None:
+        return tuple(devices)
+    return () if loss.sharing else tuple(device for device in devices if not device.taints)
+
+
+# -- one device ------------------------------------------------------------------------------------------------------------
+
+
+def _device(device: SliceDevice) -> Json:
+    # A value that is no multiple of the step would be refused.
+    memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
+    amounts = {"cores": (str(CORES_PER_GPU), "1")}
+    if device.gpu.memory_bytes is not None:
+        amounts["memory"] = memory, f"{BLOCK_MEBIBYTES}Mi"
+    content: Json = {
+        "name": device.name,
+        "attributes": dict(_attributes(device)),
+        "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
+    }
+    if device.shared:  # the default is the whole: a claim that does not name the capacity has all of it
+        content["allowMultipleAllocations"] = True
+        for name, (whole, step) in amounts.items():
+            valid = {"min": step, "max": whole, "step": step}
+            content["capacity"][name]["requestPolicy"] = {"default": whole, "validRange": valid}
+    if device.taints:
+        content["taints"] = [{"key": each.key, "effect": each.effect} for each in device.taints]
+    return content
+
+
+def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
+    """Own attributes always have a value; the standard ones are left out if they are unknown."""
+    gpu = device.gpu
+    capability = capability_of(gpu.model)
+    own = {
+        "type": "gpu",
+        "uuid": gpu.uuid,
+        "productName": gpu.model or "",
+        "architecture": ((capability and architecture_of(capability)) or "").replace("-", " ").title(),
+        "island": device.island,
+        "pair": device.pair,
+        "enforcement": device.enforcement,
+    }
+    standard = {"pciBusID": gpu.bus_id, "pcieRoot": gpu.pcie_chain[0] if gpu.pcie_chain else None}
+    yield from ((name, {"string": _cut(text)}) for name, text in own.items())
+    yield from ((f"{_STANDARD}/{name}", {"string": _cut(text)}) for name, text in standard.items() if text)
+    yield "index", {"int": gpu.index}
+    yield "cudaComputeCapability", {"version": "{}.{}.0".format(*capability or (0, 0))}
+    yield "driverVersion", {"version": semantic_version(device.driver_version)}
+    if gpu.numa_node is not None:
+        yield f"{_STANDARD}/numaNode", {"int": gpu.numa_node}
+
+
+def semantic_version(text: str | None) -> str:
+    """Three numbers without leading zeros (semver.org 2.0.0): 580.95.5 for "580.95.05", 0.0.0 for what is no version."""
+    parts = (text or "").split(".")[:3]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in parts):
+        return "0.0.0"
+    return ".".join([*(str(int(part)) for part in parts), "0", "0"][:3])
+
+
+def _cut(text: str) -> str:
+    return text.encode()[:_MAX_TEXT].decode(errors="ignore")
+
+
+# -- NVLink ----------------------------------------------------------------------------------------------------------------
+
+
+def _islands(topology: Topology) -> Mapping[int, int]:
+    """Row -> lowest row of those that NVLink connects with it."""
+    islands = {row: row for row in range(len(topology))}
+    for a, b in combinations(islands, 2):
+        if topology.nvlinks[a][b] and islands[a] != islands[b]:
+            low, high = sorted((islands[a], islands[b]))
+            islands = {row: low if island == high else island for row, island in islands.items()}
+    return islands
+
+
+def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
+    """Row -> row of its pair that comes first in `order`."""
+    scores, pairs = score_matrix(topology), dict[int, int]()
+    close = [(a, b) for a, b in combinations(order, 2) if topology.nvlinks[a][b] or topology.levels[a][b] > Level.SYS]
+    for a, b in sorted(close, key=lambda pair: -scores[pair[0]][pair[1]]):  # a stable sort keeps the order of equals
+        if a not in pairs and b not in pairs:
+            pairs[a] = pairs[b] = a
+    return {row: pairs.get(row, row) for row in order}
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------
+
+
+def _normalized(value: Any, *, quantities: bool = False) -> Any:
+    """`quantities`: its texts are amounts. Raises ValueError for one that is none."""
+    if isinstance(value, Mapping):
+        kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
+        found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}
+        return {key: each for key, each in found.items() if each not in _EMPTY}
+    if isinstance(value, list):
+        return [_normalized(each, quantities=quantities) for each in value]
+    return parse_quantity(value) if quantities and isinstance(value, str) else value
+
+
+def _shares(device: Mapping[str, Any]) -> bool:
+    policies = [each.get("requestPolicy") for each in (device.get("capacity") or {}).values()]
+    return bool(device.get("allowMultipleAllocations")) and len(policies) == 2 and all(policies)

@@ -1,0 +1,123 @@
+"""Makes the kubelet retry pods that wait for a claim of this driver.
+
+A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It fails without a call of the
+driver if the driver is not registered, or if the API server refuses the claim to it because its authorizer has not processed the binding
+of the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared
+claim some seconds after its binding gets an annotation, which changes it; again with growing pauses.
+
+A claim that the ledger holds, and that this process has not prepared, shows nothing: the kubelet may have had no answer from a former
+process, or the pod's image is being pulled. It is a reason for a few retries after each registration only.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, ApiServer
+from gpumgr.kubelet.dra.claim_reader import find_shares
+from gpumgr.ledger.pods import PodView
+
+_log = structlog.get_logger(__name__)
+
+RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
+_FIRST_SECONDS: Final = 2.0
+_LONGEST_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.5
+#: Retries of a pod for a claim that the ledger holds, after each registration.
+_HELD_RETRIES: Final = 3
+#: The requests about one pod.
+_TRY_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A pod, and the claims that it waits for. `ours` None: it is not known yet whether one of them is of this driver. `tried`: its retries
+    since the last registration, for each claim that the ledger holds."""
+
+    due_at: float
+    pause_seconds: float
+    retries: int = 0
+    missing: Collection[str] = ()
+    ours: bool | None = None
+    tried: Counter[str] = field(default_factory=Counter)
+
+
+class WaitingPods:
+    """`run` it as a daemon. `pods`: those that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims that
+    the ledger has (namespace and name), and whether this process has prepared them. `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        pods: Callable[[], Iterable[PodView]],
+        pool: str,
+        held: Callable[[], Mapping[tuple[str, str], bool]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._pods, self._pool, self._held, self._clock = server, pods, pool, held, clock
+        self._waiting: dict[str, _Wait] = {}
+        self._error = ""
+
+    def retry_now(self) -> None:
+        """The kubelet has registered the driver: every pod that waits is due."""
+        for wait in self._waiting.values():
+            wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
+            wait.tried.clear()
+
+    async def run(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self.step()
+                self._error = ""
+            except (*API_FAILURES, *UNREADABLE) as error:
+                if str(error) != self._error:
+                    _log.warning(
+                        "claiming_pods_not_retried", error=str(error), consequence="the kubelet retries them within 90 s"
+                    )
+                self._error = str(error)
+
+    async def step(self) -> None:
+        """Retries the pods that are due. Raises what requests raise."""
+        held, now = self._held(), self._clock()
+        pods = {pod.uid: pod for pod in self._pods() if pod.claims and pod.phase == "Pending" and not pod.started}
+        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS) for uid in pods}
+        for uid, wait in self._waiting.items():
+            pod = pods[uid]
+            lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
+            known = {name for name in lacking if (pod.namespace, name) in held}
+            missing = lacking - {name for name in known if wait.tried[name] >= _HELD_RETRIES}
+            if missing and not wait.missing:
+                wait.due_at, wait.pause_seconds = now + _FIRST_SECONDS, _FIRST_SECONDS
+            if missing != wait.missing:
+                wait.missing, wait.ours = missing, bool(missing & known) or None
+            if missing and wait.due_at <= now and wait.ours is not False:
+                async with asyncio.timeout(_TRY_SECONDS):
+                    await self._retry(pod, wait)
+
+    async def _retry(self, pod: PodView, wait: _Wait) -> None:
+        wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
+        if wait.ours is None:
+            for name in sorted(wait.missing):
+                _, shares = await find_shares(self._server, self._pool, pod.namespace, name)
+                if shares:
+                    wait.ours = True
+                    break
+            else:
+                wait.ours = False
+        if not wait.ours:
+            return
+        wait.retries += 1
+        body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
+        if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
+            _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
+        held = self._held()
+        wait.tried.update(name for name in wait.missing if (pod.namespace, name) in held)
+        wait.due_at += wait.pause_seconds - _FIRST_SECONDS
+        wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)

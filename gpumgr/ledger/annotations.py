@@ -1,0 +1,102 @@
+"""Annotations of a pod that describe the allocations of its containers. Pure.
+
+They have gpu-manager's keys beside gpumgr's, so that gpu-admission and tools around it continue to work. A pod gets these (source:
+tkestack gpu-manager, its contract with gpu-admission): the minors of each container's GPUs under the container's index in
+spec.containers, the node, the time, and that the pod has its GPUs. `tencent.com/vcuda-device` and similar keys belong to containers;
+the response to Allocate has them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.pods import PodView
+from gpumgr.placement.topology.devices import Gpu
+
+ALLOCATIONS: Final = "gpumgr.io/allocations"
+ASSIGNED: Final = "tencent.com/gpu-assigned"
+PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
+PREDICATE_NODE: Final = "tencent.com/predicate-node"
+PREDICATE_TIME: Final = "tencent.com/predicate-time"
+#: For HAMi's scheduler: how the admission of a pod went that it bound.
+HAMI_PHASE: Final = "hami.io/bind-phase"
+
+#: Kubernetes accepts 256 KiB for all annotations of an object together, also those of other programs.
+MAX_ALLOCATIONS_BYTES: Final = 64 << 10
+
+
+def is_ours(key: str) -> bool:
+    """Whether `pod_annotations` makes this key."""
+    return key in (ALLOCATIONS, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME, HAMI_PHASE) or key.startswith(PREDICATE_INDEX)
+
+
+def pod_annotations(
+    view: PodView,
+    allocations: Iterable[Allocation],
+    gpu_registry: GpuRegistry,
+    gpus: Mapping[GpuName, Gpu],
+    *,
+    node: str,
+    evaluators: Mapping[AllocationId, str],
+) -> dict[str, str]:
+    """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
+
+    `gpus` are those that the driver lists; a container on another one has no indices. `evaluators` may lack allocations.
+    """
+    order = {container.name: place for place, container in enumerate(view.containers)}
+    mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
+    if not mine:
+        return {}
+    return {
+        ALLOCATIONS: _bounded([_object(a, gpu_registry, gpus, evaluators.get(a.id)) for a in mine]),
+        ASSIGNED: "true",
+        PREDICATE_NODE: node,
+        PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
+        **dict(_indices(view, mine, gpus)),
+        **({HAMI_PHASE: "success"} if view.bound_by_hami else {}),
+    }
+
+
+def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
+    """Of app containers only, as in gpu-manager, which writes device minors under the name of indices."""
+    places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
+    for a in allocations:
+        place = places.get(a.container) if a.container is not None else None
+        minors = [gpus[gpu].minor for gpu in a.gpus if gpu in gpus]
+        if place is not None and len(minors) == len(a.gpus) and None not in minors:
+            yield f"{PREDICATE_INDEX}{place}", ",".join(map(str, minors))
+
+
+def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "container": a.container,
+        "allocation": a.id,
+        "gpus": [gpu_registry.by_name[gpu].uuid for gpu in a.gpus],
+        "indices": [gpus[gpu].index if gpu in gpus else None for gpu in a.gpus],
+        "cores": a.cores,
+        "memory_mebibytes": a.memory_mebibytes,
+        "mechanisms": list(a.mechanisms),
+    }
+    if evaluator is not None:
+        made["evaluator"] = evaluator
+    return made | {"why": a.why}
+
+
+def _bounded(objects: Sequence[dict[str, Any]]) -> str:
+    """A JSON list in ASCII. If it is too long, the reasons are omitted; then containers, with their number as the last element."""
+    text = _json(objects)
+    if len(text) <= MAX_ALLOCATIONS_BYTES:
+        return text
+    terse = [{key: value for key, value in each.items() if key != "why"} for each in objects]
+    sizes, kept = 64, 0  # room for the last object
+    while kept < len(terse) and (sizes := sizes + len(_json(terse[kept])) + 1) <= MAX_ALLOCATIONS_BYTES:
+        kept += 1
+    left_out = len(terse) - kept
+    return _json([*terse[:kept], *([{"left_out": left_out}] if left_out else [])])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

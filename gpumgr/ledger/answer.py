@@ -1,0 +1,222 @@
+"""The response to Allocate: devices, environment, mounts and annotations of one container.
+
+It depends on the allocation alone, not on the pod (design: state is keyed by allocation). As in gpu-manager, the core call's response
+has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
+from gpumgr.ledger.ids import count
+from gpumgr.ledger.ledger import Allocation, MigDevice
+from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
+
+LIBRARY_PATH = "/usr/local/nvidia"
+#: Where glibc looks for libraries in every image, also without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
+#: subfolders of its own folders (Debian's, then those of others), which images normally do not have. glibc 2.33 and later look into the
+#: former ones, glibc before 2.37 into the latter ones. They are those of x86-64.
+#: Source: ld.so(8), "Hardware capabilities".
+LOADER_PATHS = tuple(
+    f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
+)
+#: A path of nvidia-smi that the PATH of every image contains.
+SMI_PATH = "/usr/bin/nvidia-smi"
+ALLOCATION_PATH = "/etc/vcuda"
+DEVICE_ANNOTATION = "tencent.com/vcuda-device"
+#: Names of the container's mechanisms, joined by "+".
+ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
+#: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
+AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
+#: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
+MIG_ANNOTATION = "gpumgr.io/mig-devices"
+CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
+#: The only node of WSL2, for all its GPUs; these have no minor number there. Source: NVIDIA's CUDA on WSL user guide.
+WSL_NODE = "dxg"
+#: The name of the mechanism that puts a library in the place of the driver's.
+VCUDA = "vcuda"
+#: With this in NVIDIA_VISIBLE_DEVICES NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit, docker-specialized.md.
+NO_DEVICES = "void"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverAccess:
+    """How containers get the driver's files. `mounted`: they are mounted from the host; otherwise NVIDIA's container toolkit adds them.
+    `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why` is a clause."""
+
+    mounted: bool = True
+    toolkit: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPaths:
+    """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
+    driver's list of the capabilities of MIG devices, empty if it has none. `machine`: as in platform.machine()."""
+
+    exists: Callable[[str], bool]
+    mig_minors: Callable[[], str] = str
+    driver_access: Callable[[], DriverAccess] = DriverAccess
+    device_root: str = "/dev"
+    share_driver_dir: str = ""
+    whole_driver_dir: str = ""
+    allocation_dir: str = "/etc/gpu-manager/vm"
+    machine: str = "x86_64"
+    extra_devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedGpu:
+    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no node of its own. `instances`:
+    UUID of a MIG device -> ids of its GPU instance and compute instance."""
+
+    uuid: str
+    minor: int | None
+    instances: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
+    """Response to the core call; `gpus` has at least the granted ones."""
+    granted = [gpus[name] for name in allocation.gpus]
+    nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
+    common = [WSL_NODE] * (len(nodes) < len(granted)) + [*CONTROL_NODES]
+    paths = [*(f"{host.device_root}/{name}" for name in (*nodes, *common)), *host.extra_devices]
+    driver = _driver_mounts(allocation, host)
+    folder = f"{host.allocation_dir}/{allocation.id}"
+    return ContainerResponse(
+        envs=_driver_variables(allocation, host, [gpu.uuid for gpu in granted], mounted=bool(driver)),
+        mounts=(*driver, Mount(container_path=ALLOCATION_PATH, host_path=folder, read_only=True)),
+        devices=tuple(
+            DeviceNode(container_path=_inside(path, host), host_path=path, permissions="rw")
+            for path in dict.fromkeys(paths)
+            if host.exists(path)
+        ),
+        annotations={
+            CORE_RESOURCE: str(count(allocation.held("core"))),
+            DEVICE_ANNOTATION: ",".join(f"/dev/{name}" for name in nodes),
+        },
+    )
+
+
+def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
+    """The mounts of the driver's files. A container of vcuda always has them, since vcuda's library replaces the driver's. The folder is a
+    link, which the runtime follows at each start of the container: the container gets the files of the driver that is loaded then."""
+    by_vcuda = VCUDA in allocation.mechanisms
+    folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
+    if not folder or not (by_vcuda or host.driver_access().mounted):
+        return ()
+    places = {LIBRARY_PATH: "", **dict.fromkeys(LOADER_PATHS, "/lib64"), SMI_PATH: "/bin/nvidia-smi"}
+    return tuple(
+        Mount(container_path=path, host_path=folder + below, read_only=True)
+        for path, below in places.items()
+        if host.exists(folder + below)
+    )
+
+
+def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
+    """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
+    not search LOADER_PATHS; other images need their own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding mounted files."""
+    named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
+    path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
+    hidden = mounted and host.driver_access().toolkit
+    return {**path, "NVIDIA_VISIBLE_DEVICES": NO_DEVICES if hidden else ",".join(devices)}
+
+
+def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
+    """Response to the call for `nvidia.com/gpu`. The amounts and MIG devices are kept for a rebuild of the ledger."""
+    amounts = (
+        f"{gpu}={each.cores},{each.memory_mebibytes}"
+        + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
+        for gpu, each in allocation.gpus.items()
+    )
+    annotations = {AMOUNTS_ANNOTATION: ";".join(amounts)}
+    if not allocation.mig_devices:
+        return replace(core_answer(allocation, gpus, host), annotations=annotations)
+    annotations[MIG_ANNOTATION] = ";".join(
+        f"{each.gpu}={each.profile},{each.memory_slices},{each.uuid},{each.gpu_instance},{each.compute_instance}"
+        for each in allocation.mig_devices
+    )
+    places = {each.uuid: (each.gpu, each.gpu_instance, each.compute_instance) for each in allocation.mig_devices}
+    return replace(_of_instances(allocation, gpus, places, host), annotations=annotations)
+
+
+def instance_answer(
+    allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], uuids: Sequence[str], host: HostPaths
+) -> ContainerResponse:
+    """Response to the call for the MIG devices `uuids`: these, their GPUs, and their capabilities. Raises Refusal if one is gone.
+
+    Source of the list's form and of the nodes: NVIDIA's MIG user guide, device nodes and capabilities.
+    """
+    places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
+    if gone := [uuid for uuid in uuids if uuid not in places]:
+        raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} does not exist any more; delete the pod and create it again")
+    return _of_instances(allocation, gpus, {uuid: places[uuid] for uuid in uuids}, host)
+
+
+def _of_instances(
+    allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], places: Mapping[str, tuple[GpuName, int, int]], host: HostPaths
+) -> ContainerResponse:
+    """`places`: UUID of a MIG device -> its GPU, and the ids of its GPU instance and compute instance."""
+    numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
+    paths = []
+    for gpu, gpu_instance, compute_instance in places.values():
+        part = f"gpu{gpus[gpu].minor}/gi{gpu_instance}"
+        found = [numbers.get(f"{part}/{name}access") for name in ("", f"ci{compute_instance}/")]
+        paths += [f"{host.device_root}/nvidia-caps/nvidia-cap{number}" for number in found if number is not None]
+    full = core_answer(allocation, gpus, replace(host, extra_devices=(*host.extra_devices, *paths)))
+    mounted = any(mount.container_path == LIBRARY_PATH for mount in full.mounts)
+    return replace(full, envs=_driver_variables(allocation, host, [*places], mounted=mounted), annotations={})
+
+
+def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:
+    """Amounts and limits in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    number = "([0-9]{1,10})"
+    text = annotations.get(AMOUNTS_ANNOTATION, "")
+    found = [*re.finditer(rf"([0-9a-z]+)={number},{number}(?:/{number},{number})?(?:;|$)", text)]
+    limited = [each for each in found if each[4] is not None]
+    return (
+        {each[1]: Amounts(int(each[2]), int(each[3])) for each in found},
+        {each[1]: Amounts(int(each[4]), int(each[5])) for each in limited},
+    )
+
+
+def mig_devices_in(annotations: Mapping[str, str]) -> tuple[MigDevice, ...]:
+    """The MIG devices in the annotations of an earlier response of `replica_answer`; empty if there are none."""
+    form = r"([0-9a-z]+)=([^,;]+),([0-9]{1,10}),([^,;]+),([0-9]{1,10}),([0-9]{1,10})(?:;|$)"
+    return tuple(
+        MigDevice(
+            gpu=gpu,
+            profile=profile,
+            memory_slices=int(slices),
+            uuid=uuid,
+            gpu_instance=int(gpu_instance),
+            compute_instance=int(compute_instance),
+        )
+        for gpu, profile, slices, uuid, gpu_instance, compute_instance in re.findall(form, annotations.get(MIG_ANNOTATION, ""))
+    )
+
+
+def memory_answer(allocation: Allocation) -> ContainerResponse:
+    """Response to the memory call, in bytes as in gpu-manager."""
+    return ContainerResponse(
+        envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)}
+    )
+
+
+def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
+    """The allocation id in the mounts (container path -> host path) of an earlier response, from the kubelet's checkpoint."""
+    folder = mounts.get(ALLOCATION_PATH)
+    return folder.rstrip("/").rpartition("/")[2] or None if folder else None
+
+
+def mechanisms_in(annotations: Mapping[str, str]) -> tuple[str, ...]:
+    """The mechanisms in the annotations of an earlier response."""
+    text = annotations.get(ENFORCEMENT_ANNOTATION)
+    return tuple(text.split("+")) if text else ()
+
+
+def _inside(path: str, host: HostPaths) -> str:
+    """Path in the container: below the standard /dev, independent of the host's device root."""
+    return "/dev" + path.removeprefix(host.device_root) if path.startswith(host.device_root + "/") else path

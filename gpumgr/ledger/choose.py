@@ -1,0 +1,284 @@
+"""GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
+
+The placement covers both resources of the container and the pod's later containers that must use the same ids. The call for the other
+resource gets the same GPUs, since the first grant pins them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.history import Candidate
+from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.named_gpus import named_gpus, unfollowed
+from gpumgr.ledger.node import NO_MEMORY, NodeView
+from gpumgr.ledger.node_devices import blocks_with_ids
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.chain import chain_needs
+from gpumgr.placement.evaluators.select import check_request, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, among them all of `must`."""
+
+    resource: Resource
+    available: Masks
+    must: Masks
+    size: int
+
+    def foreign(self, ledger: Ledger) -> Masks:
+        """The ids of other holders."""
+        return minus(ledger.held(self.resource), self.must)
+
+    def free(self, ledger: Ledger) -> Masks:
+        """The ids that it may get."""
+        return minus(union(self.available, self.must), self.foreign(ledger))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The ids to prefer, the GPUs chosen for the container, and why these (for the log)."""
+
+    masks: Masks
+    gpus: tuple[GpuName, ...]
+    evaluator: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """Free ids by resource for this caller, GPUs that other pods use, and GPUs that the result must contain."""
+
+    free: Mapping[Resource, Masks]
+    blocked: Masks
+    pinned: frozenset[GpuName]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """What must fit on the chosen GPUs. `whole_gpus` counts the entirely free GPUs that the pod's chain of containers takes in all."""
+
+    cores: int
+    memory_blocks: int
+    whole_gpus: int = 0
+
+
+def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
+    """Best ids for this call, on the GPUs that the scheduler named if it did. Raises Refusal if the container's request is wrong or fits
+    nowhere."""
+    if caller.spec is not None:
+        check_request(caller.spec.cores, caller.spec.memory_blocks)
+    named = named_gpus(caller, ledger.gpu_registry)
+    return followed(caller, named, lambda: _choose(node, ledger, caller, request, named))
+
+
+def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choice]) -> Choice:
+    """What `select` returns; if the scheduler `named` the GPUs, as its choice. Raises Refusal."""
+    if not named:
+        return select()
+    try:
+        return replace(select(), why="the scheduler chose it")
+    except Refusal as refusal:
+        raise unfollowed(caller, refusal) from None
+
+
+def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, named: Sequence[GpuName] = ()) -> Choice:
+    own = open_allocation(ledger, caller, other_resource(request.resource))
+    room = _room(node, ledger, caller, request, own)
+    room = replace(room, pinned=room.pinned | {*named})
+    needs = _needs(caller, request, own, alone=bool(named))
+    if needs.cores == 0:
+        return _memory_first(node, ledger, request, room)
+    gpus, evaluator, why = _place(node, ledger, room, needs)
+    if request.resource == "memory":
+        own_cores = caller.spec.cores if caller.spec else needs.cores
+        picked = _pick_blocks(request, room, gpus, share=own_cores < CORES_PER_GPU)
+    else:
+        picked = _pick_cores(request, room, gpus)
+    _require_full(node, picked, request)
+    return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
+
+
+def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
+    """The caller's allocation that has only the other resource yet. Without a spec it is the one that the caller `continues`."""
+    resource = other_resource(other)
+    found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
+    return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
+
+
+def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own: Allocation | None) -> _Room:
+    other = other_resource(request.resource)
+    granted = own.held(other) if own else NO_IDS
+    spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
+    visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
+    others = minus(minus(ledger.held(other), granted), spare)
+    return _Room(
+        free={
+            request.resource: request.free(ledger),
+            other: union(minus(visible, ledger.held(other)), spare, granted),
+        },
+        blocked=dict.fromkeys((*request.foreign(ledger), *others), 1),
+        pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
+    )
+
+
+def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
+    """GPUs on which the container's other resource will be, because it takes over ids of an init container."""
+    if own is not None or caller.spec is None or not caller.spec.wants(other):
+        return frozenset()
+    most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
+    return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
+
+
+def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> _Needs:
+    """`alone`: without the pod's later containers, which the scheduler has placed, too."""
+    if caller.spec is None:
+        if request.resource == "core":
+            return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
+        return _Needs(cores=own.cores if own else 0, memory_blocks=request.size)
+    needs = chain_needs(caller.chain[:1] if alone else caller.chain)
+    if needs.most_cores >= CORES_PER_GPU:
+        return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
+    if needs.cores > CORES_PER_GPU:
+        raise Refusal(
+            "invalid_request",
+            f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "
+            f"an init container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+        )
+    return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
+
+
+def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
+    held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
+    result = []
+    for row, gpu in sorted(node.gpu_of_row.items()):
+        core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
+        # The kubelet may offer more ids than amounts of other allocations leave, or already as few as these leave.
+        cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
+        left = blocks_with_ids(ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
+        blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
+        result.append(
+            GpuCapacity(
+                index=row,
+                cores_free=max(0, min(core_mask.bit_count(), cores)),
+                memory_blocks_free=0 if gpu in taken_whole else max(0, min(block_mask.bit_count(), blocks)),
+                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.by_amount,
+                healthy=gpu not in node.unschedulable and gpu in ledger.gpu_registry.by_name,
+                label=node.label(gpu),
+                note=node.unschedulable.get(gpu)
+                or (None if gpu not in node.shown or node.shown[gpu].memory_bytes else NO_MEMORY),
+            )
+        )
+    return result
+
+
+def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[tuple[GpuName, ...], str, str]:
+    capacities = _capacities(node, ledger, room)
+    entirely_free = sum(c.entirely_free and c.healthy for c in capacities)
+    if needs.whole_gpus > max(entirely_free, needs.cores // CORES_PER_GPU):
+        raise Refusal(
+            "no_fit",
+            f"the pod's containers need {needs.whole_gpus} entirely free GPUs one after another and this node has {entirely_free}",
+        )
+    missing = [gpu for gpu in room.pinned if gpu not in node.rows]
+    if missing:
+        raise Refusal("gpu_unhealthy", f"{node.label(missing[0])} is gone, and the container must be on it")
+    placement = place(
+        node.topology,
+        capacities,
+        cores=needs.cores,
+        memory_blocks=needs.memory_blocks,
+        policy=node.policy,
+        required=[node.rows[gpu] for gpu in room.pinned],
+    )
+    return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
+
+
+def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
+    """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
+    order = _pinned_first(room, gpus)[: 1 if share else None]
+    picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
+    left = request.size - count(picked)
+    for position, gpu in enumerate(order):
+        even = -(-left // (len(order) - position))
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), even)
+        picked[gpu] = picked.get(gpu, 0) | take
+        left -= take.bit_count()
+    for gpu in order:
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), left)
+        picked[gpu] |= take
+        left -= take.bit_count()
+    return {gpu: mask for gpu, mask in picked.items() if mask}
+
+
+def _pinned_first(room: _Room, gpus: Iterable[GpuName]) -> list[GpuName]:
+    return sorted(gpus, key=lambda gpu: gpu not in room.pinned)
+
+
+def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks:
+    """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
+    picked: dict[GpuName, int] = {}
+    left = request.size
+    for gpu in _pinned_first(room, gpus):
+        must = request.must.get(gpu, 0)
+        take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
+        picked[gpu] = take
+        left -= take.bit_count()
+    return {gpu: mask for gpu, mask in picked.items() if mask}
+
+
+def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
+    """Memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that these fit too."""
+    capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
+    names = node.gpu_of_row
+    one = [
+        c
+        for c in capacities
+        if c.cores_free and c.memory_blocks_free >= request.size and (not room.pinned or room.pinned == {names[c.index]})
+    ]
+    if one:
+        best = max(one, key=lambda c: (c.cores_free, c.memory_blocks_free, -c.index))
+        gpus: tuple[GpuName, ...] = (names[best.index],)
+    else:
+        gpus = tuple(names[c.index] for c in capacities if c.entirely_free)
+    picked = _pick_blocks(request, room, gpus, share=bool(one)) if gpus else NO_IDS
+    _require_full(node, picked, request)
+    return Choice(
+        masks=picked,
+        gpus=tuple(g for g in gpus if g in picked),
+        evaluator="share",
+        why="memory came first and the pod's spec is not known",
+    )
+
+
+def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
+    if count(picked) == request.size and not minus(request.must, picked):
+        return
+    where = (
+        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, request.available).items()))
+        or "none"
+    )
+    unit = "cores" if request.resource == "core" else "memory blocks"
+    raise Refusal(
+        "no_fit", f"{request.size} {unit} are not free together on the GPUs that fit this container (free there: {where})"
+    )
+
+
+def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
+    """What each registered GPU has available, in their order. A GPU that one container has whole has no blocks for others."""
+    return tuple(
+        Candidate(
+            gpu=gpu.name,
+            index=node.indices.get(gpu.name),
+            cores_free=left.cores,
+            memory_mebibytes_free=left.memory_mebibytes,
+            note=node.unschedulable.get(gpu.name),
+        )
+        for gpu in ledger.gpu_registry.gpus
+        for left in [ledger.available(gpu.name)]
+    )

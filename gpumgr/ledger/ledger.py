@@ -1,0 +1,395 @@
+"""The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
+
+The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out and
+which stand for amounts. Those of `nvidia.com/gpu` hold replicas, and an allocation of a ResourceClaim (DRA) has no ids: both are booked
+by their amounts.
+
+Invariants (checked by `Ledger.violations`):
+
+1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
+2. A GPU that is granted whole has no holder of another pod.
+3. Ids belong to registered GPUs and lie within their capacity.
+4. An allocation was granted at least one GPU.
+5. An allocation with admin access holds nothing, and may be on a GPU that another pod has whole.
+6. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, common, count, minus, union
+from gpumgr.ledger.pods import PodKey
+
+#: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
+AllocationId = str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRef:
+    """A ResourceClaim as the kubelet names it."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest(ClaimRef):
+    """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
+
+    `admin`: with admin access (KEP-5018), which counts nothing and is never limited.
+    """
+
+    request: str
+    share_ids: Mapping[GpuName, str | None] = field(default_factory=dict)
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigDevice:
+    """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n; 0: not known. The UUID is
+    empty, and the driver's ids are -1, until it exists."""
+
+    gpu: GpuName
+    profile: str
+    memory_slices: int
+    uuid: str = ""
+    gpu_instance: int = -1
+    compute_instance: int = -1
+
+    @property
+    def start(self) -> int:
+        """The first memory slice."""
+        return (self.memory_slices & -self.memory_slices).bit_length() - 1
+
+    def __str__(self) -> str:
+        place = f" at slice {self.start}" if self.memory_slices else ""
+        return f"{self.profile}{place}" + (f" ({self.uuid})" if self.uuid else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What one container holds, or all containers that use one request of a ResourceClaim.
+
+    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; on
+    a GPU that is granted whole that is all of it. `device_ids` is the kubelet's record: the ids that it handed out, empty for an
+    allocation that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is
+    granted one GPU, or as many as it requested.
+    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and `device_ids`
+    are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
+    `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
+    container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
+    `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
+    `mig_devices`: those that were created for it; then nothing else limits it.
+    """
+
+    id: AllocationId
+    pod: PodKey | None = None
+    uid: str | None = None
+    container: str | None = None
+    init: bool = False
+    gpus: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    device_ids: Mapping[Resource, Masks] = field(default_factory=dict)
+    granted_at: float = 0.0
+    why: str = ""
+    anonymous: bool = False
+    mechanisms: tuple[str, ...] = ()
+    exemption: str | None = None
+    cdi: bool = False
+    claim: ClaimRequest | None = None
+    limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    mig_devices: tuple[MigDevice, ...] = ()
+
+    @property
+    def by_ids(self) -> bool:
+        """Its amounts are the ids of cores and memory that it holds."""
+        return "core" in self.device_ids or "memory" in self.device_ids
+
+    @property
+    def by_mig(self) -> bool:
+        """MIG devices are the limit of its container."""
+        return bool(self.mig_devices or self.held("mig"))
+
+    @property
+    def reserved(self) -> bool:
+        """Whether its MIG devices are still being created, so that no container has it yet."""
+        return any(not device.uuid for device in self.mig_devices)
+
+    @property
+    def admin(self) -> bool:
+        return self.claim is not None and self.claim.admin
+
+    @property
+    def cores(self) -> int:
+        """Cores on all of its GPUs together, in percent of one GPU."""
+        return sum(amounts.cores for amounts in self.gpus.values())
+
+    @property
+    def memory_mebibytes(self) -> int:
+        """Memory on all of its GPUs together."""
+        return sum(amounts.memory_mebibytes for amounts in self.gpus.values())
+
+    @property
+    def whole(self) -> bool:
+        """It has all of its GPUs whole."""
+        return bool(self.gpus) and all(amounts.whole for amounts in self.gpus.values())
+
+    @property
+    def places(self) -> Sequence[GpuName]:
+        """The GPUs that it was granted, then others on which it holds ids."""
+        return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
+
+    def amounts_on(self, gpu: GpuName) -> Amounts:
+        """What is booked for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids."""
+        granted = self.gpus.get(gpu, Amounts())
+        if granted.whole or not self.by_ids:
+            return granted
+        return Amounts(self.held("core").get(gpu, 0).bit_count(), self.held("memory").get(gpu, 0).bit_count() * BLOCK_MEBIBYTES)
+
+    def limits_on(self, gpu: GpuName) -> Amounts:
+        """What the container may use on this GPU."""
+        return self.limits.get(gpu) or self.gpus.get(gpu, Amounts())
+
+    def held(self, resource: Resource) -> Masks:
+        return self.device_ids.get(resource, NO_IDS)
+
+    def with_ids(self, gpu_registry: GpuRegistry, device_ids: Mapping[Resource, Masks], gpus: Iterable[GpuName]) -> "Allocation":
+        """With these ids, and these GPUs granted for them."""
+        cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
+        names, granted = tuple(gpus), dict[GpuName, Amounts]()
+        for name in names:
+            if count(cores) >= CORES_PER_GPU * len(names):
+                granted[name] = Amounts(CORES_PER_GPU, gpu_registry.by_name[name].memory_mebibytes)
+            elif len(names) == 1:
+                granted[name] = Amounts(count(cores), count(blocks) * BLOCK_MEBIBYTES)
+            else:
+                granted[name] = Amounts(cores.get(name, 0).bit_count(), blocks.get(name, 0).bit_count() * BLOCK_MEBIBYTES)
+        return replace(self, gpus=granted, device_ids={resource: masks for resource, masks in device_ids.items() if masks})
+
+    def same_pod(self, other: "Allocation") -> bool:
+        if self.uid and other.uid:
+            return self.uid == other.uid
+        return self.pod is not None and self.pod == other.pod
+
+    def describe(self) -> str:
+        """The holder as messages name it."""
+        return describe_container(self.pod, self.uid, self.container, self.id)
+
+
+def describe_container(pod: PodKey | None, uid: str | None, container: str | None, allocation: AllocationId) -> str:
+    """`namespace/name (container)`, or what is known instead."""
+    name = "/".join(pod) if pod else (f"pod uid {uid}" if uid else f"allocation {allocation}")
+    return f"{name} ({container})" if container else name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Difference between two ledgers, as the checkpoint stores it, and history entries to store with it."""
+
+    put: tuple[Allocation, ...] = ()
+    drop: tuple[AllocationId, ...] = ()
+    gpu_registry: GpuRegistry | None = None
+    entries: tuple[HistoryEntry, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.drop or self.gpu_registry is not None or self.entries)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All allocations of the node, by id, and the registered GPUs."""
+
+    gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
+    allocations: Mapping[AllocationId, Allocation] = field(default_factory=dict)
+
+    # -- queries -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _held(self) -> Mapping[Resource, Masks]:
+        return {resource: union(*(a.held(resource) for a in self.allocations.values())) for resource in ALL_RESOURCES}
+
+    def held(self, resource: Resource) -> Masks:
+        """Ids of one resource that are held."""
+        return self._held[resource]
+
+    @cached_property
+    def by_amount(self) -> Mapping[GpuName, Amounts]:
+        """GPU -> amounts of the allocations without ids of cores and memory. Init containers and the others of a pod do not run at the
+        same time: their most at one time counts, in the order of their grants."""
+        running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
+        for a in self.allocations.values():
+            for gpu, amounts in a.gpus.items() if not a.by_ids else ():
+                key = gpu, a.uid or a.pod or a.id
+                now = running.get(key, Amounts()) + amounts
+                most[key] = now.most(most.get(key, Amounts()))
+                if not a.init or a.claim is not None:
+                    running[key] = now
+        sums: dict[GpuName, Amounts] = {}
+        for (gpu, _), amounts in most.items():
+            sums[gpu] = sums.get(gpu, Amounts()) + amounts
+        return sums
+
+    def used(self, gpu: GpuName) -> Amounts:
+        """What is in use on this GPU: the ids that are held, and the amounts of the other allocations."""
+        blocks = self.held("memory").get(gpu, 0).bit_count()
+        held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
+        return held + self.by_amount.get(gpu, Amounts())
+
+    def exceeded(self, gpu: GpuName) -> bool:
+        """More is in use than the GPU has."""
+        used, registered = self.used(gpu), self.gpu_registry.by_name.get(gpu)
+        return used.cores > CORES_PER_GPU or used.memory_mebibytes > (registered.memory_mebibytes if registered else 0)
+
+    def available(self, gpu: GpuName) -> Amounts:
+        """What is left on this GPU for other pods: nothing of a GPU that is granted whole."""
+        if gpu in self.exclusive:
+            return Amounts()
+        used = self.used(gpu)
+        return Amounts(CORES_PER_GPU - used.cores, self.gpu_registry.by_name[gpu].memory_mebibytes - used.memory_mebibytes)
+
+    def on(self, gpu: GpuName) -> list[Allocation]:
+        """Allocations on this GPU, oldest first."""
+        return self._on.get(gpu, [])
+
+    @cached_property
+    def _on(self) -> Mapping[GpuName, list[Allocation]]:
+        found: dict[GpuName, list[Allocation]] = {}
+        for a in sorted(self.allocations.values(), key=lambda a: (a.granted_at, a.id)):
+            for gpu in a.places:
+                found.setdefault(gpu, []).append(a)
+        return found
+
+    @cached_property
+    def occupied(self) -> frozenset[GpuName]:
+        """GPUs with an allocation."""
+        return frozenset(gpu for a in self.allocations.values() for gpu in a.places)
+
+    def of(self, pod: PodKey | None, uid: str | None = None) -> list[Allocation]:
+        """Allocations of one pod; with both UIDs known, the UID decides (names recur)."""
+        probe = Allocation(id="", pod=pod, uid=uid)
+        return [a for a in self.allocations.values() if a.same_pod(probe)]
+
+    @property
+    def claims(self) -> Mapping[str, ClaimRequest]:
+        """The claims that hold GPUs, by UID; of each one of its requests."""
+        return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
+
+    def of_claim(self, uid: str) -> list[Allocation]:
+        """Allocations of the requests of one ResourceClaim."""
+        return [a for a in self.allocations.values() if a.claim is not None and a.claim.uid == uid]
+
+    def holders(self, resource: Resource, masks: Masks) -> list[Allocation]:
+        """Allocations that hold any of these ids."""
+        return [a for a in self.allocations.values() if common(a.held(resource), masks)]
+
+    def reusable(self, resource: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
+        """Ids of the pod's init containers that no sidecar or app container has taken over (kubelet: devicesToReuse)."""
+        mine = self.of(pod, uid)
+        return minus(union(*(a.held(resource) for a in mine if a.init)), union(*(a.held(resource) for a in mine if not a.init)))
+
+    @cached_property
+    def exclusive(self) -> Mapping[GpuName, Allocation]:
+        """GPU -> the allocation that has it whole."""
+        granted = {gpu: a for a in self.allocations.values() for gpu, amounts in a.gpus.items() if amounts.whole}
+        by_ids = {gpu: a for a in self.allocations.values() if a.whole for gpu, m in a.held("core").items() if m == ALL_CORES}
+        return granted | by_ids
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def occupy(self, allocation: Allocation) -> "Ledger":
+        """With this allocation added, or replaced by id."""
+        return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
+
+    def free(self, ids: Iterable[AllocationId]) -> "Ledger":
+        gone = set(ids)
+        return Ledger(self.gpu_registry, {k: a for k, a in self.allocations.items() if k not in gone}) if gone else self
+
+    def with_gpu_registry(self, gpu_registry: GpuRegistry) -> "Ledger":
+        return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
+
+    def since(self, before: "Ledger") -> Change:
+        """The change that turns a store of `before` into one of this ledger."""
+        return Change(
+            put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
+            drop=tuple(k for k in before.allocations if k not in self.allocations),
+            gpu_registry=None if self.gpu_registry == before.gpu_registry else self.gpu_registry,
+        )
+
+    def freed_since(self, before: "Ledger") -> list[Allocation]:
+        """The allocations of `before` that have ended; not those with ids that moved into another allocation of `before`."""
+        grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
+        return [
+            a
+            for k, a in before.allocations.items()
+            if k not in self.allocations
+            and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in ALL_RESOURCES)
+        ]
+
+    # -- invariants --------------------------------------------------------------------------------------------------------------
+
+    def violations(self, changed: Iterable[Allocation] | None = None) -> list[str]:
+        """Sentences, one for each violated invariant. `changed`: only these allocations are checked (None: all)."""
+        every = list(self.allocations.values())
+        suspects = every if changed is None else list(changed)
+        violated: list[str] = []
+        for resource in ALL_RESOURCES:
+            violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
+        violated += [
+            f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
+        ]
+        for a in suspects:
+            for gpu, owner in ((gpu, self.exclusive[gpu]) for gpu in a.places if gpu in self.exclusive):
+                others = self.on(gpu) if owner is a else [a]
+                violated += [
+                    f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
+                    for other in others
+                    if other is not owner and not other.same_pod(owner) and not other.admin
+                ]
+        violated += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
+        violated += [
+            f"{a.describe()} and {other.describe()} have MIG devices at the same place of GPU {gpu}"
+            for a in suspects
+            for gpu, amounts in a.gpus.items()
+            if amounts.slices
+            for other in self.on(gpu)
+            if other is not a and not other.same_pod(a) and other.gpus.get(gpu, Amounts()).slices & amounts.slices
+        ]
+        return list(dict.fromkeys(violated))
+
+    def check(self) -> "Ledger":
+        """The ledger itself. Raises ValueError with the violations, which are a bug."""
+        if violated := self.violations():
+            raise ValueError("the ledger is violated: " + "; ".join(violated))
+        return self
+
+
+def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, resource: Resource) -> list[str]:
+    every = {gpu.name: gpu.all_ids(resource) for gpu in gpu_registry.gpus}
+    return [
+        f"{a.describe()} holds {resource} ids that GPU {gpu} does not have"
+        for a in allocations
+        for gpu, mask in a.held(resource).items()
+        if mask & ~every.get(gpu, 0)
+    ]
+
+
+def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], resource: Resource) -> list[str]:
+    position = {a.id: n for n, a in enumerate(every)}
+    pairs = {
+        (position[a.id], n)
+        for a in suspects
+        if a.held(resource)
+        for n, b in enumerate(every)
+        if b is not a and common(a.held(resource), b.held(resource))
+    }
+    return [
+        f"{every[later].describe()} and {every[earlier].describe()} hold the same {resource} ids"
+        for earlier, later in sorted({(min(pair), max(pair)) for pair in pairs})
+        if not (every[later].same_pod(every[earlier]) and (every[later].init or every[earlier].init))
+    ]

@@ -1,0 +1,136 @@
+"""The part of a pod that the allocator needs: names, requests and order of its containers."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.common.units import ALL_RESOURCES, Amounts, Resource
+from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+
+#: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
+PodKey = tuple[str, str]
+
+#: UUID of a GPU, and what a container gets of it.
+NamedGpu = tuple[str, Amounts]
+
+#: HAMi's, of containers that name none.
+USUAL_PRIORITY: Final = 1
+
+TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
+
+_FILE_HASH: Final = re.compile("[0-9a-f]{32}")
+
+
+def is_static_uid(uid: str) -> bool:
+    """Whether this is the UID of a static pod, which is the hash of the pod's file. Its mirror pod at the API server has another UID."""
+    return _FILE_HASH.fullmatch(uid) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSandbox:
+    """A pod that the container runtime runs, also between two of its containers."""
+
+    pod: PodKey
+    uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSpec:
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
+    comes first."""
+
+    name: str
+    kind: ContainerKind = "app"
+    cores: int = 0
+    memory_blocks: int = 0
+    replicas: ReplicaRequest | None = None
+    instances: int = 0
+    priority: int = USUAL_PRIORITY
+
+    def wants(self, resource: Resource) -> int:
+        if resource == "replica":
+            return self.replicas.count if self.replicas else 0
+        return {"core": self.cores, "memory": self.memory_blocks, "mig": self.instances}[resource]
+
+    @property
+    def wants_gpu(self) -> bool:
+        return any(self.wants(resource) for resource in ALL_RESOURCES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimUse:
+    """A container uses a ResourceClaim of its pod's namespace; `request` is the main request that it names, None: all of them."""
+
+    container: str
+    claim: str
+    request: str | None = None
+    init: bool = False
+
+    def uses(self, claim: str, request: str) -> bool:
+        return self.claim == claim and self.request in (None, request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
+
+    `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's values (a kubelet that refuses a pod sets them).
+    `controlled`: a controller would replace the pod. `deleted`: it is to be deleted, also if its containers still run. `ends_at`: when its
+    grace period ends then, by the API server's clock, in unix seconds; `grace_seconds`: how long that is.
+    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID of a static pod in
+    the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
+    container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+
+    `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
+    chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
+    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: a container of
+    it runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why these
+    can't be read, so that it may have no GPU.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    phase: str = "Pending"
+    reason: str | None = None
+    message: str | None = None
+    controlled: bool = False
+    deleted: bool = False
+    ends_at: float | None = None
+    grace_seconds: float | None = None
+    created_at: float = 0.0
+    containers: tuple[ContainerSpec, ...] = ()
+    service_account: str | None = None
+    core_limit: int | None = None
+    runtime_uid: str | None = None
+    submitter: str | None = None
+    cluster: str | None = None
+    placed: tuple[tuple[str, tuple[NamedGpu, ...]], ...] = ()
+    placement_ignored: str | None = None
+    claims: tuple[ClaimUse, ...] = ()
+    bound_by_hami: bool = False
+    constraints: Constraints = UNCONSTRAINED
+    unreadable: str | None = None
+    started: bool = False
+
+    @property
+    def key(self) -> PodKey:
+        return (self.namespace, self.name)
+
+    @property
+    def account(self) -> str:
+        """Its service account as "namespace/name"."""
+        return f"{self.namespace}/{self.service_account or 'default'}"
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in TERMINAL_PHASES
+
+    @property
+    def wants_gpu(self) -> bool:
+        return any(c.wants_gpu for c in self.containers)
+
+    def container(self, name: str | None) -> ContainerSpec | None:
+        return next((c for c in self.containers if c.name == name), None)

@@ -1,0 +1,69 @@
+"""GPUs with processes of an ended allocation, which are not offered until these processes have ended.
+
+A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that ran
+before the first allocation (a display server, the operator's tools) do not count.
+
+An ordinary end also takes time: on an H200 a process with 35 GiB stays in the driver's list for half a second after its end. So
+processes of an ended container are reported only after EXPECTED_SECONDS.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gpumgr.common.units import GpuName, Process
+
+#: How long the processes of an ended container may remain before they are reported.
+EXPECTED_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """`tenants`: processes first sampled while the GPU was allocated. `unattributed`: those first sampled while it was not.
+    `held`: GPU -> the processes that keep it in quarantine."""
+
+    tenants: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
+    unattributed: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
+    held: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
+
+    def reason(self, gpu: GpuName) -> str | None:
+        if gpu not in self.held:
+            return None
+        pids = ", ".join(str(pid) for pid, _ in sorted(self.held[gpu]))
+        return f"in quarantine: processes of an ended pod still run there (pid {pids})"
+
+
+def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]], occupied: Collection[GpuName]) -> Quarantine:
+    """After a sample. `processes` has only GPUs with a readable process list."""
+    tenants, unattributed, held = dict(state.tenants), dict(state.unattributed), dict(state.held)
+    for gpu, running in processes.items():
+        now = frozenset(running)
+        known_unattributed = unattributed.get(gpu, frozenset()) & now
+        if gpu in occupied:
+            tenants[gpu] = now - known_unattributed
+            unattributed[gpu] = known_unattributed
+        elif gpu in held:
+            held[gpu] = held[gpu] & now
+            unattributed[gpu] = now - held[gpu]
+        else:
+            tenants[gpu], unattributed[gpu] = frozenset(), now
+    return _tidy(Quarantine(tenants=tenants, unattributed=unattributed, held=held))
+
+
+def ended(state: Quarantine, gpus: Collection[GpuName], runs: Callable[[Process], bool]) -> Quarantine:
+    """After the end of the last allocation on `gpus`: those with a tenant that still `runs` go into quarantine."""
+    left = {gpu: frozenset(p for p in state.tenants.get(gpu, ()) if runs(p)) for gpu in gpus}
+    tenants = {gpu: who for gpu, who in state.tenants.items() if gpu not in left}
+    return _tidy(replace(state, tenants=tenants, held={**state.held, **left}))
+
+
+def released(state: Quarantine, runs: Callable[[Process], bool]) -> Quarantine:
+    """Without the processes that no longer run."""
+    return _tidy(replace(state, held={gpu: frozenset(p for p in who if runs(p)) for gpu, who in state.held.items()}))
+
+
+def _tidy(state: Quarantine) -> Quarantine:
+    def filled(who: Mapping[GpuName, frozenset[Process]]) -> Mapping[GpuName, frozenset[Process]]:
+        return {gpu: processes for gpu, processes in who.items() if processes}
+
+    return Quarantine(tenants=filled(state.tenants), unattributed=filled(state.unattributed), held=filled(state.held))

@@ -1,0 +1,304 @@
+"""Rebuilds a ledger from the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
+
+Ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: it has pod UIDs, ordinary init
+containers, and the responses (with the allocation's id in a mount path).
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName, Resource
+from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
+from gpumgr.ledger.instances import booked
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.ledger.replicas import counted_on, limits_on
+from gpumgr.ledger.sweep import shown
+
+#: The form of gpumgr's ids (gpumgr.ledger.ids), also of those of a removed GPU.
+_OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
+#: A replica: UUID and number. More than 1000 of a GPU can't be set, neither here nor reasonably for HAMi's plugin.
+_REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
+
+#: (pod UID, container) -> ids.
+Holders = Mapping[tuple[str, str], frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeletEntry:
+    """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits), `cdi` (it names a
+    CDI device), `amounts` (amounts and limits of a container with replicas) and its `mig_devices` are read from its stored response."""
+
+    uid: str
+    container: str
+    resource: Resource
+    device_ids: tuple[str, ...]
+    allocation_id: AllocationId | None = None
+    mechanisms: tuple[str, ...] = ()
+    cdi: bool = False
+    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = field(default_factory=lambda: ({}, {}))
+    mig_devices: tuple[MigDevice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnonymousRecord:
+    """One container in gpu-manager's checkpoint. Its ids name no GPU; `minors` are the device minor numbers of its GPUs."""
+
+    uid: str
+    container: str
+    minors: tuple[int, ...]
+    cores: int
+    memory_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    ledger: Ledger
+    added: tuple[Allocation, ...] = ()
+    problems: tuple[str, ...] = ()
+    #: Records of which some GPUs are not in `ledger` yet.
+    left: tuple[AnonymousRecord, ...] = ()
+
+
+def adopt(
+    ledger: Ledger,
+    entries: Iterable[KubeletEntry],
+    listing: Listing | None,
+    find_uid: Callable[[str], PodView | None],
+    *,
+    new_id: Callable[[], AllocationId],
+    now: float,
+) -> Rebuilt:
+    """`ledger` with the allocations that only the kubelet has. Those that contradict the ledger are skipped and reported in `problems`, as
+    are replicas of unknown GPUs."""
+    entries = tuple(entries)
+    ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
+    added, problems = list[Allocation](), list[str]()
+    claims = _claims(ledger.gpu_registry, entries, listing, find_uid, problems)
+    for claim in claims.values():
+        masks = {resource: claim.held(resource) for resource in ALL_RESOURCES}
+        if all(_known(ledger, resource, masks[resource], claim) for resource in ALL_RESOURCES):
+            continue
+        order = [gpu.name for gpu in ledger.gpu_registry.gpus]
+        gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
+        whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
+        if claim.by_ids:
+            base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
+        else:
+            base = _with_amounts(ledger, claim, find_uid(claim.uid) if claim.uid else None)
+        candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
+        broken = ledger.occupy(candidate).violations()
+        if broken:
+            problems.append(f"{candidate.describe()}: {broken[0]}")
+            continue
+        ledger = ledger.occupy(candidate)
+        added.append(candidate)
+    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+
+
+def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
+    """With the replicas that containers hold of GPUs that offer fewer: HAMi's plugin had another setting."""
+    ids = [text for entry in entries if entry.resource == "replica" for text in entry.device_ids]
+    for container in (each for pod in listing.pods for each in listing.containers(pod).values()) if listing else ():
+        ids += container.get(REPLICA_RESOURCE, ())
+    for match in filter(None, map(_REPLICA.fullmatch, ids)):
+        gpu, number = gpu_registry.by_uuid.get(match[1]), int(match[2])
+        if gpu is not None and 0 < gpu.replicas <= number:
+            gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, number + 1)
+    return gpu_registry
+
+
+def _claims(
+    gpu_registry: GpuRegistry,
+    entries: Iterable[KubeletEntry],
+    listing: Listing | None,
+    find_uid: Callable[[str], PodView | None],
+    problems: list[str],
+) -> Mapping[tuple[str, str], Allocation]:
+    """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods. Adds to `problems`."""
+    shared = any(gpu.replicas for gpu in gpu_registry.gpus)
+    claims: dict[tuple[str, str], Allocation] = {}
+    names: dict[PodKey, str] = {}
+    for entry in entries:
+        masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
+        if view is not None and view.ended:
+            continue
+        if (
+            shared
+            and entry.resource == "replica"
+            and (unknown := sorted({*entry.device_ids} - {*gpu_registry.format("replica", masks)}))
+        ):
+            holder = describe_container(view.key if view else None, entry.uid, entry.container, "")
+            problems.append(f"{holder}: it holds {', '.join(unknown)}, which is no replica of this node's GPUs")
+        if not masks:
+            continue
+        key = (entry.uid, entry.container)
+        spec = view.container(entry.container) if view else None
+        old = claims.get(key) or Allocation(
+            id="",
+            pod=view.key if view else None,
+            uid=view.uid if view else entry.uid,  # a static pod has two
+            container=entry.container,
+            init=spec is not None and spec.kind == "init",
+        )
+        if view is not None:
+            names[view.key] = entry.uid
+        claims[key] = replace(
+            old,
+            device_ids={**old.device_ids, entry.resource: union(old.held(entry.resource), masks)},
+            id=old.id or entry.allocation_id or "",
+            mechanisms=old.mechanisms or entry.mechanisms,
+            cdi=old.cdi or entry.cdi,
+            gpus=old.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
+            limits=old.limits or entry.amounts[1],
+            mig_devices=old.mig_devices or tuple(each for each in entry.mig_devices if each.gpu in gpu_registry.by_name),
+        )
+    visible = shown(gpu_registry, listing) if listing else {}
+    for (pod, container), held in visible.items():
+        by_uid = (names.get(pod, ""), container)
+        if by_uid in claims:
+            continue
+        twin = next(
+            (
+                k
+                for k, c in claims.items()
+                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in ALL_RESOURCES)
+            ),
+            None,
+        )
+        if twin is not None:
+            claims[twin] = replace(claims[twin], pod=pod)
+            continue
+        claims["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
+    siblings = {c.uid: c.pod for c in claims.values() if c.uid is not None and c.pod is not None}
+    for key, claim in claims.items() if listing else ():
+        if claim.pod is None:
+            # `List` shows every container but ordinary init containers (and those of pods that just ended).
+            claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
+    return claims
+
+
+def _with_slices(amounts: Amounts, entry: KubeletEntry, gpu: GpuName) -> Amounts:
+    slices = (Amounts(slices=device.memory_slices) for device in entry.mig_devices if device.gpu == gpu)
+    return sum(slices, start=amounts)
+
+
+def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
+    """A container with MIG devices, or with replicas: with amounts from its pod unless its response has them, and without if the pod is
+    not known, either."""
+    if claim.held("mig"):
+        return replace(claim, gpus=booked(ledger.gpu_registry, claim.held("mig")))
+    spec = view.container(claim.container) if view else None
+    if claim.gpus or spec is None or spec.replicas is None:
+        return claim
+    registry = ledger.gpu_registry
+    # HAMi's plugin gave the container the GPUs that its scheduler chose, whichever GPUs the kubelet's ids are of.
+    named = dict(view.placed).get(spec.name, ()) if view is not None and view.bound_by_hami else ()
+    chosen = [registry.by_uuid[uuid].name for uuid, _ in named if uuid in registry.by_uuid]
+    gpus = chosen if len(chosen) == spec.replicas.count else [*claim.held("replica")]
+    return replace(claim, gpus=counted_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
+
+
+def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:
+    return not masks or any(a.held(resource) == masks and _may_be(a, claim) for a in ledger.allocations.values())
+
+
+def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
+    """The ledger's allocation of this container that lacks one of the two resources."""
+    for a in ledger.allocations.values():
+        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in ALL_RESOURCES):
+            return a
+    return None
+
+
+def _may_be(a: Allocation, claim: Allocation) -> bool:
+    if a.container is not None and claim.container is not None and a.container != claim.container:
+        return False
+    if a.anonymous or (a.uid and claim.uid and a.uid != claim.uid):
+        return False
+    return a.same_pod(claim) or a.pod is None or claim.pod is None
+
+
+def migrate(
+    ledger: Ledger,
+    records: Iterable[AnonymousRecord],
+    gpu_of_minor: Mapping[int, GpuName],
+    *,
+    new_id: Callable[[], AllocationId],
+    now: float,
+) -> Rebuilt:
+    """`ledger` with gpu-manager's records. The ids of their pods name no GPU; the ledger reserves ids of gpumgr on the recorded GPUs until
+    these pods end. A container in `ledger` stays as it is (the records may be read again), except for GPUs that were not known before."""
+    known = {(a.uid, a.container): a for a in ledger.allocations.values()}
+    added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
+    for record in records:
+        old = known.get((record.uid, record.container))
+        if old is not None and not old.anonymous:
+            continue
+        gpus = tuple(gpu_of_minor[m] for m in record.minors if m in gpu_of_minor)
+        missing = [m for m in record.minors if m not in gpu_of_minor]
+        if missing:
+            left.append(record)
+        if old is not None and set(gpus) <= set(old.gpus):
+            continue
+        if missing or not gpus:
+            problems.append(
+                f"pod uid {record.uid} ({record.container}): /dev/nvidia{missing[0] if missing else '?'} is none of this node's GPUs"
+            )
+        if not gpus:
+            continue
+        device_ids = _ids_for(ledger.free((old.id,)) if old else ledger, gpus, record)
+        base = old or Allocation(
+            id=new_id(),
+            uid=record.uid,
+            container=record.container,
+            granted_at=now,
+            anonymous=True,
+            why="taken over from gpu-manager",
+        )
+        allocation = base.with_ids(ledger.gpu_registry, device_ids, gpus)
+        broken = ledger.occupy(allocation).violations()
+        if broken or count(allocation.held("core")) < min(record.cores, CORES_PER_GPU * len(gpus)):
+            problems.append(
+                f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
+            )
+            left += () if missing else (record,)
+            continue
+        ledger = ledger.occupy(allocation)
+        added.append(allocation)
+    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems), left=tuple(left))
+
+
+def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection[tuple[str, str]]) -> Holders:
+    """Of (UID, container, ids of vcuda resources) those with ids that name no GPU, without the containers with `known` GPUs."""
+    found: dict[tuple[str, str], frozenset[str]] = {}
+    for uid, container, ids in entries:
+        unnamed = frozenset(each for each in ids if not _OURS.fullmatch(each))
+        if unnamed and (uid, container) not in known:
+            found[uid, container] = found.get((uid, container), frozenset()) | unnamed
+    return found
+
+
+def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
+    """Pod UID -> pod, for each (UID, container, ids) of the kubelet's checkpoint that PodResources has under that name."""
+    listed = {
+        (container, frozenset(ids)): pod
+        for pod in listing.pods
+        for container, devices in listing.containers(pod).items()
+        for ids in devices.values()
+        if ids
+    }
+    return {uid: listed[container, ids] for uid, container, ids in entries if (container, ids) in listed}
+
+
+def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
+    """Free ids of both resources for this record."""
+    if record.cores >= CORES_PER_GPU:
+        return {"core": dict.fromkeys(gpus, ALL_CORES)}
+    gpu = gpus[0]
+    cores = lowest(ALL_CORES & ~ledger.held("core").get(gpu, 0), record.cores)
+    blocks = lowest(ledger.gpu_registry.by_name[gpu].all_ids("memory") & ~ledger.held("memory").get(gpu, 0), record.memory_blocks)
+    return {"core": {gpu: cores} if cores else {}, "memory": {gpu: blocks} if blocks else {}}

@@ -1,0 +1,223 @@
+"""Containers of `nvidia.com/gpu`: chooses GPUs and one replica of each, and grants them with the amounts that the container requests.
+
+* Each replica of a container lies on another GPU, and the container has the same of each.
+* 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
+* Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
+* On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
+  GPUs, not both: its environment names the ones or the others. That of an init container is large enough for
+  those that take over its replica, and they take it over, too.
+
+Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.choose import Choice, Request, followed
+from gpumgr.ledger.grant import refuse_elsewhere, refuse_held, refuse_unfit
+from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
+from gpumgr.ledger.named_gpus import named_gpus
+from gpumgr.ledger.node import NO_MEMORY, NodeView
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.evaluators.select import find
+
+
+def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
+    """GPUs for the whole container, those that the scheduler named if it did, and one replica of each. Raises Refusal."""
+    wanted = check_replicas(caller, request.size)
+    named = named_gpus(caller, ledger.gpu_registry)
+    if len({*named}) < len(named):
+        return followed(caller, named, lambda: _several_of_one_gpu(node, ledger, request, named))
+    return followed(caller, named, lambda: _choose(node, ledger, caller, request, wanted, {*named, *request.must}))
+
+
+def grant_replicas(
+    node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, *, new_id: AllocationId, now: float, why: str
+) -> Allocation:
+    """The allocation with exactly these replicas, for `ledger.occupy`. Raises Refusal."""
+    wanted = check_replicas(caller, count(masks))
+    fresh = minus(masks, common(masks, ledger.reusable("replica", caller.pod, caller.uid)))
+    refuse_held(ledger, "replica", fresh)
+    refuse_elsewhere(node, caller, named_gpus(caller, ledger.gpu_registry), fresh)
+    refuse_unfit(node, fresh, "replica")
+    if twice := [gpu for gpu, mask in masks.items() if mask.bit_count() > 1 and gpu not in node.mig_profiles]:
+        raise Refusal(
+            "conflict",
+            f"the kubelet chose {masks[twice[0]].bit_count()} replicas of {node.label(twice[0])}, and a container gets one of each GPU: "
+            "the pod may simply be created again",
+        )
+    gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
+    shared = [gpu for gpu in gpus if gpu not in node.mig_profiles]
+    devices = mig_devices(
+        node, ledger, caller, _follow(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
+    )
+    if devices and shared:
+        raise Refusal(
+            "conflict",
+            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind: the "
+            "pod may simply be created again",
+        )
+    probe = _probe(ledger, caller, [wanted], shared)
+    amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
+    allocation = replace(
+        probe,
+        id=new_id,
+        gpus={gpu: amounts[gpu] for gpu in gpus},
+        device_ids={"replica": masks},
+        limits=limits_on(ledger.gpu_registry, wanted, shared),
+        granted_at=now,
+        why=why,
+        mig_devices=devices,
+    )
+    after = ledger.occupy(allocation)
+    for gpu in shared:
+        if problem := _obstacle(ledger, after, allocation, gpu):
+            raise Refusal(
+                "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
+            )
+    return allocation
+
+
+def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+    """The amounts on each of these GPUs."""
+    return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
+
+
+def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+    """What the container may use of each, as far as that differs from what is counted."""
+    counted = counted_on(registry, wanted, gpus)
+    limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
+    return {gpu: limit for gpu, limit in limits.items() if limit != counted[gpu]}
+
+
+def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
+    """What the container requests. Raises Refusal for an unknown caller and for a request that no node can grant."""
+    spec = caller.spec
+    if spec is None or spec.replicas is None:
+        raise Refusal(
+            "conflict",
+            f"which pod this call of {size} GPUs is for is not known yet, and only the pod has the requested memory and cores; the pod "
+            "must be created again",
+        )
+    wanted = spec.replicas
+    if spec.cores or spec.memory_blocks:
+        raise Refusal(
+            "invalid_request",
+            f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: a container has those of one kind",
+        )
+    if wanted.count != size:
+        raise Refusal("conflict", f"the kubelet asked for {size} GPUs, and container {spec.name} requests {wanted.count}")
+    if wanted.problem:
+        raise Refusal("invalid_request", wanted.problem)
+    return wanted
+
+
+def _choose(
+    node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
+) -> Choice:
+    follow = _follow(caller, wanted)
+    probe = _probe(ledger, caller, follow, node.rows)
+    after = ledger.occupy(probe)
+    free = request.free(ledger)
+    capacities, problems = list[GpuCapacity](), list[str]()
+    for row, gpu in sorted(node.gpu_of_row.items()):
+        left = ledger.available(gpu)
+        problem = (
+            node.closed(gpu, "replica")
+            or (
+                obstacle_to_devices(node, ledger, caller, gpu, request.must.get(gpu, 0), follow)
+                if gpu in node.mig_profiles
+                else _obstacle(ledger, after, probe, gpu)
+            )
+            or (None if gpu in free else f"has no replica left for the kubelet (free: {left})")
+        )
+        if problem:
+            problems.append(f"{node.label(gpu)} {problem}")
+        capacities.append(
+            GpuCapacity(
+                index=row,
+                cores_free=max(1, left.cores),
+                memory_blocks_free=left.memory_mebibytes,
+                entirely_free=problem is None,
+                healthy=problem is None,
+            )
+        )
+    on_mig = [each for each in capacities if node.gpu_of_row[each.index] in node.mig_profiles]
+    others = [each for each in capacities if each not in on_mig]
+    found = (
+        find(
+            node.topology,
+            each,
+            cores=1 if wanted.count == 1 and not wanted.whole else CORES_PER_GPU * wanted.count,
+            memory_blocks=0,
+            policy=node.policy,
+            required=[node.rows[gpu] for gpu in required if gpu in node.rows],
+        )
+        for each in ([capacities] if wanted.count == 1 or not on_mig else [on_mig, others])
+    )
+    placement = next(filter(None, found), None)
+    if placement is None or not required <= node.rows.keys():
+        must = f", among them {', '.join(map(node.label, sorted(required)))}" if required else ""
+        fit = sum(each.healthy for each in capacities)
+        if on_mig and others and wanted.count > 1:
+            problems.append("a container has GPUs with MIG devices or others, not both")
+        raise Refusal(
+            "no_fit",
+            f"{wanted.count} of {len(capacities)} GPUs needed{must}, and {fit} have what the container requests of each: "
+            f"{'; '.join(problems)}",
+        )
+    gpus = tuple(node.gpu_of_row[row] for row in placement.gpus)
+    masks = {gpu: request.must.get(gpu) or lowest(free[gpu], 1) for gpu in gpus}
+    return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
+
+
+def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
+    """The container's request, and those of the containers that take over its replicas."""
+    found, left = [wanted], wanted.count if caller.init else 0
+    for spec in caller.chain[1:]:
+        if spec.replicas and left > 0:
+            found.append(spec.replicas)
+            left -= 0 if spec.kind == "init" else spec.replicas.count
+    return found
+
+
+def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
+    """The caller's allocation on all of these GPUs, with the most of these requests on each."""
+    most = dict.fromkeys(gpus, Amounts())
+    for each in wanted:
+        most = {gpu: most[gpu].most(amounts) for gpu, amounts in counted_on(ledger.gpu_registry, each, gpus).items()}
+    return Allocation(id="", pod=caller.pod, uid=caller.uid, container=caller.container, init=caller.init, gpus=most)
+
+
+def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName) -> str | None:
+    """Why the allocation can't be on this GPU; `after` is the ledger with it."""
+    wanted, left = allocation.gpus[gpu], ledger.available(gpu)
+    others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
+    owner = next((a for a in others if ledger.exclusive.get(gpu) is a), None)
+    if owner is not None:
+        return f"belongs whole to {owner.describe()}"
+    if others and wanted.whole:
+        return f"is not entirely free: {others[0].describe()} has a part of it"
+    if not wanted.whole and not ledger.gpu_registry.by_name[gpu].memory_mebibytes:
+        return f"has no shares: {NO_MEMORY}"
+    if wanted.memory_mebibytes < 1 and not wanted.whole:
+        return "would give the container no memory: the requested percentage is less than 1 MiB"
+    if after.exceeded(gpu) or (others and left.cores < 1):
+        return f"has {left} left, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
+    return None
+
+
+def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
+    """HAMi's scheduler may name a GPU several times, for a MIG device each."""
+    free = request.free(ledger)
+    masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
+    for gpu, mask in masks.items():
+        if mask.bit_count() != named.count(gpu):
+            raise Refusal("no_fit", f"{node.label(gpu)} has no {named.count(gpu)} replicas left for the kubelet")
+    return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="")

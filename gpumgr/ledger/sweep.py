@@ -1,0 +1,292 @@
+"""Frees allocations when the kubelet frees their ids, and corrects their names.
+
+The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
+
+* `freed_by_offer`: GetPreferredAllocation offers its ids, the `List` of the same call does not show them with it, and its pod has ended.
+* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (after a kubelet restart `List` is incomplete until the
+  kubelet's sources are ready, so one call proves nothing).
+
+The kubelet alone does not prove an end: after the loss of its checkpoint it offers the ids of running pods, and lists these pods without
+ids. So the callers pass which pods have ended, from the API server or the container runtime.
+
+Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
+until it is deleted, without ids: there an init container's go with those of its pod's other containers.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpumgr.common.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Resource
+from gpumgr.ledger.callers import FindPod
+from gpumgr.ledger.ids import GpuRegistry, Masks, common, within
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import PodKey, PodView
+
+#: (pod, container) -> the ids of gpumgr that `List` shows for it.
+Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """The result of one sweep. `renamed` had a wrong name; one that had none yet is not among them. `absent` counts for each allocation how
+    often in a row it was missing."""
+
+    ledger: Ledger
+    freed: tuple[Allocation, ...] = ()
+    renamed: tuple[Allocation, ...] = ()
+    absent: Mapping[AllocationId, int] = field(default_factory=dict)
+
+
+def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
+    """`List`'s device ids as masks, of all pods or of these listed ones, without containers that have no ids of gpumgr."""
+    result: dict[tuple[PodKey, str], Mapping[Resource, Masks]] = {}
+    for pod in listing.pods if pods is None else pods:
+        for container, devices in listing.containers(pod).items():
+            masks = {
+                resource: held
+                for name, ids in devices.items()
+                if (resource := RESOURCE_BY_NAME.get(name)) and (held := gpu_registry.known(resource, ids))
+            }
+            if masks:
+                result[pod, container] = masks
+    return result
+
+
+def not_shown(
+    suspects: Iterable[Allocation], visible: Shown, listing: Listing, find_pod: FindPod
+) -> Mapping[AllocationId, Allocation]:
+    """Those of `suspects` that `List` does not show. `visible`: all that it shows."""
+    return {a.id: a for a in suspects if not _is_shown(a, visible, listing, find_pod)}
+
+
+def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown, listing: Listing, find_pod: FindPod) -> Ledger:
+    """The ledger without these allocations of ended pods, and without those of the same pods that `List` does not show."""
+    order = list(ledger.allocations)
+
+    def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
+        """Names recur. Without a UID, an allocation under the same name that was granted after `g` belongs to a later incarnation; one
+        that `List` never shows and that was granted before belongs to the same incarnation."""
+        if a.uid is not None or g.uid is not None:
+            return not _is_shown(a, visible, listing, find_pod)
+        earlier = order.index(a.id) < order.index(g.id)
+        return earlier and (unlisted(a) or not _is_shown(a, visible, listing, find_pod))
+
+    family = [
+        a for a in ledger.allocations.values() if a.device_ids and any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)
+    ]
+    return ledger.free(a.id for a in (*gone, *family))
+
+
+def sweep(
+    ledger: Ledger,
+    listing: Listing,
+    find_pod: FindPod,
+    find_uid: Callable[[str], PodView | None],
+    *,
+    absent: Mapping[AllocationId, int],
+    patience: int,
+    gone: Callable[[str], bool] = lambda _: False,
+    kept: Collection[AllocationId] = (),
+) -> Swept:
+    """Checks all allocations. `gone`: whether the API server has no pod with this UID any more (False if there is no API server).
+    `kept`: these stay, although `List` does not show them."""
+    earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
+    freed, still_absent = list[Allocation](), dict[AllocationId, int]()
+    # Init containers come last: the container that took over their ids determines their pod.
+    for allocation_id in sorted(before, key=lambda each: before[each].init):
+        a = ledger.allocations.get(allocation_id)
+        if a is None or not a.device_ids:
+            continue  # removed because of an earlier one's name, or a claim, which has no ids
+        named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
+        if named != a:
+            ledger = _with_name(ledger, named)
+            a = named
+        if _ended(a, find_pod) or _refuted(a, visible) or (a.anonymous and a.pod is None and a.uid is not None and gone(a.uid)):
+            freed.append(a)
+        elif not _is_shown(a, visible, listing, find_pod):
+            times = absent.get(a.id, 0) + 1
+            sure = a.uid is not None and gone(a.uid)
+            if a.id not in kept and times >= (min(patience, 2) if sure else patience):
+                freed.append(a)
+            else:
+                still_absent[a.id] = times
+    freed += _left_alone(ledger, freed, visible)
+    after = ledger.free(a.id for a in freed)
+    return Swept(
+        ledger=after,
+        freed=tuple(ledger.allocations.get(a.id, a) for a in after.freed_since(earlier)),
+        renamed=tuple(a for k, a in ledger.allocations.items() if _had_another_name(before[k], a)),
+        absent=still_absent,
+    )
+
+
+def _had_another_name(before: Allocation, after: Allocation) -> bool:
+    names = ((before.pod, after.pod), (before.uid, after.uid), (before.container, after.container))
+    return any(earlier not in (None, later) for earlier, later in names)
+
+
+def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
+    """Allocations that `List` never shows, of pods of which an allocation is now `freed` that was granted later.
+
+    If the pod runs (its name was a wrong guess for the freed allocation), only those that have ids in common with that.
+    """
+    order = {each: number for number, each in enumerate(ledger.allocations)}
+    ended = [a for a in freed if not unlisted(a)]
+    gone = {a.id for a in freed}
+
+    def goes_with(a: Allocation, g: Allocation) -> bool:
+        if g.uid is not None and _refuted(g, visible):
+            return any(common(a.held(resource), g.held(resource)) for resource in ALL_RESOURCES)
+        return order[a.id] < order[g.id]
+
+    return [
+        a
+        for a in ledger.allocations.values()
+        if a.device_ids and unlisted(a) and a.id not in gone and any(a.same_pod(g) and goes_with(a, g) for g in ended)
+    ]
+
+
+def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
+    """The ledger with the names that `List` has for allocations without one, and for the `latest`, which may have a guessed name."""
+    unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
+    if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
+        # The common case: its own pod's entry is sufficient, so the rest of the long list is not decoded.
+        alone = shown(ledger.gpu_registry, listing, (there,))
+        if _owner(unsure[0], alone) is not None:
+            return _renamed(ledger, unsure, alone, find_pod)
+    # If one container's pod was a wrong guess, that of the pod's other containers was, too.
+    family = [a for a in ledger.allocations.values() if any(a is b or a.same_pod(b) for b in unsure)]
+    if not family:
+        return ledger
+    named = _renamed(ledger, family, shown(ledger.gpu_registry, listing), find_pod)
+    return ledger if named.violations() else named  # an incomplete `List`: a later one corrects the names
+
+
+def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
+    before = ledger.allocations
+    for each in sorted(unsure, key=lambda a: a.init):
+        a = ledger.allocations.get(each.id)
+        named = _follower(before, ledger, _named(a, visible, find_pod, lambda _: None)) if a is not None else None
+        ledger = ledger if named is None or named == a else _with_name(ledger, named)
+    return ledger
+
+
+def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
+    """With the right pod for an init container of a wrongly guessed pod: the one to which `List` assigns that pod's other containers."""
+    if not a.init or a.uid is None or a.pod != before[a.id].pod:
+        return a
+    siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
+    pods = {(b.pod, b.uid) for b in siblings}
+    if len(pods) != 1:
+        return a
+    ((pod, uid),) = pods
+    return replace(a, pod=pod, uid=uid)
+
+
+def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
+    """The ledger with this name. The kubelet shares ids only within one pod, so another allocation with some of these ids belongs to an
+    init container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
+    before = ledger.allocations[named.id]
+    for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
+        if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
+            follows = (b.init and b.same_pod(before)) or (b.uid is None and unlisted(b))
+            moved = replace(b, pod=named.pod, uid=named.uid, init=True)
+            ledger = ledger.occupy(moved) if follows else ledger.free((b.id,))
+    return _joined(ledger.occupy(named), named)
+
+
+def _joined(ledger: Ledger, named: Allocation) -> Ledger:
+    """The ledger in which `named` and the allocation of the same container's other resource are one. It keeps the id of the one with the
+    cores, because the container's folder has that name. Without a UID the other one may belong to an earlier incarnation."""
+    mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
+    cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
+    if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
+        return ledger
+    whole = replace(cores[0], pod=named.pod, uid=named.uid)
+    device_ids = {**cores[0].device_ids, **blocks[0].device_ids}
+    return ledger.free((blocks[0].id,)).occupy(whole.with_ids(ledger.gpu_registry, device_ids, whole.gpus))
+
+
+def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
+    """With the pod and container that `List` has, and with the pod's name if only its UID is known."""
+    owner = _owner(a, visible)
+    if owner is not None:
+        view = find_pod(owner[0])
+        uid = view.uid if view is not None and not view.ended else a.uid if owner[0] == a.pod else None
+        return replace(a, pod=owner[0], container=owner[1], uid=uid)
+    if a.init and (place := _place(a, visible)) is not None and place[0] != a.pod:
+        if a.pod is None:
+            # `List` was incomplete when it was marked as an init container's, or an app container has taken over its ids.
+            return replace(a, pod=place[0], init=a.container != place[1])
+        view = find_pod(place[0])
+        return replace(a, pod=place[0], container=place[1], uid=view.uid if view else None, init=False)
+    if a.pod is None and a.uid is not None and (known := find_uid(a.uid)) is not None:
+        return replace(a, pod=known.key)
+    return a
+
+
+def _ended(a: Allocation, find_pod: FindPod) -> bool:
+    """The phase is Succeeded or Failed: such a pod holds nothing, also if an older kubelet still lists it.
+
+    Without a UID the name proves nothing: the ended pod may be an earlier incarnation.
+    """
+    view = find_pod(a.pod) if a.pod else None
+    return view is not None and view.ended and a.uid == view.uid
+
+
+def _refuted(a: Allocation, visible: Shown) -> bool:
+    """`List` shows its container with other ids. The kubelet never changes a container's ids, so these were never its own, or belonged to
+    an earlier incarnation."""
+    if a.pod is None or a.container is None or a.init or a.anonymous:
+        return False
+    there = visible.get((a.pod, a.container), {})
+    return any(
+        a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in ALL_RESOURCES
+    )
+
+
+def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
+    if a.anonymous and a.pod is None:
+        return True
+    if unlisted(a) and _owner(a, visible) is None:
+        if (
+            a.container is None
+            and not a.init
+            and not a.whole
+            and a.by_ids
+            and not all(a.held(resource) for resource in RESOURCES)
+        ):
+            return False  # a share without its other resource: its admission failed
+        if a.pod is None or a.pod not in listing.pods:
+            return False
+        view = find_pod(a.pod)
+        return view is None or a.uid is None or view.uid == a.uid
+    return _owner(a, visible) is not None
+
+
+def unlisted(a: Allocation) -> bool:
+    """`List` never shows it: it belongs to an ordinary init container, has ids of gpu-manager, or has no name, which `List` would have
+    given unless it belongs to an init container."""
+    return a.init or a.anonymous or a.container is None
+
+
+def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
+    """Pod and container with which `List` shows this allocation's ids: those in the ledger, or else those that have all of them."""
+    if a.init or a.anonymous:
+        return None
+    if a.pod is not None and a.container is not None:
+        there = visible.get((a.pod, a.container))
+        if there is not None and any(common(a.held(resource), there.get(resource, {})) for resource in ALL_RESOURCES):
+            return a.pod, a.container
+    return _place(a, visible)
+
+
+def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
+    """Pod and container with which `List` shows all of this allocation's ids."""
+    for owner, masks in visible.items():
+        if any(a.held(resource) for resource in ALL_RESOURCES) and all(
+            within(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES
+        ):
+            return owner
+    return None

@@ -1,0 +1,133 @@
+"""Joins the driver's sample with the ledger: every process on a GPU belongs to a container, is unattributed, or is not known yet.
+
+Invariants:
+* A process belongs to the container that its cgroup names; what the process itself reports is not used.
+* A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
+* A process without an answer yet is unknown, not unattributed. If it may belong to a container without other processes, the use of
+  that container is unknown.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.usage.allocation_index import AllocationIndex
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
+
+#: The attributed processes of one sample, by allocation and GPU.
+Attributed = dict[AllocationOnGpu, list[GpuProcess]]
+#: GPU -> the container of each unknown process on it; None: that is not known either.
+Unknown = Mapping[GpuName, list[Container | None]]
+
+
+def join(
+    ledger: Ledger,
+    sample: NodeSample,
+    owners: Mapping[int, Container | None],
+    *,
+    index: AllocationIndex | None = None,
+    taken_at: float = 0.0,
+) -> NodeUse:
+    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger
+    are ignored. `index` is that of this ledger, if the caller has made it already."""
+    index = index or AllocationIndex(ledger.allocations.values())
+    attributed: Attributed = {}
+    unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
+    unknown: set[int] = set()
+    maybe: Unknown = defaultdict(list)
+    for uuid, gpu_sample in sample.gpus.items():
+        card = ledger.gpu_registry.by_uuid.get(uuid)
+        if card is None:
+            continue
+        for process in gpu_sample.processes or ():
+            container = owners.get(process.pid)
+            if process.pid not in owners:
+                unknown.add(process.pid)
+                maybe[card.name].append(None)
+                continue
+            owner = index.owner(container, card.name) if container else "none"
+            if isinstance(owner, Allocation):
+                attributed.setdefault((owner.id, card.name), []).append(process)
+            elif owner == "unknown":
+                unknown.add(process.pid)
+                maybe[card.name].append(container)
+            else:
+                unattributed[card.name, process.pid] = UnattributedProcess(
+                    gpu=card.name,
+                    uuid=uuid,
+                    pid=process.pid,
+                    memory_bytes=process.memory_bytes,
+                    container=container.describe() if container else None,
+                )
+    uses = _uses(ledger, sample, attributed, maybe, {gpu for gpu, _ in unattributed})
+    gpus = _sums(ledger, sample, unattributed.values())
+    return NodeUse(taken_at=taken_at, containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
+
+
+def _uses(
+    ledger: Ledger, sample: NodeSample, attributed: Attributed, unknown: Unknown, shared: Collection[GpuName]
+) -> dict[AllocationOnGpu, ContainerUse]:
+    """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
+    uses: dict[AllocationOnGpu, ContainerUse] = {}
+    for allocation in ledger.allocations.values():
+        for gpu, amounts in allocation.gpus.items():
+            limits = allocation.limits_on(gpu)
+            limit_bytes = None if amounts.whole else limits.memory_mebibytes << 20
+            uuid = ledger.gpu_registry.by_name[gpu].uuid
+            seen = sample.gpus.get(uuid)
+            processes = attributed.get((allocation.id, gpu), ())
+            may_own = not processes and any(_may_own(allocation, container) for container in unknown.get(gpu, ()))
+            listed = seen is not None and seen.processes is not None and not may_own
+            alone = seen if listed and amounts.whole and gpu not in shared else None
+            uses[allocation.id, gpu] = ContainerUse(
+                allocation=allocation.id,
+                pod=allocation.pod,
+                pod_uid=allocation.uid,
+                container=allocation.container,
+                gpu=gpu,
+                uuid=uuid,
+                cores=limits.cores,
+                memory_limit_bytes=limit_bytes,
+                memory_bytes=_memory_bytes(processes) if listed else None,
+                utilization_ratio=_utilization_ratio(processes, alone) if listed else None,
+                processes={p.pid: p.memory_bytes for p in processes},
+            )
+    return uses
+
+
+def _may_own(allocation: Allocation, container: Container | None) -> bool:
+    """Whether an unknown process, in this container, may belong to the allocation. Any pod's containers may use a claim."""
+    return container is None or allocation.claim is not None or allocation.uid in (None, container.pod_uid)
+
+
+def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int | None:
+    """The sum of what the driver reports, which is too small if it reports only some processes; None if it reports none of them."""
+    memory = [p.memory_bytes for p in processes]
+    reported = [each for each in memory if each is not None]
+    return sum(reported) if reported or not memory else None
+
+
+def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
+    """None if that of a process is unknown, unless it is the GPU's own: `alone` is its sample if only this container uses it."""
+    ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
+    if len(ratios) == len(processes):
+        return min(1.0, sum(ratios))
+    return alone.utilization_ratio if alone else None
+
+
+def _sums(ledger: Ledger, sample: NodeSample, unattributed: Iterable[UnattributedProcess]) -> dict[GpuName, GpuUse]:
+    others = defaultdict[str, list[UnattributedProcess]](list)
+    for process in unattributed:
+        others[process.uuid].append(process)
+    return {
+        ledger.gpu_registry.by_uuid[uuid].name: GpuUse(
+            uuid=uuid,
+            unattributed_memory_bytes=_memory_bytes(others[uuid]),
+            unattributed_processes=len(others[uuid]),
+        )
+        for uuid, seen in sample.gpus.items()
+        if seen.processes is not None and uuid in ledger.gpu_registry.by_uuid
+    }

@@ -1,0 +1,88 @@
+"""The use of the node's GPUs in one sample: values that `join` makes."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.ledger import AllocationId, describe_container
+from gpumgr.ledger.pods import PodKey
+
+#: An allocation on one of its GPUs. A share has one, a container with four whole GPUs has four.
+AllocationOnGpu = tuple[AllocationId, GpuName]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerUse:
+    """A container's grant on one GPU, and the use of the GPU by its processes.
+
+    `cores` are hundredths of this GPU. `memory_limit_bytes` is None for whole GPUs. `processes` maps the host's pid of each process
+    with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown. Then it may be unknown, too,
+    whether there are processes.
+    """
+
+    allocation: AllocationId
+    pod: PodKey | None = None
+    pod_uid: str | None = None
+    container: str | None = None
+    gpu: GpuName
+    uuid: str
+    cores: int = 0
+    memory_limit_bytes: int | None = None
+    memory_bytes: int | None = None
+    #: Share of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
+    utilization_ratio: float | None = None
+    processes: Mapping[int, int | None] = field(default_factory=dict)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(sorted(self.processes))
+
+    @property
+    def process_count(self) -> int | None:
+        """None = unknown."""
+        return None if self.memory_bytes is None and not self.processes else len(self.processes)
+
+    def describe(self) -> str:
+        """The container's name in messages."""
+        return describe_container(self.pod, self.pod_uid, self.container, self.allocation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnattributedProcess:
+    """A process on a GPU that no allocation grants it. `container` is the one that it runs in; None = in none of the kubelet's."""
+
+    gpu: GpuName
+    uuid: str
+    pid: int
+    memory_bytes: int | None = None
+    container: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """Sums over the unattributed processes of one GPU; the memory is None if the driver reports it for none of them."""
+
+    uuid: str
+    unattributed_memory_bytes: int | None = 0
+    unattributed_processes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUse:
+    """The whole node at one instant; `taken_at` is in monotonic seconds.
+
+    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs
+    for which no processes could be listed. `unknown` are pids in containers that are not known yet.
+    """
+
+    taken_at: float
+    containers: Mapping[AllocationOnGpu, ContainerUse] = field(default_factory=dict)
+    unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = field(default_factory=dict)
+    gpus: Mapping[GpuName, GpuUse] = field(default_factory=dict)
+    unknown: frozenset[int] = frozenset()
+
+    def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
+        """The same without the containers of other allocations."""
+        if all(allocation in allocations for allocation, _ in self.containers):
+            return self
+        return replace(self, containers={place: use for place, use in self.containers.items() if place[0] in allocations})

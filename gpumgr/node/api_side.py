@@ -1,0 +1,202 @@
+"""The API server's side of the agent: the pods of this node, what is published, and the deletion of pods that failed by a refusal."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.node_report import OutboxState
+from gpumgr.agent.shared_limits import report_two_limits
+from gpumgr.common.aio import forever, persistently, wait_at_most
+from gpumgr.kube.cache import NoPods, PodCache
+from gpumgr.kube.client import API_FAILURES, ApiServer
+from gpumgr.kube.publisher.decisions import DecisionReporter
+from gpumgr.kube.publisher.hami_register import RegisterReporter
+from gpumgr.kube.publisher.inventory import InventoryReporter
+from gpumgr.kube.publisher.node_reporter import NodeReporter
+from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.ledger.pods import PodView
+from gpumgr.node.components import Components
+from gpumgr.node.grace_periods import GracePeriods
+from gpumgr.node.read_model import ReadModel
+from gpumgr.settings import Settings
+from gpumgr.settings.profile import mig_resource, offered, replica_resources
+from gpumgr.settings.schema import KubernetesSettings
+
+log = structlog.get_logger(__name__)
+
+#: Reason of a pod that the kubelet fails because a device plugin refused it.
+REFUSED: Final = "UnexpectedAdmissionError"
+#: How long the stop waits for what is still to be published.
+FLUSH_SECONDS: Final = 1.0
+
+
+@dataclass
+class ApiSide:
+    """`pods` is the agent's port; without an API server it has no pods, and `publisher` is None. The reporters exist from `start` on."""
+
+    pods: PodCache | NoPods
+    publisher: Publisher | None
+    delete_failed: bool
+    server: ApiServer | None = None
+    decisions: DecisionReporter | None = None
+    node: NodeReporter | None = None
+    _watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
+        """Raises SettingsError if the kubeconfig can't be used. At the end what is due is still published, for FLUSH_SECONDS at most."""
+        if not settings.kubernetes.enabled:
+            yield cls(pods=NoPods(), publisher=None, delete_failed=False)
+            return
+        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
+        publisher = Publisher(server, settings.node.name)
+        try:
+            pods = PodCache(
+                server,
+                settings.node.name,
+                resources=replica_resources(settings),
+                mig_resource=mig_resource(settings),
+                write_events=settings.kubernetes.write_events,
+            )
+            side = cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
+            try:
+                yield side
+            finally:
+                if side._watch is not None:
+                    side._watch.cancel()
+                    await asyncio.wait({side._watch})
+            await publisher.flush(FLUSH_SECONDS)
+        finally:
+            await server.close()
+
+    def watch(self) -> asyncio.Task[None]:
+        """The task that keeps `pods` up to date, from the first call until `open` ends."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(
+                self.pods.run() if isinstance(self.pods, PodCache) else asyncio.sleep(0), name="watch"
+            )
+        return self._watch
+
+    def outbox(self) -> OutboxState | None:
+        """What waits for the API server; None without one."""
+        if self.publisher is None or not isinstance(self.pods, PodCache):
+            return None
+        return replace(self.publisher.state(), unreadable=self.pods.unreadable)
+
+    def start(self, group: asyncio.TaskGroup, components: Components, readers: ReadModel) -> list[asyncio.Task[None]]:
+        """The daemons of this side."""
+        if not isinstance(self.pods, PodCache) or self.publisher is None:
+            return []
+        failed = FailedPods(self.pods)
+
+        def changed(before: PodView | None, after: PodView | None) -> None:
+            if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
+                components.reconciler.soon()
+            if before is None and after is not None:
+                report_two_limits(components.agent_state, after)
+            if self.delete_failed:
+                failed.changed(before, after)
+
+        self.pods.subscribe(changed)
+        grace_periods = GracePeriods(components.enforcement.end_clients)
+        self.pods.subscribe(grace_periods.pod_changed)
+        node, scheduler = components.settings.node.name, components.settings.hami.scheduler
+        self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
+        self.node = NodeReporter(self.publisher.node, report=readers.report)
+        inventory = InventoryReporter(
+            self.publisher.node.annotate,
+            report=readers.report,
+            pods=self.pods,
+            enforcement=components.enforcement.describe_limits,
+            topology_manager=components.settings.kubelet.topology_manager_policy,
+        )
+        reporters = [("inventory_reporter", inventory.run), ("grace_periods", grace_periods.run)]
+        if "replica" in offered(components.settings) and scheduler != "none":
+            register = RegisterReporter(
+                self.publisher.node.annotate,
+                scheduler=scheduler,
+                report=readers.report,
+                pods=self.pods,
+            )
+            reporters.append(("hami_register_reporter", register.run))
+        self.apply(components.settings.kubernetes)
+        tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
+        for name, run in (
+            ("publisher", self.publisher.run),
+            ("decision_reporter", self.decisions.run),
+            ("node_reporter", self.node.run),
+            # The scheduler extender must not choose GPUs that kube-scheduler gives to claims.
+            *(reporters if components.dra is None else []),
+        ):
+            tasks.append(group.create_task(persistently(name, run), name=name))
+        if self.delete_failed:
+            tasks.append(group.create_task(forever("delete_failed_pods", failed.run), name="delete_failed_pods"))
+        return tasks
+
+    def apply(self, kubernetes: KubernetesSettings) -> None:
+        """Sets what is published from now on."""
+        if self.node is not None:
+            self.node.switch(describe_node=kubernetes.describe_node, node_labels=kubernetes.node_labels)
+        if self.decisions is not None:
+            self.decisions.switch(annotate_pods=kubernetes.annotate_pods, write_events=kubernetes.write_events)
+
+    async def wait_synced(self, seconds: float) -> None:
+        """Waits until the pods of this node are known, or the time has passed."""
+        if isinstance(self.pods, PodCache):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.pods.wait_synced()
+
+
+class FailedPods:
+    """Setting `kubernetes.delete_failed_pods`: deletes pods that a refusal failed, so that their owner creates new ones at once instead of
+    after its back-off. A deletion that the API server does not carry out is tried again, in pauses that grow from the first to the longest
+    of `pause_seconds`, until the pod has gone."""
+
+    def __init__(self, pods: PodCache, *, pause_seconds: tuple[float, float] = (1.0, 60.0)) -> None:
+        self._pods, self._pause_seconds = pods, pause_seconds
+        self._due: dict[str, PodView] = {}
+        self._logged: set[str] = set()
+        self._wake = asyncio.Event()
+
+    def changed(self, before: PodView | None, after: PodView | None) -> None:
+        """For PodCache.subscribe."""
+        if before is not None and (after is None or after.uid != before.uid or after.deleted):
+            self._due.pop(before.uid, None)
+            self._logged.discard(before.uid)
+        refused = after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled
+        if after is not None and refused and not after.deleted:
+            self._due[after.uid] = after
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        pause = self._pause_seconds[0]
+        while True:
+            if not self._due:
+                pause = self._pause_seconds[0]
+                await self._wake.wait()
+            self._wake.clear()
+            for view in list(self._due.values()):
+                await self._delete(view)
+            if self._due:
+                await wait_at_most(self._wake, pause)
+                pause = min(2 * pause, self._pause_seconds[1])
+
+    async def _delete(self, view: PodView) -> None:
+        try:
+            deleted = await self._pods.delete_pod(view)
+        except API_FAILURES as error:
+            if view.uid not in self._logged:
+                self._logged.add(view.uid)
+                log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
+            return
+        self._due.pop(view.uid, None)
+        self._logged.discard(view.uid)
+        if deleted:
+            log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)

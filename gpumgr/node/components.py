@@ -1,0 +1,449 @@
+"""Builds the object graph of the agent inside one process. Nothing runs yet: `lifecycle` starts and stops what is built here."""
+
+import contextlib
+import os
+import platform
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumgr import __version__
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.gone_gpus import GoneGpus
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.writer import Agent
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.errors import SettingsError
+from gpumgr.common.proc import HostProcesses
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.units import MIG_PREFIX, RESOURCES, Resource
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.health import HealthRules
+from gpumgr.driver.monitor import Monitor
+from gpumgr.driver.programs import load_modules
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
+from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
+from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.ledger.answer import DriverAccess, HostPaths
+from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.instances import resource_of
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.node.hardware_events import HardwareEvents
+from gpumgr.node.node_enforcement import NodeEnforcement
+from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode, make_driver
+from gpumgr.node.over_limit import OverLimitReporter
+from gpumgr.node.takeover import TakeOver
+from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.runtime.container_events import ContainerEvents
+from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.settings import Settings, profile
+from gpumgr.web.metrics.registry import Metrics
+
+if TYPE_CHECKING:
+    from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.node.dra_side import DraSide
+
+#: Note in the checkpoint: gpu-manager's allocations are in the ledger.
+TAKEN_OVER = "gpu_manager_taken_over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where NVML, sysfs and proc are. A simulated node has its own, and no device nodes."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False
+
+
+def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> NodeEnforcement:
+    """With a driver of its own, `nvml`, which the caller closes."""
+    nvml = Nvml(
+        library_path=hardware.library_path,
+        timeout_seconds=settings.nvml.call_timeout_seconds,
+        sysfs_root=hardware.sysfs_root,
+        cgroup_root=settings.cri.cgroup_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+    )
+    return NodeEnforcement(
+        settings,
+        nvml=nvml,
+        processes=HostProcesses(hardware.proc_root),
+        proc_root=hardware.proc_root,
+        pods=pods,
+        publisher=publisher,
+        simulated=hardware.simulated,
+    )
+
+
+class Components:
+    """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
+
+    `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or
+    a timeout has passed. `driver` is None in mode plugin.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        *,
+        loaded: Loaded,
+        checkpoint: Checkpoint,
+        pods: Pods,
+        publisher: Publisher | None,
+        server: ApiServer | None,
+        driver: "DraDriver | None",
+        enforcement: NodeEnforcement,
+        wait_synced: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Raises SettingsError if the settings need an API server and there is none."""
+        self.settings = settings
+        self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
+        self._processes = HostProcesses(hardware.proc_root)
+        self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
+        #: Resource of MIG devices -> its device list.
+        self._instance_lists: dict[str, LatestValue[bytes]] = {}
+        #: Resource -> the MIG devices that it has had.
+        self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
+        self.metrics = self._make_metrics()
+        self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
+        self.agent_state = self._make_books(loaded)
+        self.gone_gpus = GoneGpus(self.agent_state, clock=time.monotonic)
+        self.enforcement, self.nvml = enforcement, enforcement.nvml
+        self.memory_watcher = self._make_memory_watcher()
+        self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
+        pod_ends = PodEnds(pods, self.enforcement.runtime, clock=time.monotonic)
+        self.admission = Admission(
+            pods, self.pod_resources, pod_ends, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic
+        )
+        self.reconciler = Reconciler(
+            agent_state=self.agent_state, admission=self.admission, pods=pods, pod_ends=pod_ends, new_id=_new_id
+        )
+        self.agent = self._make_agent()
+        self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
+        self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
+        self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
+        #: In mode plugin: for what is left of mode dra.
+        self.leaving = None
+        if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
+            self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
+        self.link: KubeletLink | DraSide = self.dra or self._make_link()
+        self._registrations: defaultdict[str, int] = defaultdict(int)
+        self.hardware_events = self._make_hardware_events()
+        self.monitor = self._make_monitor()
+
+    def apply(self, settings: Settings) -> None:
+        """Applies settings that differ from the current ones in live keys alone (gpumgr.settings.live)."""
+        self.settings = settings
+        self.agent_state.apply(policy=settings.placement.policy)
+        self.agent.apply(share_mode=settings.placement.share_mode)
+        if self.dra is not None:
+            self.dra.apply(settings)
+        self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
+        self.memory_watcher.apply(_over_limit(settings))
+        self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
+        self.metrics.apply(gpu_manager_names=settings.metrics.gpu_manager_names, hami_names=settings.metrics.hami_names)
+
+    def remove_orphans(self) -> None:
+        """Removes folders of allocations that were freed while no agent ran."""
+        known = self.agent_state.ledger.allocations
+        with contextlib.suppress(OSError):
+            for folder in os.listdir(self.settings.container.allocation_dir):
+                if re.fullmatch("[0-9a-f]{16}", folder) and folder not in known:
+                    self._remove_folder(folder)
+
+    async def close(self) -> None:
+        self.device_lists.close()
+        self.pod_resources.close()
+        await self.memory_watcher.close()
+        await self.enforcement.close()
+
+    # -- construction ------------------------------------------------------------------------------------------------------
+
+    def _make_metrics(self) -> Metrics:
+        settings = self.settings
+        return Metrics(
+            node=settings.node.name,
+            version=__version__,
+            driver=DRIVER if settings.node.mode == "dra" else None,
+            resources={kind: profile.resource_names(settings)[kind] for kind in self.devices},
+            pods=self._pods.all,
+            gpu_manager_names=settings.metrics.gpu_manager_names,
+            hami_names=settings.metrics.hami_names,
+        )
+
+    def _make_books(self, loaded: Loaded) -> AgentState:
+        return AgentState(
+            loaded.ledger,
+            checkpoint=self._checkpoint,
+            device_lists=self.device_lists,
+            meter=self.metrics,
+            runs=self._processes.runs,
+            policy=self.settings.placement.policy,
+            clock=time.monotonic,
+            on_freed=self._freed,
+            before_offer=lambda: self._take_over.before_offer(),
+            inventory=Inventory(
+                replicas=profile.replicas(self.settings),
+                scaling=(self.settings.hami.device_memory_scaling, self.settings.hami.device_core_scaling),
+                mig_strategy=self.settings.node.mig_strategy,
+                mig_on_demand=profile.mig_on_demand(self.settings),
+            ),
+        )
+
+    def _make_memory_watcher(self) -> MemoryLimitWatcher:
+        owners = ProcessOwners(self.enforcement.containers, clock=time.monotonic, timeout_seconds=TIMEOUT_SECONDS)
+        events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
+        reporter = OverLimitReporter(self._publisher, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted)
+        return MemoryLimitWatcher(
+            records=self.agent_state,
+            pods=self._pods,
+            owners=owners,
+            events=events,
+            backends=self.enforcement.limits,
+            evict=reporter.evict,
+            meter=self.metrics,
+            over_limit=_over_limit(self.settings),
+            can_evict=self._publisher is not None,
+        )
+
+    def _make_agent(self) -> Agent:
+        return Agent(
+            agent_state=self.agent_state,
+            admission=self.admission,
+            reconciler=self.reconciler,
+            pods=self._pods,
+            enforcement=self.enforcement.limits,
+            host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
+            make_dir=_make_dir,
+            new_id=_new_id,
+            mig_driver=self.nvml,
+            share_mode=self.settings.placement.share_mode,
+        )
+
+    def _make_take_over(self, wait_synced: Callable[[], Awaitable[None]], *, done: bool) -> TakeOver:
+        return TakeOver(
+            self.settings.checkpoint.gpu_manager_checkpoint,
+            self.settings.kubelet.device_plugin_dir,
+            agent_state=self.agent_state,
+            reconciler=self.reconciler,
+            admission=self.admission,
+            pods=self._pods,
+            done=done,
+            remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
+            wait_synced=wait_synced,
+            names=profile.inner_names(self.settings),
+        )
+
+    def _make_link(self) -> KubeletLink:
+        as_nvidia = "replica" in self.devices or profile.mig_resource(self.settings) is not None
+
+        async def held_back_by() -> str | None:
+            """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
+            claims hold GPUs."""
+            adopting = await self.leaving.held_back_by() if self.leaving is not None else None
+            holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
+            unserved = self.leaving.link.state.error if self.leaving is not None else None
+            return (
+                adopting
+                or await self.other_plugins.gpu_manager()
+                or (as_nvidia and await self.other_plugins.of_nvidia())
+                or await self._take_over.held_back_by()
+                or (f"{holders}; they can't end: {unserved}" if holders and unserved else holders)
+            )
+
+        return KubeletLink(
+            self.settings.kubelet.device_plugin_dir,
+            self.agent,
+            self.devices,
+            on_state=self._link_changed,
+            observe=self.metrics.called,
+            held_back_by=held_back_by,
+            names=profile.resource_names(self.settings),
+        )
+
+    def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
+        if server is None:
+            raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
+        from gpumgr.node.dra_side import DraSide  # here, since few nodes need it
+
+        return DraSide(
+            self.settings,
+            driver,
+            server=server,
+            agent_state=self.agent_state,
+            starts=self.agent.container_starts,
+            pods=self._pods,
+            enforcement=self.enforcement.limits,
+            pod_resources=self.pod_resources,
+            lost=lost,
+            observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),
+            on_state=self._driver_changed,
+        )
+
+    def _make_hardware_events(self) -> HardwareEvents:
+        return HardwareEvents(
+            self.agent_state,
+            self._processes,
+            device_root=str(self.settings.container.device_root),
+            simulated=self._hardware.simulated,
+            before_snapshot=self.enforcement.choose,
+            on_sample=self._evaluate,
+            own_pids=self.enforcement.limits.own_pids,
+        )
+
+    def _make_monitor(self) -> Monitor:
+        return Monitor(
+            self.nvml,
+            self.hardware_events,
+            rules=_health_rules(self.settings),
+            sample_period_seconds=self.settings.nvml.sample_period_seconds,
+            load_kernel_modules=load_modules if self.settings.nvml.load_kernel_modules else None,
+            on_xid=self.metrics.xid,
+            on_batch=self.metrics.batched,
+            process_utilization=lambda: self.enforcement.recovered and self.memory_watcher.needs_process_utilization(),
+        )
+
+    # -- callbacks ---------------------------------------------------------------------------------------------------------
+
+    def _publish(self, node_devices: NodeDevices) -> None:
+        if not isinstance(self.link, KubeletLink):
+            self.link.update()
+            return
+        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():
+            self.devices[kind].set(message)
+            self.metrics.listed(kind)
+        self._publish_instances(self.link, node_devices)
+
+    def _publish_instances(self, link: KubeletLink, node_devices: NodeDevices) -> None:
+        """A resource is registered when it has its first MIG device. One that was created again with another profile stays in the list of
+        the former resource as Unhealthy: an id that vanishes while the kubelet allocates it crashes the kubelet."""
+        resource = profile.mig_resource(self.settings)
+        if resource is None:
+            return
+        found = instance_entries(node_devices, resource)
+        for name in {**self._instance_lists, **found}:
+            listed = self._listed_instances.setdefault(name, {})
+            for uuid, _, numa in [*listed.values()]:
+                listed[uuid] = uuid, False, numa
+            listed |= {entry[0]: entry for entry in found.get(name, ())}
+            if name not in self._instance_lists:
+                self._instance_lists[name] = LatestValue(b"")
+                self.metrics.add_resource(name, name)
+                link.add("mig", name, self._instance_lists[name])
+            self._instance_lists[name].set(encode_devices(listed.values()))
+            self.metrics.listed(name)
+
+    def _freed(self, allocation: AllocationId) -> None:
+        self._remove_folder(allocation)
+        self.enforcement.freed()
+
+    def _remove_folder(self, allocation: AllocationId) -> None:
+        """Removes the host folder of the container's /etc/vcuda, if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.settings.container.allocation_dir / allocation)
+
+    async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
+        """Evaluates a sample, but the processes only once the enforcement backends have recovered their containers and processes."""
+        await self.gone_gpus.look()
+        if self.enforcement.recovered:
+            await self.memory_watcher.evaluate(sample, started)
+
+    def _link_changed(self, kind: str, state: LinkState) -> None:
+        self.metrics.linked(kind, registered=state.registered, registrations=state.registrations)
+        if state.registrations > max(self._registrations[kind], 1):
+            self.reconciler.kubelet_restarted()
+        self._registrations[kind] = state.registrations
+
+    def _driver_changed(self, state: LinkState) -> None:
+        self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
+
+
+def encode_node_devices(
+    gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource] = RESOURCES
+) -> dict[Resource, bytes]:
+    """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
+    return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in kinds}
+
+
+def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
+    return [
+        (text, bool(healthy >> number & 1), each.numa_node)
+        for each in node_devices
+        for healthy in [{"core": each.healthy_cores, "memory": each.healthy_blocks, "replica": each.healthy_replicas}[kind]]
+        for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
+    ]
+
+
+def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
+    """Resource -> every MIG device that was ever offered as it. `resource` is the only one, unless it is the prefix of all."""
+    found: dict[str, list[DeviceEntry]] = {}
+    for each in node_devices:
+        for number, instance in enumerate(each.gpu.instances):
+            name = resource_of(instance.profile) if resource == MIG_PREFIX else resource
+            entry = instance.uuid, bool(each.healthy_instances >> number & 1), each.numa_node
+            found.setdefault(name, []).append(entry)
+    return found
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _make_dir(path: str) -> None:
+    os.makedirs(path, mode=0o755, exist_ok=True)
+
+
+def _pod_wait_seconds(settings: Settings) -> float:
+    return settings.kubernetes.pod_wait_milliseconds / 1000
+
+
+def _over_limit(settings: Settings) -> OverLimit:
+    rule = settings.enforcement
+    return OverLimit(samples=rule.over_limit_samples, slack_bytes=rule.over_limit_slack_mebibytes << 20, evict=rule.evict)
+
+
+def _health_rules(settings: Settings) -> HealthRules:
+    return HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids))
+
+
+def _host_paths(settings: Settings, proc_root: Path, driver_access: Callable[[], DriverAccess]) -> HostPaths:
+    container = settings.container
+    return HostPaths(
+        exists=os.path.exists,
+        device_root=str(container.device_root),
+        share_driver_dir=str(container.driver_share_dir),
+        whole_driver_dir=str(container.driver_whole_dir),
+        allocation_dir=str(container.allocation_dir),
+        machine=platform.machine(),
+        extra_devices=tuple(map(str, container.extra_devices)),
+        driver_access=driver_access,
+        mig_minors=partial(_text_of, proc_root / "driver/nvidia-caps/mig-minors"),
+    )
+
+
+def _text_of(path: Path) -> str:
+    """Empty if there is no such file."""
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

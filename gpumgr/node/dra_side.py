@@ -1,0 +1,284 @@
+"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice; and
+in mode plugin what ends that: the slice is deleted, and claims that still hold GPUs are kept until they end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Final, Literal
+
+import structlog
+
+from gpumgr.agent.claims import NodeClaims
+from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import PodResources, Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.common.aio import LatestValue, persistently, wait_at_most
+from gpumgr.common.errors import Refusal
+from gpumgr.common.rpc.calls import Observe
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.claim_reader import ClaimReader, find_shares
+from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.service import WAIT_SECONDS
+from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
+from gpumgr.kubelet.dra.slices import SliceDevice, Taint, slice_devices, with_lost
+from gpumgr.kubelet.dra.waiting_pods import WaitingPods
+from gpumgr.ledger.claims import Share, device_name
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode
+from gpumgr.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+#: How long calls are served after the slice was withdrawn, for pods that are bound already.
+AFTER_WITHDRAWAL_SECONDS: Final = 1.0
+#: In mode plugin: how long a try to delete the slice may take, and the first and the longest pause between two.
+WITHDRAWAL_SECONDS: Final = 5.0
+WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
+#: So long after the start a driver that has not listed the GPUs leaves the slice as it is: a list that is empty for a moment would make
+#: kube-scheduler examine all pods that wait, twice.
+SLOW_DRIVER_SECONDS: Final = 10.0
+CDI_CHECK_SECONDS: Final = 1.0
+RECLAIM_SECONDS: Final = 30.0
+#: Between two tries to adopt claims without an answer of the API server.
+ADOPT_SECONDS: Final = 2.0
+#: In mode plugin.
+_CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
+_LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
+UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
+CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
+
+
+class DraSide:
+    """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `lost`: the ledger was lost. In mode
+    dra `observe` gets the kubelet's calls, and `on_state` is called after each change of the registration."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        driver: DraDriver,
+        *,
+        server: ApiServer,
+        agent_state: AgentState,
+        starts: ContainerStarts,
+        pods: Pods,
+        enforcement: Enforcer,
+        pod_resources: PodResources,
+        lost: bool,
+        observe: Observe = lambda *_: None,
+        on_state: Callable[[LinkState], None] = lambda _state: None,
+    ) -> None:
+        self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
+        self._enforcement, self._pod_resources, self._lost, self._on_state = enforcement, pod_resources, lost, on_state
+        plugin = settings.node.mode == "plugin"
+        #: Why nothing may be registered now.
+        self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
+        self._examined = asyncio.Event()
+        #: Whether claims may be prepared.
+        self._had_claims = not plugin or had_mode_dra(settings)
+        self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
+        node = settings.node.name
+        self.claims = NodeClaims(
+            agent_state=agent_state,
+            reader=ClaimReader(server, node),
+            pods=pods,
+            enforcement=enforcement,
+            starts=starts,
+            share_mode=lambda: self._settings.placement.share_mode,
+            closed=_CLOSED if plugin else None,
+        )
+        self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
+        self._registration = LatestValue(LinkState())
+        self.publisher = SlicePublisher(server, node, self._devices, self._registration)
+        self._driver, self.link = driver, driver.link
+        if not plugin:
+            driver.plugin.observe, driver.link.on_state = observe, self._link_changed
+        self._publishing: asyncio.Task[None] | None = None
+        self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
+
+    @property
+    def states(self) -> Mapping[str, LinkState]:
+        """`error` is also why the driver must not be registered yet."""
+        return {DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
+
+    def apply(self, settings: Settings) -> None:
+        """Takes effect at the next decision, and in the slice at once."""
+        self._settings = settings
+        self.update()
+
+    def update(self) -> None:
+        """The GPUs, their health or the mechanisms of new shares have changed."""
+        registry, inventory = self._agent_state.ledger.gpu_registry, self._agent_state.inventory
+        taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
+        names = {gpu.uuid: gpu.name for gpu in registry.gpus}
+        text, shared = "+".join(self._enforcement.choice.mechanisms), self._settings.placement.share_mode
+        now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
+        if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
+            self._devices.set(with_lost(self._devices.value or (), now))
+        failed = inventory.failures(registry)
+        self._driver.faults.set({device_name(gpu.name): failed.get(gpu.name) for gpu in registry.gpus})
+
+    async def run(self) -> None:
+        """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
+        await self._wait_for_other_mode()
+        await self.claims.restore()
+        if self._lost:
+            await self._adopt()
+        self._hold(None)
+        self.update()
+        asyncio.get_running_loop().call_later(max(0.0, self._empty_at - time.monotonic()), self.update)
+        self._link_changed(self.link.state)
+        async with asyncio.TaskGroup() as group:
+            self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
+            group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
+            self._serve(group)
+
+    async def run_out(self) -> None:
+        """Deletes the slice, if the node can have one: most nodes never had, and their agents have no right to. Keeps the prepared claims
+        (after a lost ledger those of the node's pods), and serves their Unprepare until there are none left: drained pods end only after
+        that."""
+        async with asyncio.TaskGroup() as group:
+            if self._had_claims or self._agent_state.ledger.claims:
+                group.create_task(self._withdraw(), name="slice_withdrawal")
+            if self._lost:
+                await self._adopt()
+            await self.claims.restore()
+            self._hold(None)
+            if not self._agent_state.ledger.claims:
+                return
+            daemons = self._serve(group)
+            while self._agent_state.ledger.claims:  # noqa: ASYNC110 (a ledger has no event)
+                await asyncio.sleep(1.0)
+            for daemon in daemons:
+                daemon.cancel()
+            await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
+
+    def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """The daemons that serve the kubelet, and keep the claims."""
+        self._driver.plugin.decide_with(self.claims)
+        return [
+            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
+            group.create_task(persistently("reclaim", self._reclaim), name="reclaim"),
+            group.create_task(self.link.run(), name="dra_link"),
+        ]
+
+    async def _withdraw(self) -> None:
+        pause, longest = WITHDRAWAL_PAUSES
+        while not await self.publisher.withdraw(timeout_seconds=WITHDRAWAL_SECONDS):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
+        another agent has registered the driver, the slice stays for that."""
+        succeeded = await asyncio.to_thread(self.link.has_other_instance)
+        part = grace_seconds / 3  # an API server or calls that do not end leave time for the rest of the agent's stop
+        if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
+            await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
+        await self.link.stop(part)
+
+    async def _wait_for_other_mode(self) -> None:
+        """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended. This process may have registered
+        the driver already, beside a former agent."""
+        while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
+            self._hold(holders)
+            await self.link.suspend()
+            await asyncio.sleep(2.0)
+
+    def _hold(self, reason: str | None) -> None:
+        """Why the driver, in mode plugin the device plugins, must not be registered now; None: they may be."""
+        if reason is not None:
+            if reason != self.held_back and self._settings.node.mode == "dra":
+                log.warning("registration_waits", reason=reason)
+            self._driver.plugin.waits_for = reason
+        self.held_back = reason
+        self._examined.set()
+
+    async def held_back_by(self) -> str | None:
+        """Why the device plugins must not be registered yet. The first look at the pods is waited for, for a moment."""
+        if self.held_back is not None:
+            await wait_at_most(self._examined, ADOPT_SECONDS)
+        return self.held_back
+
+    async def _adopt(self) -> None:
+        """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
+        while (failure := await self._adopt_once()) is not None:
+            self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
+            await self.link.suspend()
+            await asyncio.sleep(ADOPT_SECONDS)
+
+    async def _adopt_once(self) -> str | None:
+        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
+        saved. The claims that are prepared already may be prepared again."""
+        if not self._pods.synced:
+            return "the API server has not listed the pods"
+        used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
+        for namespace, name in sorted(used):
+            try:
+                uid, shares = await find_shares(self._server, self._settings.node.name, namespace, name)
+            except API_FAILURES as error:
+                if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
+                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
+                    return None
+                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
+            except UNREADABLE as error:
+                log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
+                continue
+            if not shares:
+                continue
+            if not self._agent_state.inventory.snapshot.gpus:
+                return "the driver has not listed the GPUs"
+            claim, deadline = ClaimRef(namespace=namespace, name=name, uid=uid), time.monotonic() + WAIT_SECONDS
+            try:
+                await self.claims.prepare(claim, deadline=deadline, adopted=True)
+            except Refusal as error:
+                if error.code == "internal" and not self._agent_state.ledger.of_claim(uid):
+                    return str(error)
+                log.error("claim_not_adopted", claim=str(claim), error=str(error))
+        return None
+
+    async def _reclaim(self) -> None:
+        async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
+            try:
+                return await find_shares(self._server, self._settings.node.name, claim.namespace, claim.name)
+            except (*API_FAILURES, *UNREADABLE) as error:
+                failed[str(claim)] = repr(error)
+                return None
+
+        failed, logged = dict[str, str](), dict[str, str]()
+        while True:
+            await asyncio.sleep(RECLAIM_SECONDS)
+            failed.clear()
+            try:
+                await self.claims.reclaim(find, await self._pod_resources.list())
+            except (*API_FAILURES, *UNREADABLE) as error:
+                failed["the kubelet's list"] = repr(error)
+            if failed and failed != logged:
+                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="it is tried again")
+            logged = dict(failed)
+
+    async def _keep_specs(self) -> None:
+        """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
+        while True:
+            await asyncio.sleep(CDI_CHECK_SECONDS)
+            await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
+
+    def _link_changed(self, state: LinkState) -> None:
+        if state.registrations > self._registration.value.registrations:
+            self._waiting_pods.retry_now()
+        self._registration.set(state)
+        self._on_state(state)
+
+
+def gpu_taints(
+    registry: GpuRegistry, inventory: Inventory, unhealthy: Literal["NoSchedule", "NoExecute"]
+) -> Mapping[str, tuple[Taint, ...]]:
+    """GPU -> the taints of one that does not work, or accepts no new containers."""
+    cordoned = dict.fromkeys(inventory.unschedulable_reasons(registry), (Taint(key=CORDONED_TAINT),))
+    failed = dict.fromkeys(inventory.failures(registry), (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),))
+    return {**cordoned, **failed}

@@ -1,0 +1,53 @@
+"""Calls a function with deleted pods one second before their grace periods end, and never earlier."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from gpumgr.common.aio import wait_at_most
+from gpumgr.ledger.pods import PodView
+
+#: How long before the end of the grace period, when the kubelet kills what still runs.
+AHEAD_SECONDS: Final = 1.0
+
+
+class GracePeriods:
+    """`pod_changed` is a listener of the pod cache, `run` a daemon. `clock` is monotonic, `wall_clock` in unix seconds."""
+
+    def __init__(
+        self,
+        about_to_end: Callable[[Sequence[PodView]], Coroutine[Any, Any, None]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._about_to_end, self._clock, self._wall_clock = about_to_end, clock, wall_clock
+        #: UID -> when the function is due, in monotonic seconds, and the pod.
+        self._due: dict[str, tuple[float, PodView]] = {}
+        self._changed = asyncio.Event()
+
+    def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
+        """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. Its
+        timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only the timestamp
+        is known."""
+        if after is None:
+            if before is not None:
+                self._due.pop(before.uid, None)
+        elif after.ends_at is not None and (before is None or before.ends_at != after.ends_at):
+            wait = after.ends_at - self._wall_clock()
+            if before is not None and after.grace_seconds is not None:
+                wait = max(wait, after.grace_seconds)
+            self._due[after.uid] = self._clock() + max(0.0, wait - AHEAD_SECONDS), after
+            self._changed.set()
+
+    async def run(self) -> None:
+        """A call that takes long delays no other."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
+                if due:
+                    group.create_task(self._about_to_end([self._due.pop(uid)[1] for uid in due]))
+                first = min((at for at, _ in self._due.values()), default=None)
+                await wait_at_most(self._changed, None if first is None else max(0.0, first - self._clock()))
+                self._changed.clear()

@@ -1,0 +1,212 @@
+"""Passes snapshots, samples and health of the GPUs from the driver to the agent's state and its history."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+import structlog
+
+from gpumgr.agent.state import AgentState
+from gpumgr.common.proc import HostProcesses
+from gpumgr.driver.health import GpuHealth
+from gpumgr.ledger.answer import WSL_NODE
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.instances import obstacle_of_single
+from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
+
+log = structlog.get_logger(__name__)
+
+#: Reasons for which a GPU takes no new containers while the running ones go on.
+CLOSING_REASONS = frozenset({"mig", "operator"})
+#: Reasons for which the history calls a GPU lost instead of unhealthy.
+LOST_REASONS = frozenset({"lost", "missing"})
+#: Codes of the entries that this module adds to the history; those of maintenance are added by gpumgr.agent.maintenance.
+HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
+
+
+class HardwareEvents:
+    """Implements nvml.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
+    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. These appear nowhere.
+
+    `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
+    processes (pid -> clock ticks since boot).
+    """
+
+    def __init__(
+        self,
+        agent_state: AgentState,
+        processes: HostProcesses,
+        *,
+        device_root: str,
+        simulated: bool,
+        before_snapshot: Callable[[NodeSnapshot], Awaitable[None]],
+        on_sample: Callable[[NodeSample, Mapping[int, int]], Awaitable[None]],
+        own_pids: Callable[[Mapping[int, int]], Collection[int]] = lambda _: (),
+    ) -> None:
+        self._agent_state, self._processes, self._device_root = agent_state, processes, device_root
+        self._simulated = simulated
+        self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
+        #: Set at the driver's first answer or error.
+        self.known = asyncio.Event()
+        #: Set after each sample, once it is evaluated.
+        self.sampled = asyncio.Event()
+        #: Whether the driver answers, and the reason if it does not.
+        self.driver_up = False
+        self.down_reason: str | None = None
+        #: The latest sample and its time in monotonic seconds; None before the first.
+        self.sample: NodeSample | None = None
+        self.sampled_at: float | None = None
+        self._health: Mapping[str, GpuHealth] = {}
+        self._nodeless: Mapping[str, str] = {}
+        #: UUID -> code of the latest entry of each unhealthy GPU; None: the history has not been read yet.
+        self._reported: dict[str, str] | None = None
+        #: Indices of the reported GPUs without a name; None: none was looked for since the start.
+        self._nameless: frozenset[int] | None = None
+        #: Why MIG devices can't be offered, as it was reported.
+        self._mig_obstacle: str | None = None
+
+    async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
+        self.down_reason = None
+        await self._before_snapshot(snapshot)
+        await self._agent_state.set_snapshot(snapshot)
+        self._check_device_nodes()
+        await self._publish_health()
+        self._report_nameless()
+        self._report_obstacle()
+        self._keep(NodeSample())
+        self.known.set()
+
+    async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
+        self._health = health
+        await self._publish_health()
+
+    async def sample_taken(self, sample: NodeSample) -> None:
+        before = self._nodeless
+        self._check_device_nodes()
+        if self._nodeless != before:
+            await self._publish_health()
+        pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
+        started, own = await asyncio.to_thread(self._look_up, pids) if pids else ({}, frozenset())
+        if own:
+            sample = _without(sample, own)
+        await self._agent_state.set_sample(sample, started)
+        self._keep(sample)
+        await self._on_sample(sample, started)
+        self.sampled.set()
+
+    def _look_up(self, pids: Collection[int]) -> tuple[Mapping[int, int], frozenset[int]]:
+        """The start times of the processes that run, and the pids among them that are gpumgr's own."""
+        started = self._processes.start_times(pids)
+        return started, frozenset(self._own_pids(started))
+
+    async def driver_down(self, message: str) -> None:
+        self.driver_up, self.down_reason = False, message
+        self.known.set()
+
+    def _keep(self, sample: NodeSample) -> None:
+        self.driver_up, self.sample, self.sampled_at = True, sample, time.monotonic()
+
+    async def _publish_health(self) -> None:
+        cordon_reason = {uuid: health.cordon_reason for uuid, health in self._health.items() if health.cordon_reason is not None}
+        bad = {uuid: health for uuid, health in self._health.items() if not health.healthy}
+        failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
+        cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
+        in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
+        await self._agent_state.set_health(
+            failed={**self._nodeless, **failed},
+            cordoned={**cordoned, **cordon_reason},
+            in_mig_mode=in_mig_mode,
+            lost={uuid for uuid, health in bad.items() if health.reason in LOST_REASONS and health.state == "unhealthy"},
+        )
+        self._add_to_history(bad, cordon_reason)
+
+    def _add_to_history(self, bad: Mapping[str, GpuHealth], cordon_reason: Collection[str]) -> None:
+        """Adds which GPUs are lost, unhealthy and back, once each.
+
+        It adds none for MIG, which is a setting, and none for a cordoned GPU, since the maintenance adds these; that GPU is back only after
+        its release. A GPU that was never offered has no name and no entry.
+        """
+        agent_state = self._agent_state
+        if self._reported is None:
+            self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
+        shown = {gpu.uuid for gpu in agent_state.inventory.snapshot.gpus}
+        for uuid, card in agent_state.ledger.gpu_registry.by_uuid.items():
+            health, before = bad.get(uuid), self._reported.get(uuid)
+            if health is not None and health.reason in CLOSING_REASONS:
+                continue
+            if health is not None:
+                code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
+            elif uuid in self._nodeless:
+                code, why = "unhealthy", self._nodeless[uuid]
+            elif uuid in cordon_reason:
+                continue
+            elif before is not None and uuid in shown:  # the state of a GPU that was not listed since the start is unknown
+                code, why = "back", "it is healthy again and takes pods"
+            else:
+                continue
+            if code != before:
+                agent_state.history.add(HistoryEntry(what="gpu", code=code, gpus=(card.name,), why=why))
+            if code == "back":
+                del self._reported[uuid]
+            else:
+                self._reported[uuid] = code
+
+    def _report_nameless(self) -> None:
+        """Adds to the history which GPUs the driver lists and cannot describe, once each, and not again after a restart."""
+        history = self._agent_state.history
+        add = history.add_unless_repeated if self._nameless is None else history.add
+        nameless = {
+            failure.index: failure for failure in self._agent_state.inventory.unnamed(self._agent_state.ledger.gpu_registry)
+        }
+        for index in sorted(nameless.keys() - (self._nameless or ())):
+            add(HistoryEntry(what="gpu", code="not_readable", why=nameless[index].sentence))
+        self._nameless = frozenset(nameless)
+
+    def _report_obstacle(self) -> None:
+        """Logs why MIG devices can't be offered by the strategy single, when that changes."""
+        inventory, before = self._agent_state.inventory, self._mig_obstacle
+        self._mig_obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
+        if self._mig_obstacle and self._mig_obstacle != before:
+            log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
+
+    def _check_device_nodes(self) -> None:
+        """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""
+        missing = {}
+        for gpu in self._agent_state.inventory.snapshot.gpus:
+            path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
+            if (self._simulated and gpu.minor is not None) or os.path.exists(path):
+                continue
+            missing[gpu.uuid] = (
+                f"the driver reports no minor number for it, and {path} does not exist, which GPUs of WSL2 use"
+                if gpu.minor is None
+                else f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
+            )
+        for uuid in missing.keys() - self._nodeless.keys():
+            log.warning("device_node_missing", gpu=uuid, reason=missing[uuid])
+        for uuid in self._nodeless.keys() - missing.keys():
+            log.info("device_node_back", gpu=uuid)
+        self._nodeless = missing
+
+
+def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry) -> dict[str, str]:
+    """UUID -> code of the latest entry of each GPU that was unhealthy before the restart."""
+    last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
+    return {card.uuid: code for card in gpu_registry.gpus if (code := last.get(card.name)) is not None and code != "back"}
+
+
+def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
+    """The sample without these processes."""
+    gpus = {
+        uuid: gpu if gpu.processes is None else replace(gpu, processes=tuple(p for p in gpu.processes if p.pid not in pids))
+        for uuid, gpu in sample.gpus.items()
+    }
+    return replace(sample, gpus=gpus)
+
+
+def _why(health: GpuHealth) -> str:
+    """The sentence for users. A GPU that answers again is observed for a while before it is offered."""
+    why = health.message or str(health.reason)
+    return f"recovering, was: {why}" if health.state == "probation" else why

@@ -1,0 +1,247 @@
+"""Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
+
+`assembly` opens what runs here: checkpoint, API client, components, servers.
+Start: the node's lock, pod cache and driver side by side, reconcile with the kubelet, web server, sockets and registration, READY last.
+Stop: STOPPING, running calls end, sockets are removed, the history is written, NVML is shut down; all within
+`process.stop_grace_seconds`.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import structlog
+
+from gpumgr import __version__
+from gpumgr.agent.maintenance import Maintenance
+from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
+from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
+from gpumgr.common.errors import CheckpointError, NvmlError
+from gpumgr.common.event_loop import report_event_loop_lag
+from gpumgr.common.heap import return_memory
+from gpumgr.common.log import set_level
+from gpumgr.common.sdnotify import Notifier
+from gpumgr.kube.cache import PodCache
+from gpumgr.node.api_side import ApiSide
+from gpumgr.node.assembly import Parts, assembled
+from gpumgr.node.components import Components, Hardware, make_enforcement
+from gpumgr.node.node_enforcement import NodeEnforcement
+from gpumgr.node.node_hold import make_driver, node_held
+from gpumgr.node.preload import Preload
+from gpumgr.node.read_model import ReadModel
+from gpumgr.node.recovery import entries_if_readable, reconcile
+from gpumgr.node.settings_reload import SettingsReloader, SettingsSource
+from gpumgr.settings import Settings
+from gpumgr.settings.profile import inner_names, replicas
+
+log = structlog.get_logger(__name__)
+
+#: How long the start waits for this node's pods, and for the driver's first answer.
+FIRST_PODS_SECONDS = 0.2
+FIRST_SNAPSHOT_SECONDS = 10.0
+REPORT_SECONDS = 1.0
+FIRST_REPORT_SECONDS = 0.1
+
+
+async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
+    """Runs the agent until `stop` is set. `source` is where changed settings are read from.
+
+    Raises what `node_held` and `assembled` raise, or ListenError, at the start, and an ExceptionGroup if a daemon ended.
+    """
+    notifier = Notifier(os.environ)
+    log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
+    if replicas(settings) and max(settings.hami.device_memory_scaling, settings.hami.device_core_scaling) > 1:
+        log.warning(
+            "gpus_oversubscribed",
+            memory_scaling=settings.hami.device_memory_scaling,
+            core_scaling=settings.hami.device_core_scaling,
+            consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
+        )
+    driver = make_driver(settings) if settings.node.mode == "dra" else None
+    # Both are opened before the node's locks are taken, and closed after their release: the next agent does not wait for that.
+    async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
+        preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
+        async with node_held(settings, driver, stop, preload, notifier.status) as held:
+            if held:
+                async with assembled(settings, hardware, driver, api_side, enforcement) as parts:
+                    await _run(parts, notifier, stop, source)
+    log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide) -> AsyncIterator[NodeEnforcement]:
+    """Closes the session with the driver at the end."""
+    enforcement = make_enforcement(settings, hardware, api_side.pods, api_side.publisher)
+    try:
+        yield enforcement
+    finally:
+        try:
+            await enforcement.nvml.close()
+        except NvmlError as error:
+            log.warning("nvml_close_failed", reason=str(error))
+
+
+async def _run(parts: Parts, notifier: Notifier, stop: asyncio.Event, source: SettingsSource | None) -> None:
+    async with asyncio.TaskGroup() as group:
+        daemons = _start_observers(group, parts, source)
+        try:
+            await _reconcile(parts)
+            await _open_servers(parts)
+            daemons += _start_workers(group, parts, notifier)
+            await stop.wait()
+        finally:
+            notifier.stopping()
+            log.info("stopping")
+            await _stop(parts, parts.components.settings.process.stop_grace_seconds)
+            for daemon in daemons:
+                daemon.cancel()
+
+
+def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSource | None) -> list[asyncio.Task[None]]:
+    """The daemons that run from the beginning: they watch driver, pods and settings, and publish."""
+    components, read_model = parts.components, parts.read_model
+    daemons = [
+        group.create_task(forever("monitor", components.monitor.run), name="monitor"),
+        group.create_task(report_event_loop_lag(components.metrics.lagged), name="event_loop_lag"),
+        group.create_task(persistently("read_model", partial(_refresh, components, read_model)), name="read_model"),
+        group.create_task(forever("history", components.agent_state.history.run), name="history"),
+        *parts.api_side.start(group, components, read_model),
+    ]
+    if source is not None:
+        reloader = _reloader(source, components, parts.api_side)
+        daemons.append(group.create_task(persistently("settings_reload", reloader.run), name="settings_reload"))
+    return daemons
+
+
+async def _reconcile(parts: Parts) -> None:
+    """Waits for the driver and reads what the kubelet has, before anything is offered."""
+    components, api_side, loaded, settings = parts.components, parts.api_side, parts.loaded, parts.components.settings
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
+            await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
+    components.agent_state.restore_quarantine(loaded.notes)
+    components.gone_gpus.restore(loaded.notes)
+    entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
+    complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
+    await _keep_mig_devices(parts, complete=complete and entries is not None)
+    await components.enforcement.recover()
+    components.remove_orphans()
+
+
+async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
+    """After the loss of the ledger, until a start at which all containers of the kubelet are in it."""
+    snapshot = parts.components.agent_state.inventory.snapshot
+    before = parts.loaded.lost or parts.loaded.notes.get(INCOMPLETE_NOTE)
+    if not before or parts.components.settings.hami.operating_mode != "mig":
+        return
+    keep = not complete or not snapshot.gpus or bool(snapshot.failures)
+    if keep:
+        parts.components.agent.mig_devices.keep()
+    with contextlib.suppress(CheckpointError):
+        await parts.components.agent_state.save_note(INCOMPLETE_NOTE, "yes" if keep else "")
+
+
+async def _open_servers(parts: Parts) -> None:
+    """Opens the servers, then offers the devices. Raises ListenError."""
+    return_memory()  # glibc keeps about 8 MiB of what the start has freed otherwise
+    gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
+    await parts.web.start()
+    if parts.display is not None:
+        await parts.display.start()
+    parts.components.agent_state.publish()
+    parts.components.device_lists.start()
+    parts.components.reconciler.soon()
+
+
+def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -> list[asyncio.Task[None]]:
+    """The daemons that start after reconciliation: they serve the kubelet, enforce the limits and notify the service manager."""
+    components = parts.components
+    leaving = [] if components.leaving is None else [group.create_task(components.leaving.run_out(), name="claims_of_mode_dra")]
+    return [
+        *leaving,
+        group.create_task(forever("reconciler", components.reconciler.run), name="reconciler"),
+        group.create_task(forever("enforcement", components.enforcement.run), name="enforcement"),
+        group.create_task(forever("mig_devices", partial(_tend, components.agent.mig_devices)), name="mig_devices"),
+        group.create_task(components.link.run(), name="kubelet_link"),
+        group.create_task(_report(parts, notifier), name="report"),
+        group.create_task(_evict_again(parts.api_side, parts.maintenance), name="evict_again"),
+        group.create_task(persistently("other_plugins", components.other_plugins.run), name="other_plugins"),
+    ]
+
+
+async def _refresh(components: Components, read_model: ReadModel) -> None:
+    """Refreshes what is shown after each sample, and also without one: a driver that does not answer delays nothing."""
+    sampled = components.hardware_events.sampled
+    while True:
+        await read_model.refresh()
+        await wait_at_most(sampled, components.settings.nvml.sample_period_seconds + REPORT_SECONDS)
+        sampled.clear()
+
+
+async def _tend(mig_devices: MigDevices) -> None:
+    while True:
+        await mig_devices.tend()
+        await asyncio.sleep(until_tick(REPORT_SECONDS))
+
+
+async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
+    """Continues the drains that were running before a restart, once the pods are known."""
+    if isinstance(api_side.pods, PodCache):
+        await api_side.pods.wait_synced()
+        await maintenance.evict_again()
+
+
+def _reloader(source: SettingsSource, components: Components, api_side: ApiSide) -> SettingsReloader:
+    def apply(settings: Settings) -> None:
+        set_level(settings.log.level)
+        components.apply(settings)
+        api_side.apply(settings.kubernetes)
+
+    return SettingsReloader(source, current=components.settings, apply=apply, history=components.agent_state.history)
+
+
+async def _report(parts: Parts, notifier: Notifier) -> None:
+    """Notifies the service manager of the status. This loop alone feeds the watchdog, independent of NVML and the API server."""
+    components = parts.components
+    started, ready, reported = time.monotonic(), False, ""
+    grace_seconds = components.settings.nvml.ready_grace_seconds
+    next_watchdog = 0.0
+    while True:
+        status = parts.read_model.status()
+        in_grace = time.monotonic() - started < grace_seconds
+        registered = all(state.registered for state in components.link.states.values())
+        if not ready and registered and (components.hardware_events.driver_up or not in_grace):
+            ready = True
+            notifier.ready(status)
+            log.info("ready", status=status, seconds=round(time.monotonic() - started, 3))
+        elif status != reported:
+            notifier.status(status)
+        reported = status
+        period = notifier.watchdog_period_seconds
+        if period is not None and time.monotonic() >= next_watchdog:
+            notifier.watchdog()
+            next_watchdog = next_tick(period, time.monotonic())
+        await asyncio.sleep(until_tick(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS)))
+
+
+async def _stop(parts: Parts, grace_seconds: float) -> None:
+    """Lets the kubelet's calls end; everything else may be cancelled afterwards.
+
+    The kubelet is served to the last, since it refuses pods from the end of its streams until the next agent is registered.
+    """
+    components = parts.components
+    try:
+        async with asyncio.timeout(grace_seconds):
+            await asyncio.gather(parts.web.stop(), *([] if parts.display is None else [parts.display.stop()]))
+            await asyncio.gather(
+                *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
+            )
+            await finish_shielded(grace_seconds / 2)
+            with contextlib.suppress(CheckpointError):  # logged when it was tried before, or the disk has just become full
+                await components.agent_state.history.flush()
+    except TimeoutError:
+        log.warning("stop_cut_short", seconds=grace_seconds)

@@ -1,0 +1,296 @@
+"""Builds the enforcement backends from the settings, and connects them to the driver, the container runtime and the driver's files."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.inventory import EMPTY
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.tenants import tenant_of
+from gpumgr.common.aio import wait_at_most
+from gpumgr.common.errors import CriError
+from gpumgr.common.proc import HostProcesses, environment
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.driver.driver import Nvml
+from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement.mechanism_choice import Mechanisms
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.unlimited import UnlimitedMps
+from gpumgr.enforcement.unlimited import Unlimited, unlimited_message
+from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
+from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.node.driver_files import RUNTIME_SECONDS, NodeDriverFiles
+from gpumgr.placement.topology.devices import NodeSnapshot
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.containers import Containers
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+
+log = structlog.get_logger(__name__)
+
+#: How often leftovers of ended containers are looked for, if none is due earlier.
+CLEAN_UP_SECONDS = 30.0
+MIN_CLEAN_UP_SECONDS = 0.5
+#: How often the backends are checked again for obstacles.
+CHOICE_SECONDS = 60.0
+PRUNE_SECONDS = 3600.0
+NODE_ANNOTATION = "gpumgr.io/enforcement"
+
+
+class NodeEnforcement:
+    """The enforcement of this node. `publisher` is None without an API server.
+
+    Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
+    after reconciliation with the kubelet; then `run` as a daemon; `close`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        nvml: Nvml,
+        processes: HostProcesses,
+        proc_root: Path,
+        pods: Pods,
+        publisher: Publisher | None,
+        simulated: bool,
+    ) -> None:
+        self._settings, self._processes, self._pods, self._publisher = settings, processes, pods, publisher
+        self.runtime = CriClient(settings.cri.socket)
+        self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
+        self.containers = Containers(self.runtime, self._cgroups, processes.runs)
+        self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
+        chosen, state_dir = settings.enforcement, settings.checkpoint.dir
+        self.mps = Mps(
+            program=settings.mps.control_program,
+            setting=settings.mps.protocol,
+            run_dir=chosen.run_dir,
+            state_dir=state_dir,
+            modes=nvml,
+            exclusive_process=settings.mps.exclusive_process,
+            idle_seconds=settings.mps.idle_seconds,
+            clock=time.monotonic,
+            idle_gpu=self._idle_gpu,
+            on_probed=self._choose_soon,
+            in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
+        )
+        self.vcuda = VcudaBackend(
+            allocation_dir=settings.container.allocation_dir,
+            library_path=settings.vcuda.library_path,
+            library_sha256=settings.vcuda.library_sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+            driver_files_obstacle=self.driver_files.vcuda_obstacle,
+            environment_of=partial(environment, root=proc_root),
+        )
+        self._hami_core = HamiCore(
+            library_path=None,
+            library_sha256=None,
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+            volumes=RegionVolumes(),
+            log_level=settings.hami_core.log_level,
+        )
+        self._memory = DriverMemory(
+            nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
+        )
+        self.limits = Enforcer(
+            self._backends(),
+            # Simulated GPUs have no enforcement by default.
+            setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
+            overrides=chosen.overrides,
+            cdi_dir=chosen.cdi_dir,
+            inject_by_cdi=chosen.injection == "cdi",
+            orphan_grace_seconds=chosen.orphan_grace_seconds,
+            on_start=self._on_start,
+            neighbours=self._neighbours,
+            clock=time.monotonic,
+        )
+        self._snapshot = EMPTY
+        self._annotated: str | None = None
+        self._agent_state: AgentState | None = None
+        self.recovered = False
+        self._freed = asyncio.Event()
+        self.nvml: Final = nvml
+        self._next_choice = float("-inf")
+
+    def _backends(self) -> list[Backend]:
+        unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
+        return [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited]
+
+    def gpu_limits(self) -> Mapping[str, GpuLimits]:
+        """UUID -> limits of new shares on the GPU, without the operator's overrides."""
+        return {gpu.uuid: self.limits.choice.limits(gpu) for gpu in self._snapshot.gpus}
+
+    def describe_limits(self) -> str:
+        """The limits of new shares on all GPUs, as one text."""
+        return self.limits.choice.describe(self._snapshot.gpus)
+
+    async def preload(self) -> None:
+        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. Changes nothing on the
+        node."""
+        await self.containers.refresh()
+        self._hami_core.supply(*hami_core_library(self._settings))
+        await self._hami_core.unavailable()
+
+    async def open(self, agent_state: AgentState, *, lost: bool) -> None:
+        """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
+        self._agent_state = agent_state
+        keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
+        await self.mps.open(keep_protocol=keep or lost)
+
+    async def choose(self, snapshot: NodeSnapshot) -> None:
+        """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
+        self._snapshot = snapshot
+        self._memory.driver_restarted()
+        await self.driver_files.update(snapshot.driver_version)
+        await self._choose()
+
+    async def _choose(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
+            async with asyncio.timeout(RUNTIME_SECONDS):
+                await self.containers.refresh()
+        # A library that was installed since is taken without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
+        await self.limits.choose(self._snapshot.gpus)
+        if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
+            self._publisher.node.annotate(NODE_ANNOTATION, description)
+            self._annotated = description
+
+    async def recover(self) -> None:
+        """Takes over the running containers of an earlier process of the agent."""
+        await self.limits.recover(list(self._tenants()))
+        self.recovered = True
+
+    def freed(self) -> None:
+        """An allocation was freed: its files become due for removal."""
+        self._freed.set()
+
+    async def end_clients(self, pods: Sequence[PodView]) -> None:
+        """Ends the work of the pods' MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can
+        block the server for all clients."""
+        if self.mps.daemons() and (pids := set[int]().union(*await asyncio.gather(*map(self._pids_of, pods)))):
+            await self.mps.end_clients(pids)
+
+    async def _pids_of(self, pod: PodView) -> set[int]:
+        """The processes of its containers, an empty set if they can't be read."""
+        containers = [each for each in self.containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
+        try:
+            return await asyncio.to_thread(lambda: {pid for each in containers for pid in self.containers.pids(each)})
+        except CriError as error:
+            log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
+            return set()
+
+    async def run(self) -> None:
+        """Removes leftovers and repeats the choice of backends, until cancelled."""
+        next_prune = self._next_choice = time.monotonic()
+        wait = 0.0
+        while True:
+            await wait_at_most(self._freed, wait)
+            self._freed.clear()
+            due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
+            wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
+            now = time.monotonic()
+            if now >= self._next_choice and self._snapshot.driver_version is not None:
+                self._next_choice = now + CHOICE_SECONDS
+                await self.driver_files.update(self._snapshot.driver_version)
+                await self._choose()
+            if now >= next_prune:
+                next_prune = now + PRUNE_SECONDS
+                await self.driver_files.prune()
+
+    @property
+    def agent_state(self) -> AgentState:
+        if self._agent_state is None:
+            raise RuntimeError("open() was not called")
+        return self._agent_state
+
+    async def close(self) -> None:
+        await self.limits.close()
+        self.runtime.close()
+
+    # -- callbacks of the backends -----------------------------------------------------------------------------------------
+
+    async def _container_of(self, pid: int) -> Container | None:
+        started = self._processes.start_time(pid)
+        return None if started is None else await self.containers.container_of(pid, started)
+
+    async def _idle_gpu(self) -> str | None:
+        """A GPU without allocations and processes, for a try of MPS. Raises NvmlError."""
+        ledger = self.agent_state.ledger
+        used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
+        for gpu in self._snapshot.gpus:
+            if not gpu.mig_enabled and gpu.uuid not in used and await self.nvml.processes(gpu.uuid) == ():
+                return gpu.uuid
+        return None
+
+    def _choose_soon(self) -> None:
+        self._next_choice = float("-inf")
+        self._freed.set()
+
+    def _on_start(self, tenant: GpuShare | None, mechanisms: Mechanisms) -> None:
+        self.containers.wake()
+        shares = {gpu.uuid for gpu in tenant.gpus if not gpu.whole} if tenant is not None else set()
+        for gpu in self._snapshot.gpus:
+            limits = gpu_limits(gpu, mechanisms, self.limits.choice.strengths, ())
+            if tenant and gpu.uuid in shares and limits.cores_by and (limits.cores, limits.memory) == ("none", "none"):
+                self._not_enforced(tenant, unlimited_message(tenant, f"{limits.cores_by} can't limit GPU {gpu.model}"))
+
+    def _not_enforced(self, tenant: GpuShare, message: str) -> None:
+        """Adds to the history that a container runs without limits, once for all of its starts."""
+        view = find_pod(self._pods, tenant.pod, tenant.pod_uid)
+        uid = tenant.pod_uid or (view.uid if view else None)
+        log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
+        self.agent_state.history.add_unless_repeated(
+            HistoryEntry(
+                what="event",
+                id=tenant.allocation,
+                pod=tenant.pod,
+                pod_uid=uid,
+                container=tenant.container,
+                gpus=tuple(gpu.name for gpu in tenant.gpus),
+                why=message,
+                code=NOT_ENFORCED,
+            )
+        )
+
+    def _tenants(self) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
+        ledger = self.agent_state.ledger
+        gpus = self.agent_state.inventory.gpus(ledger.gpu_registry)
+        for allocation in ledger.allocations.values():
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            tenant = tenant_of(allocation, ledger.gpu_registry, gpus, view)
+            if tenant is not None:
+                yield tenant, allocation.mechanisms
+
+    def _neighbours(self, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Other pods' shares on the tenant's GPUs, with their backends."""
+        ledger = self.agent_state.ledger
+        own = ledger.allocations.get(tenant.allocation)
+        for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
+            if (
+                other.id != tenant.allocation
+                and other.mechanisms
+                and not (own and own.same_pod(other) and own.init != other.init)
+            ):
+                yield other.describe(), other.mechanisms

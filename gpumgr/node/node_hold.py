@@ -1,0 +1,180 @@
+"""One agent per node: the locks, and the second agent of a rolling update.
+
+The second one loads all that it can without the node, and is ready once it waits only for the locks, so that its DaemonSet ends the first
+one. It polls them, so that it goes on some milliseconds after the first one has released them.
+
+In node mode dra it also registers the driver with sockets of its own. The kubelet sends its calls to the driver that registered last; they
+wait until the first agent has ended and this one has its ledger. If the first one has pods of mode plugin, the second one registers
+nothing.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError
+from gpumgr.kubelet.deviceplugin.node_lock import lock_folder, lock_node
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.node.preload import Preload
+from gpumgr.settings import Settings
+from gpumgr.web.app_server import AppServer
+from gpumgr.web.handlers import make_waiting
+
+if TYPE_CHECKING:
+    from gpumgr.kubelet.dra.driver import DraDriver
+
+log = structlog.get_logger(__name__)
+
+RETRY_SECONDS: Final = 0.01
+
+
+def make_driver(settings: Settings) -> "DraDriver":
+    from gpumgr.kubelet.dra.driver import DraDriver  # here, since few nodes need it
+
+    kubelet = settings.kubelet
+    return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)
+
+
+def had_mode_dra(settings: Settings) -> bool:
+    """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
+    return (settings.kubelet.plugins_dir / DRIVER).is_dir()
+
+
+def web_options(settings: Settings) -> dict[str, Any]:
+    """The options of an AppServer that the settings have; its unix socket is the agent's that holds the node."""
+    http = settings.http
+    return {
+        "host": http.address,
+        "port": http.port,
+        "max_connections": http.max_connections,
+        "token_file": http.token_file,
+        "tls_cert_file": http.tls_cert_file,
+        "tls_key_file": http.tls_key_file,
+        "client_ca_file": http.client_ca_file,
+    }
+
+
+@contextlib.asynccontextmanager
+async def node_held(
+    settings: Settings,
+    driver: "DraDriver | None",
+    stop: asyncio.Event,
+    preload: Preload,
+    on_wait: Callable[[str], None] = lambda _status: None,
+) -> AsyncIterator[bool]:
+    """Yields True with the node's locks held, or False if `stop` was set before they were free. `preload` runs while they are not, and
+    `on_wait` gets what is waited for.
+
+    Raises AlreadyRunning if another agent has this node and this one may not wait, InputError if the lock file can't be made,
+    ListenError, and what `preload` raises.
+    """
+    with contextlib.ExitStack() as locks:
+        try:
+            locks.enter_context(_locks(settings))
+        except AlreadyRunning as running:
+            if settings.process.instance is None:
+                raise
+            await _Wait(settings, driver, preload, on_wait).run(locks, stop, running)
+        yield not stop.is_set()
+
+
+class _Wait:
+    """Serves the probes, and in mode dra the kubelet's registration, while another agent has the node."""
+
+    def __init__(self, settings: Settings, driver: "DraDriver | None", preload: Preload, on_wait: Callable[[str], None]) -> None:
+        self._settings, self._driver, self._preload, self._on_wait = settings, driver, preload, on_wait
+        self._for = ""
+        self._holders: str | None = None
+
+    async def run(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
+        """Returns when the locks are taken or `stop` is set."""
+        self._other(running)
+        web = AppServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._for), **web_options(self._settings))
+        await web.start()
+        held = False
+        async with asyncio.TaskGroup() as group:
+            work = [group.create_task(self._preload.run(), name="preload"), group.create_task(self._register(), name="dra_link")]
+            try:
+                while not (held or stop.is_set()):
+                    await asyncio.sleep(RETRY_SECONDS)
+                    try:
+                        locks.enter_context(_locks(self._settings))
+                        held = True
+                    except AlreadyRunning as still:
+                        self._other(still)
+            finally:
+                for each in work:
+                    each.cancel()  # the driver's sockets stay
+                await web.stop()
+                if self._driver is not None and (not held or stop.is_set()):
+                    await self._driver.link.stop(0)
+        if held:
+            if self._driver is not None:
+                self._driver.plugin.waits_for = "the agent starts"
+            log.info("other_agent_ended")
+
+    def _other(self, running: AlreadyRunning) -> None:
+        """Names the agent that has the node now; of several that wait any one may be the next."""
+        text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
+        if text != self._for:
+            self._for = text
+            log.info("waiting_for_other_agent", reason=text, lock=str(self._settings.process.lock_path))
+            self._on_wait(text)
+            if self._driver is not None:
+                self._driver.plugin.waits_for = f"the new agent {text}"
+
+    async def _register(self) -> None:
+        """In mode dra, as soon as all is loaded: the kubelet's calls then wait for this agent."""
+        if self._driver is None:
+            return
+        await self._preload.loaded.wait()
+        if self._preload.ledger is not None:
+            self._holders = holders_of_other_mode(self._preload.ledger, "dra")
+        if self._holders is None:
+            await self._driver.link.run()
+
+    def _not_ready(self) -> list[str]:
+        """Empty if this agent waits for nothing but the end of the other one, which the DaemonSet then causes."""
+        missing = self._preload.missing()
+        if not missing and not self._preload.loaded.is_set():
+            missing = ["this agent is still loading"]
+        if missing or self._driver is None or self._driver.link.state.registered or self._holders is not None:
+            return missing
+        return [self._driver.link.state.error or "the kubelet has not registered the driver yet"]
+
+
+@contextlib.contextmanager
+def _locks(settings: Settings) -> Iterator[None]:
+    """Raises AlreadyRunning, or InputError if the lock file can't be made."""
+    path = settings.process.lock_path
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_node(path))
+            stack.enter_context(lock_folder(settings.kubelet.device_plugin_dir))
+        except AlreadyRunning:
+            raise
+        except (OSError, GpumgrError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise InputError(
+                f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to, in a pod one that is "
+                "mounted from the host"
+            ) from error
+        yield
+
+
+def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
+    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
+    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
+    if not holders:
+        return None
+    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
+    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+    return (
+        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode back"
+    )

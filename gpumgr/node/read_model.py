@@ -1,0 +1,182 @@
+"""What the agent shows, from memory: to Prometheus, the web page, scripts and gpu-manager's clients.
+
+No request makes the agent call the driver, the kubelet or the API server. The documents that are read are rendered once a sample period.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gpumgr.agent.api import PodDetails
+from gpumgr.agent.maintenance import Maintenance, MaintenanceRequest
+from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.writer import AgentView
+from gpumgr.common.aio import LatestValue
+from gpumgr.compat.gpu_manager.display.messages import usage_message
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodKey
+from gpumgr.node.components import Components
+from gpumgr.settings.profile import resource_names
+from gpumgr.web.metrics.exposition import Exposition
+from gpumgr.web.pod_details import pod_details, pods_with_details
+from gpumgr.web.state import node_state
+
+
+class ReadModel:
+    """Implements web.sources.Sources.
+
+    `outbox` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
+    that the web server has open and has refused, and of clients that disconnected before their response was complete.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        *,
+        pods: Pods,
+        maintenance: Maintenance,
+        outbox: Callable[[], OutboxState | None],
+        connections: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+    ) -> None:
+        self._components, self._pods, self._maintenance = components, pods, maintenance
+        self._outbox, self._connections = outbox, connections
+        self._exposition = Exposition(components.metrics, self.report)
+        self._states: LatestValue[bytes] = LatestValue(b"")
+        self._rendered_at = float("-inf")
+        self._rendering = asyncio.Lock()
+
+    # -- once a sample period ----------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Renders the documents that have readers."""
+        await self._exposition.refresh()
+        if self._states.readers:
+            async with self._rendering:
+                await self._render()
+
+    async def _render(self) -> None:
+        report, history, began = self.report(), self.history(), time.monotonic()
+        self._states.set(await asyncio.to_thread(lambda: msgspec.json.encode(node_state(report, history))))
+        self._rendered_at = began
+
+    # -- web.sources.Sources -----------------------------------------------------------------------------------------------
+
+    def report(self) -> NodeReport:
+        components, hardware = self._components, self._components.hardware_events
+        reasons = {
+            uuid: health.effective_reason
+            for uuid, health in components.monitor.health.items()
+            if health.effective_reason is not None
+        }
+        connections, refused, disconnects = self._connections()
+        names: Mapping[str, str] = {str(kind): name for kind, name in resource_names(components.settings).items()}
+        return NodeReport(
+            view=self.view(),
+            node=components.settings.node.name,
+            mode=components.settings.node.mode,
+            at=time.time(),
+            registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
+            not_ready=tuple(self.not_ready()),
+            warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble(), *self._unlisted(some=True)),
+            cordons=self._maintenance.cordons,
+            outbox=self._outbox(),
+            connections=connections,
+            connections_refused=refused,
+            disconnects=disconnects,
+            sample=hardware.sample,
+            sampled_at=hardware.sampled_at,
+            nvml_up=hardware.driver_up,
+            nvml_errors=components.nvml.call_errors,
+            streams={names[kind]: devices.readers for kind, devices in components.devices.items() if components.dra is None},
+            reasons=reasons,
+            use=components.memory_watcher.use,
+            over=components.memory_watcher.over,
+            gpu_limits=components.enforcement.gpu_limits(),
+            vcuda_registrations=dict(components.enforcement.vcuda.registrations),
+            mps_daemon_restarts=components.enforcement.mps.restarts(),
+        )
+
+    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
+        return await self._exposition.scrape(accept, accept_encoding)
+
+    def not_alive(self) -> Sequence[str]:
+        """Always empty: an answer shows that the event loop runs, and a daemon that ends takes the process with it."""
+        return ()
+
+    def not_ready(self) -> Sequence[str]:
+        reasons = [
+            f"{kind} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
+            for kind, state in self._components.link.states.items()
+            if not state.registered
+        ]
+        return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
+
+    def _unlisted(self, *, some: bool) -> tuple[str, ...]:
+        """The sentence about GPUs that the driver does not list. `some`: only if it lists other GPUs; else only if it lists none."""
+        snapshot = self._components.agent_state.inventory.snapshot
+        sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
+        return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
+
+    def notes(self) -> Sequence[str]:
+        return self._unlisted(some=True)
+
+    def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
+        """What is wrong with the node's ResourceSlice, if it offers GPUs nevertheless, or does not (`offered`)."""
+        if self._components.dra is None:
+            return ()
+        state = self._components.dra.publisher.state
+        text = state.dropped if state.error is None else f"the ResourceSlice is not published: {state.error}"
+        return (text,) if text and offered == (state.published and state.devices > 0) else ()
+
+    def _driver_files_trouble(self) -> tuple[str, ...]:
+        trouble = self._components.enforcement.driver_files.trouble()
+        return () if trouble is None else (trouble,)
+
+    def no_driver(self) -> Sequence[str]:
+        hardware = self._components.hardware_events
+        if hardware.driver_up:
+            return ()
+        return ("the driver's library does not answer" if hardware.sampled_at else "no driver was found yet",)
+
+    def status(self) -> str:
+        """One line for `systemctl status`."""
+        states, hardware = self._components.link.states.values(), self._components.hardware_events
+        mode = "mode dra, " if self._components.dra is not None else ""
+        registered = f"{mode}registered {sum(state.registered for state in states)}/{len(states)}"
+        if not hardware.driver_up:
+            return f"{registered}, no driver: {hardware.down_reason or 'NVML has not answered yet'}"
+        view = self.view()
+        number = len(view.ledger.gpu_registry.gpus)
+        return f"{registered}, {number - len(view.node.out_of_service)} of {number} GPUs offered"
+
+    def view(self) -> AgentView:
+        return self._components.agent.view()
+
+    @property
+    def states(self) -> LatestValue[bytes]:
+        return self._states
+
+    async def state(self) -> bytes:
+        async with self._rendering:
+            if time.monotonic() - self._rendered_at >= self._components.settings.nvml.sample_period_seconds:
+                await self._render()
+        return self._states.value
+
+    def usage(self) -> Mapping[str, Any]:
+        return usage_message(self.report(), self._pods)
+
+    def history(self) -> Sequence[HistoryEntry]:
+        return self._components.agent_state.history.entries()
+
+    def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        return pod_details(self.report(), self._pods.get((namespace, pod)), namespace, pod, self.history())
+
+    def pods(self) -> Sequence[PodKey]:
+        return pods_with_details(self.view().ledger, self._pods.all(), self.history())
+
+    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
+        return await self._maintenance.execute(order)

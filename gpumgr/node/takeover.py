@@ -1,0 +1,276 @@
+"""Takes gpu-manager's running pods into the ledger, before any device is offered."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
+from gpumgr.agent.state import AgentState
+from gpumgr.common.errors import CheckpointError, InputError
+from gpumgr.common.units import VCUDA_NAMES, blocks_of
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, pods_with_devices
+from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import PodKey
+from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
+from gpumgr.node.recovery import entries_if_readable, ours_of
+
+log = structlog.get_logger(__name__)
+
+#: The most containers that a message names.
+_NAMED: Final = 5
+_REMEDY: Final = (
+    "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
+    "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or end these pods"
+)
+
+
+class TakeOver:
+    """Migrates gpu-manager's running pods.
+
+    The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to
+    the ledger before their GPUs are offered, also if the driver lists one of them late. A record is skipped if its pod is not in the
+    kubelet's checkpoint, or if the API server has no such pod or reports that it has ended.
+
+    While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
+    be granted again. This ends when these containers have ended, or after a restart with a readable file.
+
+    `done`: an earlier process finished the migration, so there is work only if gpu-manager has run again since. `remember` saves that
+    it is finished, and raises CheckpointError. `names`: see `inner_names`. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device_plugin_dir: Path,
+        *,
+        agent_state: AgentState,
+        reconciler: Reconciler,
+        admission: Admission,
+        pods: Pods,
+        done: bool,
+        remember: Callable[[], Awaitable[None]],
+        wait_synced: Callable[[], Awaitable[None]],
+        names: Mapping[str, str] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path, self._folder, self._names = path, device_plugin_dir, names
+        self._agent_state, self._reconciler, self._admission, self._pods = agent_state, reconciler, admission, pods
+        self._done, self._remember, self._wait_synced = done, remember, wait_synced
+        self._clock, self._wall_clock = clock, wall_clock
+        #: The records of gpu-manager's file when it was last read successfully.
+        self._records: Sequence[AnonymousRecord] | None = None
+        #: Records that are in the ledger, or that never can be.
+        self._tried: set[AnonymousRecord] = set()
+        #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt.
+        self._waiting: tuple[AnonymousRecord, ...] = ()
+        self._attempt: object = None
+        self._taken = self._free = self._waited = False
+        #: `before_offer` has something to do: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
+        self._pending = True
+        self._unreadable: str | None = None
+        self._logged: tuple[str, ...] = ()
+        #: The entries of the kubelet's file when it was last read successfully.
+        self._entries: Sequence[CheckpointEntry] | None = None
+        self._absent_since: dict[tuple[str, str], float] = {}
+
+    async def before_offer(self) -> None:
+        """To be called whenever the driver has listed GPUs, before they are offered. The caller holds the agent state's lock."""
+        if self._pending:
+            self._pending = False
+            try:
+                await self._take(await self._read())
+            except CheckpointError as error:
+                log.error("not_taken_over", error=str(error))
+                self._pending = True
+
+    async def held_back_by(self) -> str | None:
+        """The reason why no device may be offered yet, with a remedy; None if devices may be offered from now on.
+
+        Also takes over what gpu-manager has written since the last call.
+        """
+        if self._free:
+            return None
+        async with self._agent_state.lock:
+            records = await self._read()
+            try:
+                await self._take(records)
+            except CheckpointError as error:
+                return f"the GPUs of gpu-manager's running pods can't be saved: {error}"
+            left = self._left((self._waiting if self._agent_state.inventory.snapshot.gpus else records) or ())
+        if left:
+            await self._wait_for_pods()
+            async with self._agent_state.lock:
+                running = await self._running(left)
+            if running:
+                return self._reason(running)
+        self._free = True
+        await self._note()
+        return None
+
+    async def _wait_for_pods(self) -> None:
+        if not self._waited:
+            self._waited = True
+            await self._wait_synced()
+
+    def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
+        """The containers with GPUs that are neither in the ledger nor in `records`.
+
+        A record that is not in the ledger counts only if the driver lists none of its GPUs: these are not offered anyway.
+        """
+        shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
+        found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
+        found |= {(a.uid, a.container) for a in self._agent_state.ledger.allocations.values() if a.uid and a.container}
+        return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
+
+    async def _read(self) -> Sequence[AnonymousRecord] | None:
+        """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
+        self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
+        if self._done and not self._waiting and not self._left(()):
+            return ()
+        try:
+            self._records = tuple(map(_record, await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)))
+            self._unreadable = None
+        except InputError as error:
+            if self._unreadable != str(error):
+                self._unreadable = str(error)
+                log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence="it is read again at the next start")
+        return self._records
+
+    async def _take(self, records: Sequence[AnonymousRecord] | None) -> None:
+        """Writes the records of running pods to the ledger. Raises CheckpointError. The caller holds the agent state's lock."""
+        if records is None or not self._agent_state.inventory.snapshot.gpus:
+            return
+        live = await self._live(records) if records else ()
+        new = tuple(record for record in live if record not in self._tried)
+        if (new and self._state(new) != self._attempt) or (records and self._attempt is None):
+            taken = await self._place(new) if new else 0
+            log.info("taken_over_from_gpu_manager", path=str(self._path), records=len(records), live=len(live), taken=taken)
+        self._waiting = tuple(record for record in new if record not in self._tried)
+        self._attempt = self._state(self._waiting) if records else self._attempt
+        self._pending = self._pending or bool(self._waiting)
+        self._taken = not self._waiting
+        await self._note()
+
+    async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
+        """The records of pods that have not ended, as far as the kubelet's file and the API server show.
+
+        The kubelet's file still lists ended pods. After the migration, a record therefore counts only if its container is not in the
+        ledger and is shown to run.
+        """
+        await self._wait_for_pods()
+        uids = pods_with_devices(self._entries)
+        kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
+        if not self._done:
+            return kept
+        running = await self._running(self._left(()))
+        return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
+
+    def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
+        """The input of an attempt with these records: an attempt with equal input has the same result. Once devices are offered the
+        ledger is not part of it, since new grants only reduce the free capacity."""
+        agent_state = self._agent_state
+        return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
+
+    async def _place(self, records: Sequence[AnonymousRecord]) -> int:
+        """Adds the records to the ledger and returns how many were added.
+
+        gpumgr's own pods are adopted first: after a lost ledger only the kubelet lists them. Their ids are fixed, while gpu-manager's
+        pods get free ids.
+        """
+        reconciler = self._reconciler
+        await reconciler.adopt_locked(ours_of(self._entries or ()))
+        rebuilt = await reconciler.migrate(
+            lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=self._wall_clock())
+        )
+        self._tried.update(set(records) - set(rebuilt.left))
+        listing = await self._admission.list_pods()
+        if listing is not None:
+            names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
+            await reconciler.name(names)
+        return len(rebuilt.added)
+
+    async def _note(self) -> None:
+        """Saves that the migration is finished, unless the kubelet's file is unreadable: the next start may be able to read it."""
+        if self._done or not (self._taken and self._free) or self._entries is None:
+            return
+        try:
+            await self._remember()
+        except CheckpointError as error:
+            log.error("not_taken_over", error=str(error))
+
+    def _gone(self, uid: str) -> bool:
+        """Whether the pod has ended, or does not exist, as the API server reports."""
+        view = find_pod(self._pods, None, uid)
+        return view.ended if view is not None else self._pods.synced
+
+    async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
+        """The containers of `left` that have not ended, with the names of their pods. The caller holds the agent state's lock.
+
+        The kubelet's file still lists ended pods, and for INCOMPLETE_SECONDS after its start the kubelet's PodResources API lacks running
+        ones. A container has therefore ended if both PodResources and the API server lack it. If one of them is unavailable, the other
+        must lack it for INCOMPLETE_SECONDS.
+        """
+        listing = await self._admission.list_pods()
+        shown = _holders_shown(listing) if listing is not None else {}
+        running: dict[tuple[str, str], PodKey | None] = {}
+        for holder, ids in left.items():
+            view = find_pod(self._pods, None, holder[0])
+            pod = next((shown[each] for each in ids if each in shown), None)
+            gone, absent = self._gone(holder[0]), listing is not None and pod is None
+            if gone and absent:
+                continue
+            if pod is None and (gone or (absent and not self._pods.synced)):
+                since = self._absent_since.setdefault(holder, self._clock())
+                if self._clock() - since >= INCOMPLETE_SECONDS:
+                    continue
+            else:
+                self._absent_since.pop(holder, None)
+            running[holder] = view.key if view is not None else pod
+        return running
+
+    def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
+        """The reason, for the node's condition; it names the first containers. The log event, written once, has all of them."""
+        holders = tuple(
+            f"{'/'.join(pod) if pod else f'pod uid {uid}'} ({container})" for (uid, container), pod in sorted(running.items())
+        )
+        more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
+        problem = (
+            f"{', '.join(holders[:_NAMED])}{more} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
+            "this is known, since theirs would be granted twice"
+        )
+        if holders != self._logged:
+            self._logged = holders
+            log.error("foreign_allocations", holders=holders, problem=problem, remedy=_REMEDY)
+        return f"{problem}; {_REMEDY}"
+
+
+def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
+    """Device id of one of gpumgr's resources -> the pod that holds it."""
+    return {
+        device_id: pod
+        for pod in listing.pods
+        for devices in listing.containers(pod).values()
+        for resource, ids in devices.items()
+        if resource in VCUDA_NAMES
+        for device_id in ids
+    }
+
+
+def _record(record: GpuManagerRecord) -> AnonymousRecord:
+    return AnonymousRecord(
+        uid=record.pod_uid,
+        container=record.container,
+        minors=record.minors,
+        cores=record.cores,
+        memory_blocks=blocks_of(record.memory_bytes),
+    )

@@ -1,0 +1,102 @@
+"""Where a MIG device for a request can be created on a GPU, and of which profile. Pure.
+
+Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. Beyond HAMi, a request for cores gets a
+profile with that part of the compute.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.topology.devices import MigProfile
+
+#: Profiles that begin at the last free place, so that larger ones still fit before them.
+_FROM_THE_END: Final = ("1g.", "3g.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigPlace:
+    """A MIG device to create: `start` is its first memory slice."""
+
+    profile: MigProfile
+    start: int
+
+    @property
+    def memory_slices(self) -> int:
+        """Slice n as bit n."""
+        return (1 << self.profile.size) - 1 << self.start
+
+
+def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
+    """What it takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have no more than it."""
+    most = max(profile.slices for profile in profiles)
+    return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
+
+
+def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
+    """The smallest profile that has what each of the requests asks of a GPU, where it is free; None: none fits. `taken`: memory slices as
+    bits."""
+    return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
+
+
+def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaRequest) -> bool:
+    """Whether a MIG device with these amounts has what each of the requests asks of a GPU."""
+    place = place_at(profiles, amounts)
+    return place is not None and place.profile in _fitting(profiles, *requests)
+
+
+def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
+    """The place with this memory and these memory slices, of the profile with the nearest compute (schedulers round it differently); None:
+    the GPU has no such one."""
+    wanted = amounts.memory_mebibytes, amounts.slices
+    places = (place for profile in profiles for place in _places(profile, 0))
+    found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
+    return min(found, key=lambda place: abs(amounts_of(place, profiles).cores - amounts.cores), default=None)
+
+
+def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
+    """The place of this profile that begins at this memory slice; None: the GPU has no such one."""
+    named = (place for profile in profiles if profile.name == name for place in _places(profile, 0))
+    return next((place for place in named if place.start == start), None)
+
+
+def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
+    """Whether a MIG device of any profile can be created."""
+    return any(_places(profile, taken) for profile in profiles)
+
+
+def without_places(profile: MigProfile, taken: int) -> MigProfile:
+    """The profile without the places that touch these memory slices."""
+    return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
+
+
+def most_devices(profiles: Sequence[MigProfile]) -> int:
+    """How many MIG devices the GPU can have at most."""
+    return max((len(profile.starts) for profile in profiles), default=0)
+
+
+def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:
+    """The smallest first. A part of the memory is that of the memory slices, since MIG devices together have less than the GPU."""
+    most_slices = max((profile.slices for profile in profiles), default=0)
+    most_size = max((profile.size for profile in profiles), default=0)
+
+    def enough(profile: MigProfile, request: ReplicaRequest) -> bool:
+        if profile.slices * CORES_PER_GPU <= (request.cores - 1) * most_slices:
+            return False
+        if request.whole or request.memory_mebibytes is None:
+            percent = CORES_PER_GPU if request.whole else request.memory_percent
+            return profile.size * CORES_PER_GPU >= percent * most_size
+        return profile.memory_mebibytes >= request.memory_mebibytes
+
+    for profile in sorted(profiles, key=lambda each: (each.memory_mebibytes, each.slices, each.name)):
+        if all(enough(profile, request) for request in requests):
+            yield profile
+
+
+def _places(profile: MigProfile, taken: int) -> list[MigPlace]:
+    """The free ones, the best first."""
+    starts = profile.starts[::-1] if profile.name.startswith(_FROM_THE_END) else profile.starts
+    places = [MigPlace(profile=profile, start=start) for start in starts]
+    return [place for place in places if not place.memory_slices & taken]

@@ -1,0 +1,76 @@
+"""What a container requests by HAMi's resources. Pure."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Final
+
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+
+#: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
+_MOST_MEBIBYTES: Final = 2**31 - 1
+
+_ALL_PERCENT: Final = 100
+
+#: How many times its memory, and its cores, a GPU has for such requests.
+Scaling = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRequest:
+    """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
+
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory. Of a GPU that has `memory_scaling` times its memory for such requests a
+    request counts that many times less than the container may use, and the same of cores.
+
+    `memory_on`: UUID -> MiB by which another scheduler counts such a part of a GPU: it knows less memory of a GPU that others use, too.
+    The container gets no more than that.
+    """
+
+    count: int
+    cores: int = 0
+    memory_mebibytes: int | None = None
+    memory_percent: int = 100
+    memory_scaling: float = 1.0
+    core_scaling: float = 1.0
+    memory_on: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_percent} % of the memory" if self.memory_mebibytes is None else f"{self.memory_mebibytes} MiB"
+        each = "whole" if self.whole else f"with {memory}" + (f" and {self.cores} cores" if self.cores else "")
+        return f"{self.count} GPU{'s' * (self.count > 1)} {each}"
+
+    @property
+    def whole(self) -> bool:
+        return self.cores >= CORES_PER_GPU
+
+    @property
+    def problem(self) -> str | None:
+        """Why no node can grant it."""
+        for percent, name, part in ((self.cores, "gpucores", "cores"), (self.memory_percent, "gpumem-percentage", "memory")):
+            if not 0 <= percent <= _ALL_PERCENT:
+                return f"{percent} % of the {part} of each GPU asked: {name} must be 0 to 100; ask for more GPUs instead"
+        if self.memory_mebibytes is not None and self.memory_mebibytes > _MOST_MEBIBYTES:
+            return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
+        return None
+
+    def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
+        """The same on a GPU with these factors; None: with those of the request."""
+        return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
+
+    def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
+        """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""
+        limit = self.limit(gpu_mebibytes, uuid)
+        if limit.whole:
+            return limit
+        return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
+
+    def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
+        """What the container may use of it. A request for all memory of a GPU that reports none (0) gets it whole."""
+        all_memory = self.memory_mebibytes is None and self.memory_percent >= _ALL_PERCENT
+        if self.whole or (all_memory and not gpu_mebibytes):
+            return Amounts(CORES_PER_GPU, gpu_mebibytes)
+        if self.memory_mebibytes is not None:
+            return Amounts(self.cores, self.memory_mebibytes)
+        # HAMi's scheduler admits more than 100 %, and grants 100 %.
+        part = int(gpu_mebibytes * self.memory_scaling) * min(self.memory_percent, _ALL_PERCENT) // 100
+        return Amounts(self.cores, min(part, dict(self.memory_on).get(uuid, part)))

@@ -1,0 +1,221 @@
+"""Selects the evaluator of a request, and words the refusal of a request that fits nowhere.
+
+More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Every function is pure and has a total order, so
+the same request has the same answer on the node and in a scheduler.
+
+share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
+memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
+from gpumgr.placement.evaluators.capacity import GpuCapacity
+from gpumgr.placement.evaluators.link import choose_set, has_room
+from gpumgr.placement.topology.devices import Topology
+from gpumgr.placement.topology.scores import score_matrix, set_score
+from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
+
+__all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]
+
+Evaluator = Literal["link", "fragment", "share"]
+Policy = Literal["binpack", "spread"]
+
+_LISTED_GPUS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The GPUs chosen for a request. `gpus` are ascending indices, `score` the set's under link, `why` a short sentence for the log."""
+
+    evaluator: Evaluator
+    gpus: tuple[int, ...]
+    score: int | None
+    why: str
+
+
+def evaluator_for(cores: int) -> Evaluator | None:
+    """The evaluator of a request for so many cores; None for no cores."""
+    if cores < 1:
+        return None
+    return "share" if cores < CORES_PER_GPU else "fragment" if cores == CORES_PER_GPU else "link"
+
+
+def check_request(cores: int, memory_blocks: int) -> None:
+    """Raise Refusal("invalid_request") for numbers that no node can grant: see docs/user-guide.md, "Requests"."""
+    if cores < 0 or memory_blocks < 0:
+        raise Refusal("invalid_request", f"{_asked(cores, memory_blocks)} asked: neither can be less than 0")
+    if cores == 0 and memory_blocks == 0:
+        raise Refusal("invalid_request", f"nothing asked: {CORE_RESOURCE} must be 1 or more")
+    if cores == 0:
+        raise Refusal(
+            "invalid_request",
+            f"{_count(memory_blocks, 'memory block')} asked without cores: {MEMORY_RESOURCE} needs {CORE_RESOURCE} beside it",
+        )
+    _check_cores(cores)
+    if cores < CORES_PER_GPU and memory_blocks == 0:
+        raise Refusal(
+            "invalid_request",
+            f"{_count(cores, 'core')} asked without memory: a share of a GPU needs {MEMORY_RESOURCE} of 1 or more "
+            f"({BLOCK_BYTES >> 20} MiB each) in the same container",
+        )
+
+
+def place(
+    topology: Topology,
+    gpus: Sequence[GpuCapacity],
+    *,
+    cores: int,
+    memory_blocks: int,
+    policy: Policy = "binpack",
+    required: Collection[int] = (),
+) -> Placement:
+    """Choose GPUs of `gpus` for one container; `policy` concerns share only.
+
+    `required`: indices that the answer must contain; the choice is the best of those that do. Memory beside whole GPUs is checked
+    against what the granted GPUs have together. Memory 0 in a share means that it is not known yet.
+    Raises Refusal: "invalid_request"; "gpu_unhealthy" where only unhealthy GPUs have the room; "no_fit" with what is free where.
+    """
+    _check_cores(cores)
+    placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
+    if placement is not None:
+        return placement
+    text = f"{_wanted(cores, memory_blocks, frozenset(required), gpus)}; {_free_where(gpus, cores)}"
+    raise Refusal("gpu_unhealthy" if _would_fit(gpus, cores, memory_blocks, frozenset(required)) else "no_fit", text)
+
+
+def find(
+    topology: Topology,
+    gpus: Sequence[GpuCapacity],
+    *,
+    cores: int,
+    memory_blocks: int,
+    policy: Policy = "binpack",
+    required: Collection[int] = (),
+) -> Placement | None:
+    """The choice of `place`, or None if the request fits nowhere: for callers that ask for many nodes. `cores` must be valid."""
+    healthy, pinned = [gpu for gpu in gpus if gpu.healthy], frozenset(required)
+    if cores < CORES_PER_GPU:
+        return _share(healthy, cores, memory_blocks, policy, pinned)
+    free = sorted((gpu for gpu in healthy if gpu.entirely_free), key=lambda gpu: gpu.index)
+    if not pinned <= {gpu.index for gpu in free}:
+        return None
+    if cores == CORES_PER_GPU:
+        return _fragment(topology, free, memory_blocks, pinned)
+    return _link(topology, free, cores // CORES_PER_GPU, memory_blocks, pinned)
+
+
+def _share(
+    gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, policy: Policy, required: frozenset[int]
+) -> Placement | None:
+    candidates = [gpu for gpu in gpus if required <= {gpu.index}] if required else gpus
+    sign = 1 if policy == "binpack" else -1
+    gpu = min(
+        [gpu for gpu in candidates if _fits(gpu, cores, memory_blocks)],
+        key=lambda gpu: (sign * gpu.cores_free, sign * gpu.memory_blocks_free, gpu.index),
+        default=None,
+    )
+    if gpu is None:
+        return None
+    order = "least" if policy == "binpack" else "most"
+    why = f"the {order} free room that fits: {_room(gpu)} before" if len(candidates) > 1 else "the only GPU that may be taken"
+    return Placement(evaluator="share", gpus=(gpu.index,), score=None, why=why)
+
+
+def _fragment(topology: Topology, free: list[GpuCapacity], memory_blocks: int, required: frozenset[int]) -> Placement | None:
+    eligible = [gpu.index for gpu in free if gpu.memory_blocks_free >= memory_blocks and required <= {gpu.index}]
+    tree, free_mask = build_tree(topology), mask_of(tuple(gpu.index for gpu in free))
+    gpu = fragment_choice(tree, free_mask, mask_of(tuple(eligible)))
+    if gpu is None:
+        return None
+    group = enclosing_group(tree, 1 << gpu)
+    why = f"in the group that is nearest to used up: {group.name} with {(group.mask & free_mask).bit_count()} of {len(free)} free GPUs"
+    return Placement(evaluator="fragment", gpus=(gpu,), score=None, why=why)
+
+
+def _link(
+    topology: Topology, free: list[GpuCapacity], count: int, memory_blocks: int, required: frozenset[int]
+) -> Placement | None:
+    chosen = choose_set(
+        topology,
+        tuple(gpu.index for gpu in free),
+        count,
+        tuple(sorted(required)),
+        tuple(gpu.memory_blocks_free for gpu in free),
+        memory_blocks,
+    )
+    if chosen is None:
+        return None
+    score = set_score(score_matrix(topology), chosen)
+    group = enclosing_group(build_tree(topology), mask_of(chosen))
+    why = f"the best joined {count} of {len(free)} free GPUs with what is left in mind: within {group.name}, score {score}"
+    return Placement(evaluator="link", gpus=chosen, score=score, why=why)
+
+
+def _check_cores(cores: int) -> None:
+    if cores < 1:
+        raise Refusal("invalid_request", f"{cores} cores asked: {CORE_RESOURCE} must be 1 or more")
+    if cores > CORES_PER_GPU and cores % CORES_PER_GPU:
+        raise Refusal(
+            "invalid_request",
+            f"{cores} cores asked: above {CORES_PER_GPU}, {CORE_RESOURCE} must be a multiple of {CORES_PER_GPU} (whole GPUs)",
+        )
+
+
+def _fits(gpu: GpuCapacity, cores: int, memory_blocks: int) -> bool:
+    return gpu.cores_free >= cores and gpu.memory_blocks_free >= memory_blocks
+
+
+def _would_fit(gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, required: frozenset[int]) -> bool:
+    """Whether the request would fit if all GPUs were healthy."""
+    if cores < CORES_PER_GPU:
+        return any(required <= {gpu.index} and _fits(gpu, cores, memory_blocks) for gpu in gpus)
+    room = {gpu.index: gpu.memory_blocks_free for gpu in gpus if gpu.entirely_free}
+    return has_room(room, cores // CORES_PER_GPU, required, memory_blocks)
+
+
+def _wanted(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequence[GpuCapacity]) -> str:
+    count = cores // CORES_PER_GPU
+    if cores < CORES_PER_GPU:
+        text = f"no GPU has {_asked(cores, memory_blocks)} free"
+    elif count == 1:
+        text = "no GPU is entirely free" + (f" and has {_count(memory_blocks, 'memory block')}" if memory_blocks else "")
+    else:
+        text = f"{count} entirely free GPUs" + (f" with {_count(memory_blocks, 'memory block')} in all" if memory_blocks else "")
+        text += f" asked, {sum(gpu.entirely_free and gpu.healthy for gpu in gpus)} of {len(gpus)} are free"
+    if required:
+        names = {gpu.index: gpu.name for gpu in gpus}
+        text += f" ({', '.join(names.get(index, f'GPU{index}') for index in sorted(required))} must be among them)"
+    return text
+
+
+def _free_where(gpus: Sequence[GpuCapacity], cores: int) -> str:
+    if not gpus:
+        return "there is no GPU to choose from"
+    parts = [_described(gpu, cores) for gpu in gpus[:_LISTED_GPUS]]
+    more = len(gpus) - len(parts)
+    return "free: " + ", ".join(parts) + (f" and {more} more GPUs" if more else "")
+
+
+def _described(gpu: GpuCapacity, cores: int) -> str:
+    if not gpu.healthy:
+        return f"{gpu.name} not offered ({gpu.note or 'unhealthy'})"
+    if cores >= CORES_PER_GPU and gpu.entirely_free:
+        memory = _count(gpu.memory_blocks_free, "memory block")
+        return f"{gpu.name} entirely ({memory}{f'; {gpu.note}' if gpu.note else ''})"
+    return f"{gpu.name} {_room(gpu)}" + (f" ({gpu.note})" if gpu.note else "")
+
+
+def _room(gpu: GpuCapacity) -> str:
+    return _asked(gpu.cores_free, gpu.memory_blocks_free)
+
+
+def _asked(cores: int, memory_blocks: int) -> str:
+    return f"{_count(cores, 'core')} and {_count(memory_blocks, 'memory block')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

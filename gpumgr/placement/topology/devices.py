@@ -1,0 +1,195 @@
+"""The GPUs of a node, their topology and their use: frozen values, which gpumgr.driver reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from gpumgr.common.units import blocks_of
+
+
+class Level(IntEnum):
+    """How close two GPUs are on PCIe, as `nvidia-smi topo -m` names it. The value is the pair's score (design: placement rules)."""
+
+    SYS = 10
+    NODE = 20
+    PHB = 30
+    PXB = 40
+    PIX = 50
+    PSB = 60
+
+    # Enum's own hash is a Python call; topologies of 16 GPUs are keys of caches and hash hundreds of levels.
+    __hash__ = int.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks (direct, or the smaller number of fabric links of both)."""
+
+    level: Level
+    nvlinks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Pairwise links of n GPUs, indices 0..n-1. `levels` and `nvlinks` are symmetric n x n; the diagonals are not meaningful (PSB, 0)."""
+
+    levels: tuple[tuple[Level, ...], ...]
+    nvlinks: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def link(self, a: int, b: int) -> Link:
+        return Link(level=self.levels[a][b], nvlinks=self.nvlinks[a][b])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigProfile:
+    """A kind of MIG device that a GPU can have: `slices` of its compute, `size` slices of its memory in a row. `starts` are the memory
+    slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
+
+    Source: nvmlDeviceGetGpuInstanceProfileInfo and nvmlDeviceGetGpuInstancePossiblePlacements.
+    """
+
+    name: str
+    number: int
+    memory_mebibytes: int
+    slices: int
+    size: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigInstance:
+    """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
+
+    `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again. `memory_slices`:
+    those of its GPU instance, slice n as bit n; 0 = not known.
+    """
+
+    uuid: str
+    profile: str
+    gpu_instance: int
+    compute_instance: int
+    memory_bytes: int
+    memory_slices: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One physical GPU as NVML describes it. None = the driver does not report it.
+
+    `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
+    `mig_profiles`: the MIG devices that it could have, also while its MIG mode is off; empty if it or the driver has no MIG.
+    Without `memory_bytes` (GB10 has the host's memory) it has no shares.
+    """
+
+    index: int
+    uuid: str
+    minor: int | None
+    bus_id: str | None
+    model: str | None
+    memory_bytes: int | None
+    mig_enabled: bool | None = None
+    numa_node: int | None = None
+    pcie_chain: tuple[str, ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
+    mig_profiles: tuple[MigProfile, ...] = ()
+
+    @property
+    def memory_blocks(self) -> int:
+        return blocks_of(self.memory_bytes or 0)
+
+    @property
+    def memory_mebibytes(self) -> int:
+        """0: the driver reports none."""
+        return (self.memory_bytes or 0) >> 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFailure:
+    """A GPU that NVML lists and can't describe. `uuid` is known if it was seen before or still answers."""
+
+    index: int
+    uuid: str | None
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        return f"GPU{self.index} can't be described: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
+
+    `failures` are listed by NVML, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that NVML does not list.
+    """
+
+    gpus: tuple[Gpu, ...]
+    topology: Topology
+    driver_version: str | None = None
+    nvml_version: str | None = None
+    cuda_version: str | None = None
+    failures: tuple[GpuFailure, ...] = ()
+    pci_gpus: tuple[str, ...] = ()
+
+    @property
+    def unlisted(self) -> int:
+        """How many of the node's GPUs NVML does not list."""
+        return max(0, len(self.pci_gpus) - len(self.gpus) - len(self.failures))
+
+    @property
+    def unlisted_sentence(self) -> str | None:
+        """None if there are none. The addresses are left out if a GPU that NVML lists may be among them."""
+        if not self.unlisted:
+            return None
+        known = {gpu.bus_id for gpu in self.gpus}
+        addresses = [address for address in self.pci_gpus if address not in known]
+        named = f", not {', '.join(addresses)}" if len(addresses) == self.unlisted else ""
+        listed = len(self.pci_gpus) - self.unlisted
+        return f"the driver lists {listed} of the {len(self.pci_gpus)} NVIDIA GPUs on the PCI bus{named}: see `dmesg`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process with a context on a GPU. `memory_bytes` None = not reported; pids are the host's.
+
+    `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not sampled, or not
+    reported.
+    """
+
+    pid: int
+    memory_bytes: int | None
+    utilization_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail
+    (None = no limit)."""
+
+    soft_bytes: int = 0
+    hard_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """The current use of one GPU. Ratios are 0..1; None = not reported. `processes` None = the list is not readable."""
+
+    uuid: str
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    utilization_ratio: float | None = None
+    memory_copy_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """One sample of all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
+
+    gpus: Mapping[str, GpuSample] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,147 @@
+"""The topology tree: groups of GPUs, level by level.
+
+A group at level L is a connected component of "joined by L or closer". A group that would have a single child is not made:
+the group keeps the name of the closest level that joins its GPUs. ROOT always exists, even over one group.
+NVLink counts for scores, not for this tree.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gpumgr.placement.topology.devices import Level, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """GPUs that are joined at `level` or closer (None: the root). A child is a smaller group, or the index of a GPU.
+
+    `mask` has a bit set for each GPU index in the group. Children are in the order of their lowest index.
+    """
+
+    level: Level | None
+    mask: int
+    children: tuple["Group | int", ...]
+
+    @property
+    def name(self) -> str:
+        return "ROOT" if self.level is None else self.level.name
+
+
+@lru_cache(maxsize=64)
+def build_tree(topology: Topology) -> Group:
+    """The tree over all GPUs of `topology`. Without GPUs: a root without children."""
+    nodes: list[Group | int] = list(range(len(topology)))
+    for level in sorted(Level, reverse=True):
+        nodes = [_joined(level, family) for family in _families(topology, nodes, level)]
+    return Group(level=None, mask=_union(nodes), children=tuple(nodes))
+
+
+def groups_smallest_first(root: Group) -> tuple[Group, ...]:
+    """All groups below the root, each after the groups inside it."""
+    found: list[Group] = []
+    for child in root.children:
+        if isinstance(child, Group):
+            found += [*groups_smallest_first(child), child]
+    return tuple(found)
+
+
+def enclosing_group(root: Group, mask: int) -> Group:
+    """The smallest group that holds every GPU of `mask` (the root, where nothing smaller does)."""
+    for child in root.children:
+        if isinstance(child, Group) and child.mask & mask == mask:
+            return enclosing_group(child, mask)
+    return root
+
+
+def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
+    """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, `eligible` lies within `free`.
+
+    Walks down from the root. At each group it takes the child with the fewest free GPUs among those that hold an eligible one;
+    a lone GPU is a child of one; ties go to the lowest free index. None: nothing is eligible.
+    """
+    node: Group | int = root
+    while isinstance(node, Group):
+        open_children = [child for child in node.children if _mask(child) & eligible]
+        if not open_children:
+            return None
+        node = min(open_children, key=lambda child: _room(_mask(child) & free))
+    return node
+
+
+def fragment_order(root: Group) -> dict[int, int]:
+    """The position, from 1, in which fragment takes each GPU of an empty node."""
+    free, turns = root.mask, dict[int, int]()
+    while (gpu := fragment_choice(root, free, free)) is not None:
+        turns[gpu] = len(turns) + 1
+        free ^= 1 << gpu
+    return turns
+
+
+def access_costs(root: Group) -> dict[int, int]:
+    """Each GPU's access cost: the rank, from 1, in which its parent group would be used up by fragment on an empty node.
+
+    Groups that are used up by the same GPU (one inside the other) share a rank.
+    """
+    parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
+    turns = fragment_order(root)
+    used_up = [max(turns[gpu] for gpu in indices(group.mask)) for group in parents]
+    rank = {turn: position for position, turn in enumerate(sorted(set(used_up)), start=1)}
+    costs: dict[int, int] = {}
+    for group, turn in zip(parents, used_up, strict=True):
+        costs |= {child: rank[turn] for child in group.children if isinstance(child, int)}
+    return costs
+
+
+def indices(mask: int) -> tuple[int, ...]:
+    """The indices of the bits that are set, ascending."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return tuple(found)
+
+
+def mask_of(gpus: tuple[int, ...]) -> int:
+    """The mask that has exactly the bits of `gpus` set."""
+    return sum(1 << gpu for gpu in set(gpus))
+
+
+def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
+    """Nodes that belong together at `level`: connected through pairs of GPUs of that level or closer."""
+    families: list[list[Group | int]] = []
+    for node in nodes:
+        near = _near(topology, _mask(node), level)
+        joined = [family for family in families if _union(family) & near]
+        merged = [member for family in joined for member in family]
+        families = [family for family in families if family not in joined]
+        families.append([*merged, node])
+    return families
+
+
+def _near(topology: Topology, mask: int, level: Level) -> int:
+    members = indices(mask)
+    return mask_of(tuple(b for b in range(len(topology)) for a in members if a != b and topology.levels[a][b] >= level))
+
+
+def _joined(level: Level, family: list[Group | int]) -> Group | int:
+    if len(family) == 1:
+        return family[0]
+    family = sorted(family, key=lambda node: _room(_mask(node))[1])
+    return Group(level=level, mask=_union(family), children=tuple(family))
+
+
+def _mask(node: Group | int) -> int:
+    return node.mask if isinstance(node, Group) else 1 << node
+
+
+def _union(nodes: list[Group | int]) -> int:
+    union = 0
+    for node in nodes:
+        union |= _mask(node)
+    return union
+
+
+def _room(mask: int) -> tuple[int, int]:
+    """How many GPUs, and the lowest bit: compares like (number, lowest index)."""
+    return mask.bit_count(), mask & -mask

@@ -1,0 +1,152 @@
+"""Reads the host's cgroups, and the cgroups of its processes from /proc; `cgroup_path` has the rules.
+
+Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
+Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, Literal
+
+from gpumgr.common.errors import CriError
+from gpumgr.runtime.cgroup_path import memory_path, parse_nspid
+
+Mode = Literal["v1", "v2", "hybrid"]
+
+#: The cgroup was removed while it was read (ENOENT, ENODEV), or is threaded, and its processes are listed in its parent (EOPNOTSUPP).
+_NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hierarchy:
+    """The cgroup hierarchy of a node. `root`: where the hierarchy that counts memory is mounted; `Container.cgroup` is a path below it.
+
+    v2 has one hierarchy for everything; v1 one for each controller; hybrid is v1 with v2's beside it, mostly without controllers.
+    """
+
+    mode: Mode
+    root: Path
+
+
+def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
+    """/proc/mounts -> the hierarchy mounted at or below `cgroup_root`; None if there is none that can count memory."""
+    memory = unified = None
+    v1 = False
+    for line in mounts.split("\n"):
+        fields = line.split(" ")
+        if len(fields) < 4 or fields[2] not in ("cgroup", "cgroup2"):
+            continue
+        point = _unescape(fields[1])
+        if not PurePosixPath(point).is_relative_to(cgroup_root):
+            continue
+        if fields[2] == "cgroup2":
+            unified = unified or point
+        else:
+            v1 = True
+            memory = memory or (point if "memory" in fields[3].split(",") else None)
+    root = memory or unified
+    if root is None:
+        return None
+    return Hierarchy(mode="v2" if not v1 else "hybrid" if unified else "v1", root=Path(root))
+
+
+def _unescape(field: str) -> str:
+    """fstab(5): blanks and backslashes are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+
+
+class Cgroups:
+    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. Every read is a small file, from memory."""
+
+    def __init__(self, cgroup_root: Path, proc_root: Path = Path("/proc")) -> None:
+        self._cgroup_root = cgroup_root
+        self._proc_root = proc_root
+        self._hierarchy: Hierarchy | None = None
+
+    def hierarchy(self) -> Hierarchy:
+        """The hierarchy of this node, which never changes while it runs. Raises CriError if there is none."""
+        if self._hierarchy is None:
+            mounts = self._proc_root / "mounts"
+            try:
+                text = _text(mounts)
+            except OSError as error:
+                raise CriError(f"can't read {mounts}: {error.strerror}; mount proc there") from error
+            self._hierarchy = parse_hierarchy(text, self._cgroup_root.resolve())
+        if self._hierarchy is None:
+            raise CriError(
+                f"no cgroup hierarchy that counts memory is mounted at or below {self._cgroup_root}; "
+                "set cri.cgroup_root to where the host's are mounted (normally /sys/fs/cgroup)"
+            )
+        return self._hierarchy
+
+    def path_of(self, pid: int) -> str | None:
+        """The cgroup of a process, as in `Container.cgroup`; None if it is gone."""
+        text = self._of_process(pid, "cgroup")
+        return memory_path(text) if text is not None else None
+
+    def nspid_of(self, pid: int) -> int | None:
+        """The pid of a process in the innermost of its pid namespaces; None if it is gone."""
+        text = self._of_process(pid, "status")
+        return parse_nspid(text) if text is not None else None
+
+    def pids(self, cgroup: str) -> tuple[int, ...]:
+        """The host's pids of all processes in `cgroup` (a path as in `Container.cgroup`) and below, ascending; none if it is gone.
+
+        Raises CriError if the hierarchy or a cgroup in it can't be read.
+        """
+        root = self.hierarchy().root
+        folder = root / cgroup.lstrip("/")
+        if ".." in folder.parts:
+            return ()
+        try:
+            if not folder.is_dir():
+                os.scandir(root).close()
+            # 0 is listed for processes of a pid namespace that is invisible here.
+            return tuple(sorted({pid for each in _and_below(folder) for pid in _processes(each) if pid > 0}))
+        except OSError as error:
+            raise CriError(
+                f"can't read {error.filename}: {error.strerror}; run gpumgr as root, with the host's cgroups at cri.cgroup_root "
+                f"({self._cgroup_root})"
+            ) from error
+
+    def _of_process(self, pid: int, name: str) -> str | None:
+        try:
+            return _text(self._proc_root / str(pid) / name)
+        except OSError:  # gone; ESRCH if it ended while it was read
+            return None
+
+
+def _text(file: Path) -> str:
+    """The bytes as text: universal newlines would end a line at a carriage return in a name. Raises OSError."""
+    return file.read_bytes().decode(errors="surrogateescape")
+
+
+def _and_below(folder: Path) -> Iterator[Path]:
+    """`folder` and all folders below it; without those that are removed while this reads. Raises OSError."""
+    waiting = [folder]
+    while waiting:
+        at = waiting.pop()
+        try:
+            with os.scandir(at) as entries:
+                waiting.extend(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError as error:
+            if error.errno in _NOTHING_THERE:
+                continue
+            raise
+        yield at
+
+
+def _processes(folder: Path) -> Iterator[int]:
+    """The processes of one cgroup; v1 may name one twice. Raises OSError."""
+    try:
+        text = (folder / "cgroup.procs").read_text()
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return
+        # The error of a failing read, unlike that of a failing open, has no file name.
+        raise OSError(error.errno, error.strerror, str(folder / "cgroup.procs")) from error
+    yield from (int(line) for line in text.split() if line.isdecimal())

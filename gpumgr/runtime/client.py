@@ -1,0 +1,126 @@
+"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It changes nothing."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+
+from gpumgr._pb.runtime import v1 as cri
+from gpumgr.common.errors import CriError
+from gpumgr.common.foreign_text import UnreadableText
+from gpumgr.common.rpc import wire
+from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel
+from gpumgr.ledger.pods import PodSandbox
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.runtime.toolkit import Runtimes, parse_runtimes
+
+_SERVICE: Final = "/runtime.v1.RuntimeService/"
+_SET: Final = (
+    "set cri.socket to the socket that the kubelet uses (containerd: /run/containerd/containerd.sock, CRI-O: /run/crio/crio.sock)"
+)
+
+
+class CriClient:
+    """Stays connected, and reconnects after a restart of the runtime. Create it inside the event loop; `close` it.
+
+    All calls raise CriError if the runtime is unavailable, refuses, or takes longer than `timeout_seconds`.
+    """
+
+    def __init__(self, socket: Path, *, timeout_seconds: float = 2.0) -> None:
+        self._socket = socket
+        self._timeout_seconds = timeout_seconds
+        self._channel = UnixChannel(socket)
+
+    async def version(self) -> RuntimeVersion:
+        """The runtime's name and version."""
+        with self._explained("ask the container runtime for its version"):
+            found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
+            return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)
+
+    async def runtimes(self) -> Runtimes:
+        """The low-level runtimes that it starts containers with."""
+        with self._explained("ask the container runtime for its default runtime"):
+            return parse_runtimes(await self._call("Status", cri.StatusRequest(verbose=True), cri.StatusResponse))
+
+    async def list(self) -> tuple[Container, ...]:
+        """The kubelet's containers of all states, without pid and cgroup."""
+        with self._explained("list the containers"):
+            return await asyncio.to_thread(
+                parse_containers, await self._call("ListContainers", cri.ListContainersRequest(), bytes)
+            )
+
+    async def ready_sandboxes(self) -> tuple[PodSandbox, ...]:
+        """The pods that have a sandbox in the state READY."""
+        state = cri.PodSandboxState(cri.PodSandboxState.SANDBOX_READY)
+        ready = cri.PodSandboxFilter(state=cri.PodSandboxStateValue(state=state))
+        with self._explained("list the pods' sandboxes"):
+            answer = await self._call("ListPodSandbox", cri.ListPodSandboxRequest(filter=ready), bytes)
+            return await asyncio.to_thread(parse_ready_sandboxes, answer)
+
+    async def init_process(self, container_id: str) -> InitProcess | None:
+        """The first process of a container and its cgroup; None if there is no such container any more."""
+        with self._explained(f"ask for the status of container {container_id}"):
+            try:
+                request = cri.ContainerStatusRequest(container_id=container_id, verbose=True)
+                return parse_status(await self._call("ContainerStatus", request, cri.ContainerStatusResponse))
+            except GRPCError as error:
+                if error.status is Status.NOT_FOUND:
+                    return None
+                raise
+
+    def close(self) -> None:
+        self._channel.close()
+
+    async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
+        """One call. No call changes anything, so it is repeated if the connection turns out to have ended while it was idle."""
+        route = _SERVICE + method
+        try:
+            return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
+        except StreamTerminatedError:
+            return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turns every error of a call into a CriError; `doing` is like "list the containers"."""
+        try:
+            yield
+        except (wire.WireError, UnreadableText) as error:
+            reason = f"the answer can't be read ({error}); does cri.socket name the socket of containerd or CRI-O?"
+            raise CriError(f"can't {doing} at {self._socket}: {reason}") from error
+        except CALL_FAILURES as error:
+            raise CriError(f"can't {doing} at {self._socket}: {_reason(error, self._timeout_seconds)}") from error
+
+
+def _reason(error: Exception, timeout_seconds: float) -> str:
+    """The cause and the remedy, for one of CALL_FAILURES."""
+    silent = (
+        f"there was no answer within {timeout_seconds:g} s; is the container runtime (setting cri.socket) overloaded or hung?"
+    )
+    match error:
+        case GRPCError(status=Status.UNIMPLEMENTED):
+            return (
+                f"no CRI v1 is spoken there ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or newer with its cri "
+                f"plugin enabled (disabled_plugins in its config.toml), or {_SET}"
+            )
+        case TimeoutError():
+            return silent
+        case GRPCError():
+            said = error.message or "no reason given"
+            return f"the answer was {error.status.name}: {said}; look at the log of the container runtime (setting cri.socket)"
+        case StreamTerminatedError() | ProtocolError():
+            return "the peer hung up in the middle of the call; is it a container runtime (setting cri.socket)?"
+        case FileNotFoundError():
+            return f"the socket does not exist; start the container runtime, or {_SET}"
+        case ConnectionRefusedError():
+            return f"no process listens there; start the container runtime, or {_SET}"
+        case PermissionError():
+            return f"permission denied; run gpumgr as root, or {_SET}"
+        case OSError():
+            return f"{error.strerror or error}; start the container runtime, or {_SET}"
+        case _:
+            return str(error)

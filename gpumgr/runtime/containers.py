@@ -1,0 +1,209 @@
+"""The node's containers and the containers of processes, from a cache that polls the runtime.
+
+A process belongs to the container that has its cgroup, or one above it, according to the runtime. The names in the path are read for a
+container that the runtime does not list (yet).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.ports import Runs
+from gpumgr.common.errors import CriError
+from gpumgr.common.units import Process
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.cgroup_path import container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.codec import InitProcess
+
+_log = structlog.get_logger(__name__)
+
+#: A change, or an announced start, makes polls frequent for so long.
+EAGER_SECONDS: Final = 15.0
+EAGER_PERIOD_SECONDS: Final = 1.0
+CALM_PERIOD_SECONDS: Final = 10.0
+#: Between two polls for unknown containers, so that many containers that start at once cause few polls. A program waits for such a poll.
+UNKNOWN_PERIOD_SECONDS: Final = 0.02
+#: Calls of `tick` are not exactly a second apart: a poll may be so much earlier than its period.
+_EARLY_SECONDS: Final = 0.1
+
+#: pid and cgroup, requested from the runtime once for each container.
+Location = tuple[int | None, str | None]
+
+
+class Containers:
+    """Call `tick` once a second or more often. If the runtime is unavailable, nothing raises: `unavailable` has the reason, and the
+    cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits for it."""
+
+    def __init__(
+        self,
+        client: CriClient,
+        cgroups: Cgroups,
+        runs: Runs,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._cgroups = cgroups
+        self.runs = runs
+        self._clock = clock
+        self._sleep = sleep
+        self._polled_at = self._eager_until = float("-inf")
+        self._polling = asyncio.Lock()
+        self._unavailable: str | None = None
+        self._table: dict[str, Container] = {}
+        #: None: the request failed, which was logged, and is repeated.
+        self._locations: dict[str, Location | None] = {}
+        self._processes: dict[Process, str] = {}
+        #: Container ids in cgroups that the runtime does not list: the pods' sandboxes.
+        self._unlisted: set[str] = set()
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the runtime does not answer; None while it does, and before the first poll."""
+        return self._unavailable
+
+    @property
+    def due(self) -> bool:
+        """Whether `tick` would poll."""
+        now = self._clock()
+        period_seconds = EAGER_PERIOD_SECONDS if now < self._eager_until else CALM_PERIOD_SECONDS
+        return now - self._polled_at >= period_seconds - _EARLY_SECONDS
+
+    def running(self) -> Sequence[Container]:
+        """The containers that ran at the last poll."""
+        return tuple(container for container in self._table.values() if container.running)
+
+    def pids(self, container: Container) -> tuple[int, ...]:
+        """The host's pids of all processes in the container's cgroup and below, now, ascending; none if its cgroup is gone or
+        unknown. Raises CriError if the cgroups can't be read."""
+        return self._cgroups.pids(container.cgroup) if container.cgroup is not None else ()
+
+    def wake(self) -> None:
+        """Polls each second for a while, since a container is about to start."""
+        self._eager_until = self._clock() + EAGER_SECONDS
+
+    async def tick(self) -> None:
+        """Polls the runtime if a poll is due."""
+        async with self._polling:
+            if self.due:
+                await self._refresh()
+
+    async def refresh(self) -> None:
+        """Polls the runtime now."""
+        async with self._polling:
+            await self._refresh()
+
+    async def container_of(self, pid: int, start_time: int) -> Container | None:
+        """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or
+        is gone. An unknown container causes a poll, UNKNOWN_PERIOD_SECONDS after the last one at the earliest.
+
+        While the runtime is unavailable, an unknown container has no names: `pod` is ("", "") and `name` is "".
+        """
+        process = (pid, start_time)
+        path = self._processes.get(process) or self._cgroups.path_of(pid)
+        if path is None or not self.runs(process):
+            return None
+        self._processes[process] = path
+        container, container_id = self._holding(path), container_id_in(path)
+        if container is not None or container_id is None or container_id in self._unlisted:
+            return container
+        await self._poll_for(container_id)
+        container = self._holding(path)
+        if container is None and self._unavailable is not None:
+            place = container_cgroup_in(path)
+            if place is None:
+                return None
+            return Container(id=place.container_id, pod=("", ""), pod_uid=place.pod_uid, name="", cgroup=place.cgroup)
+        if container is None:
+            self._unlisted.add(container_id)
+        return container
+
+    def _holding(self, path: str) -> Container | None:
+        """The listed container that has this cgroup or one above it, else the one that the path names."""
+        running_last = sorted(self._table.values(), key=lambda each: each.running)
+        by_cgroup = {each.cgroup: each for each in running_last if each.cgroup is not None}
+        at = path
+        while at:
+            if (container := by_cgroup.get(at)) is not None:
+                return container
+            at = at.rpartition("/")[0]
+        return self._table.get(container_id_in(path) or "")
+
+    async def _poll_for(self, container_id: str) -> None:
+        """Polls for a container that is not in the table, unless the runtime is unavailable."""
+        since = self._clock()
+        if self._unavailable is not None:
+            self.wake()
+            return
+        async with self._polling:
+            # A poll after `since` has covered this container, too: it is listed before its program runs.
+            if self._polled_at <= since and container_id not in self._table:
+                await self._sleep(max(0.0, self._polled_at + UNKNOWN_PERIOD_SECONDS - self._clock()))
+                await self._refresh()
+
+    async def _refresh(self) -> None:
+        self._polled_at = self._clock()
+        before = self._states()
+        try:
+            await self._take(await self._client.list())
+        except CriError as error:
+            if self._unavailable is None:
+                _log.warning("cri_unavailable", reason=str(error))
+            self._unavailable = str(error)
+        else:
+            if self._unavailable is not None:
+                _log.info("cri_available")
+            self._unavailable = None
+        if self._states() != before:
+            self.wake()
+        self._drop_ended()
+
+    def _states(self) -> set[tuple[str, bool]]:
+        return {(container.id, container.running) for container in self._table.values()}
+
+    def _drop_ended(self) -> None:
+        """Drops processes that have ended."""
+        self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
+        self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
+
+    async def _take(self, listed: Sequence[Container]) -> None:
+        """Takes the names, then requests the locations of running containers that have none yet."""
+        self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
+        self._table = {each.id: self._located(each) for each in listed}
+        missing = [each for each in listed if each.running and self._locations.get(each.id) is None]
+        # Failed requests come last, so that one container with a broken status does not delay the others.
+        for each in sorted(missing, key=lambda each: each.id in self._locations):
+            if not await self._locate(each):
+                break
+
+    async def _locate(self, container: Container) -> bool:
+        """Requests the location of a container. False: there was no answer, and the other requests can wait."""
+        try:
+            first = await self._client.init_process(container.id)
+        except CriError as error:
+            if container.id not in self._locations:
+                _log.warning("container_not_located", container=container.id, pod="/".join(container.pod), reason=str(error))
+            self._locations[container.id] = None
+            return False
+        if first is not None:
+            self._locations[container.id] = self._location(container.id, first)
+            self._table[container.id] = self._located(container)
+        return True
+
+    def _located(self, container: Container) -> Container:
+        pid, cgroup = self._locations.get(container.id) or (None, None)
+        return replace(container, pid=pid if container.running else None, cgroup=cgroup)
+
+    def _location(self, container_id: str, first: InitProcess) -> Location:
+        """The cgroup of its first process if it can be read; the spec's path is only a request (runc may choose another)."""
+        path = self._cgroups.path_of(first.pid) if first.pid is not None else None
+        if path is not None and (cgroup := own_cgroup(path, container_id)) is not None:
+            return first.pid, cgroup
+        return first.pid, expand_cgroups_path(first.cgroups_path) if first.cgroups_path is not None else None

@@ -1,0 +1,244 @@
+"""Evaluates each sample of the driver: who uses what, what the enforcement backends find, and which containers exceed their memory limit.
+
+Three sources count: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger has what the
+container was granted. What containers and the libraries in them report about themselves does not count.
+
+While no container shares a GPU there is no limit to enforce, and an evaluation every 10 s shows what whole GPUs are used for.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Finding, Pods, RunningContainer
+from gpumgr.agent.tenants import is_share, tenant_of
+from gpumgr.common.units import MEMORY_RESOURCE
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.usage.allocation_index import AllocationIndex
+from gpumgr.ledger.usage.ended import EndedContainers
+from gpumgr.ledger.usage.join import join
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
+from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
+from gpumgr.ledger.usage.unattributed import KnownProcesses, update_unattributed
+from gpumgr.placement.topology.devices import Gpu, NodeSample
+from gpumgr.runtime.background_call import BackgroundCall
+from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+from gpumgr.runtime.findings import OVER_LIMIT, FindingsReporter
+from gpumgr.runtime.process_owners import ProcessOwners
+
+log = structlog.get_logger(__name__)
+
+#: How often to evaluate a sample while nothing is allocated, to find unattributed processes.
+CALM_PERIOD_SECONDS: Final = 10.0
+#: How long an evaluation waits for the container runtime, and for the enforcement backends.
+TIMEOUT_SECONDS: Final = 0.5
+
+Mechanisms = tuple[str, ...]
+
+
+class Backends(Protocol):
+    """All enforcement backends together (gpumgr.enforcement.enforcer.Enforcer)."""
+
+    async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
+
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None: ...
+
+
+class LimitMeter(Protocol):
+    """Metrics of this package (gpumgr.web.metrics.registry.Metrics)."""
+
+    def went_over(self) -> None: ...
+
+    def found(self, backend: str, code: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverLimit:
+    """When a container counts as over its limit, and whether its pod is then evicted: settings of the section enforcement."""
+
+    samples: int
+    slack_bytes: int
+    evict: bool = False
+
+
+class MemoryLimitWatcher:
+    """`evict` takes all uses over their limit at present, the pods of which are to be evicted (gpumgr.node.over_limit). `can_evict`: there
+    is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        *,
+        records: AgentRecords,
+        pods: Pods,
+        owners: ProcessOwners,
+        events: ContainerEvents,
+        backends: Backends,
+        evict: Callable[[Sequence[ContainerUse]], None],
+        meter: LimitMeter,
+        over_limit: OverLimit,
+        can_evict: bool,
+        clock: Callable[[], float] = time.monotonic,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self._records, self._owners, self._events, self._backends = records, owners, events, backends
+        self._evict, self._meter, self._clock = evict, meter, clock
+        self._rule, self._can_evict = over_limit, can_evict
+        self._shares, self._pods = _Shares(pods), pods
+        self._enforce, self._timeout_seconds = BackgroundCall("enforce_limits"), timeout_seconds
+        self._evaluated_at = float("-inf")
+        self._use: NodeUse | None = None
+        self._limit_state = OverLimitState()
+        self._unattributed: KnownProcesses = {}
+        self._ended = EndedContainers()
+        self._findings = FindingsReporter(count=meter.found, add_event=events.add, clock=clock)
+
+    def apply(self, over_limit: OverLimit) -> None:
+        """Counts from the next sample on."""
+        self._rule = over_limit
+
+    # -- what is shown -----------------------------------------------------------------------------------------------------
+
+    @property
+    def use(self) -> NodeUse | None:
+        """The latest evaluation, without containers that are gone; None before the first."""
+        return self._use.of(self._records.ledger.allocations) if self._use is not None else None
+
+    @property
+    def over(self) -> frozenset[AllocationOnGpu]:
+        """Where containers are over their memory limit."""
+        known = self._records.ledger.allocations
+        return frozenset(place for place in self._limit_state.over if place[0] in known)
+
+    def needs_process_utilization(self) -> bool:
+        """True while any container shares a GPU: samples should then include the utilization of each process."""
+        return any(map(is_share, self._records.ledger.allocations.values()))
+
+    # -- once a sample -----------------------------------------------------------------------------------------------------
+
+    async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
+        """`started`: pid -> start time in clock ticks since boot, without processes that have ended."""
+        ledger, now = self._records.ledger, self._clock()
+        awaited = self._ended.ended
+        self._ended = self._ended.at(ledger.allocations, now)
+        if not (ledger.allocations or awaited or self._ended.ended) and now - self._evaluated_at < CALM_PERIOD_SECONDS:
+            return
+        self._evaluated_at = now
+        shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
+        index = AllocationIndex(ledger.allocations.values(), self._pods.all())
+        seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
+        ownership = await self._owners.find(index, shares, seen, started)
+        use = self._use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+        limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
+        self._check_limits([use.containers[place] for place in limited])
+        self._log_unattributed(use, started)
+        running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
+        await self._enforce.start(lambda: self._observe_and_adjust(running), timeout_seconds=self._timeout_seconds)
+
+    async def close(self) -> None:
+        await self._enforce.close()
+        await self._owners.close()
+
+    def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
+        ownership = self._owners.latest
+        for allocation, tenant in shares.items():
+            if not (containers := ownership.containers.get(allocation)):
+                continue
+            pids = ownership.pids.get(allocation, ())
+            gpu_pids = frozenset(pid for gpu in tenant.gpus for pid in use.containers[allocation, gpu.name].processes)
+            if not gpu_pids <= set(pids):
+                pids = tuple(sorted({*pids, *gpu_pids}))
+            yield RunningContainer(
+                tenant=tenant, container=containers[0], others=tuple(containers[1:]), pids=pids, gpu_pids=gpu_pids
+            )
+
+    async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
+        """Observes first: after an adjustment there would be nothing to find."""
+        self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
+        await self._backends.adjust(running)
+
+    # -- memory ------------------------------------------------------------------------------------------------------------
+
+    def _check_limits(self, uses: Sequence[ContainerUse]) -> None:
+        rule = self._rule
+        change = apply_readings(self._limit_state, uses, samples=rule.samples, slack_bytes=rule.slack_bytes)
+        self._limit_state = change.state
+        for use in change.began:
+            self._meter.went_over()
+            log.warning("container_over_limit", **_log_fields(use))
+            self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
+        over = self._limit_state.over if rule.evict else ()
+        self._evict([use for use in uses if (use.allocation, use.gpu) in over])
+        for use in change.ended:
+            log.info("container_within_limit", **_log_fields(use))
+
+    def _over_limit_message(self, use: ContainerUse) -> str:
+        """The amount in use is in the log and the metrics: with a constant sentence, Kubernetes counts one Event."""
+        rule = self._rule
+        return (
+            f"container {use.container or '?'} is over its limit: it was granted {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
+            f"{use.uuid} and used more than that and the tolerance of {_mebibytes(rule.slack_bytes)} MiB in {rule.samples} samples in "
+            f"a row; reduce its use, or request more {MEMORY_RESOURCE}"
+            + ("; the pod is evicted" if rule.evict and self._can_evict else "")
+        )
+
+    # -- unattributed processes --------------------------------------------------------------------------------------------
+
+    def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
+        """Logs each unattributed GPU process once when it appears (that of an ended container if it stays), and once when it has ended."""
+        expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
+        self._ended = self._ended.after(use, started)
+        met = update_unattributed(self._unattributed, use, started, expected)
+        self._unattributed = met.known
+        for (pid, _), processes in met.new.items():
+            log.warning(
+                "gpu_stranger",
+                pid=pid,
+                container=processes[0].container,
+                gpus=tuple(process.gpu for process in processes),
+                memory_bytes=sum(process.memory_bytes or 0 for process in processes),
+                consequence="it uses a GPU without an allocation, and its memory is not accounted to any container",
+            )
+        for pid, _ in sorted(met.gone):
+            log.info("gpu_stranger_gone", pid=pid)
+
+
+class _Shares:
+    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its
+    pod stay the same: otherwise every evaluation, one per second, would create all of them again."""
+
+    def __init__(self, pods: Pods) -> None:
+        self._pods = pods
+        self._made: dict[AllocationId, tuple[tuple[Allocation, Sequence[Gpu | None], PodView | None], GpuShare | None]] = {}
+
+    def of(self, ledger: Ledger, gpus: Mapping[str, Gpu]) -> Mapping[AllocationId, GpuShare]:
+        made = {}
+        for allocation in ledger.allocations.values():
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            basis = allocation, [gpus.get(name) for name in allocation.gpus], view
+            known = self._made.get(allocation.id)
+            if known is None or known[0] != basis:
+                known = basis, tenant_of(allocation, ledger.gpu_registry, gpus, view)
+            made[allocation.id] = known
+        self._made = made
+        return {allocation: tenant for allocation, (_, tenant) in made.items() if tenant is not None}
+
+
+def _log_fields(use: ContainerUse) -> dict[str, object]:
+    return {
+        "allocation": use.allocation,
+        "holder": use.describe(),
+        "gpu": use.gpu,
+        "memory_bytes": use.memory_bytes,
+        "memory_limit_bytes": use.memory_limit_bytes,
+        "pids": use.pids,
+    }
+
+
+def _mebibytes(count: int | None) -> int:
+    return (count or 0) >> 20

@@ -1,0 +1,152 @@
+"""Maps GPU processes to containers, from the container runtime's list and the kernel's cgroups.
+
+- The processes of a container that shares a GPU are read from its cgroup: one small file, and no process can avoid it.
+- Every other GPU process is looked up by its own cgroup, once.
+- A slow container runtime delays nothing: after `timeout_seconds` the last known answers count.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import structlog
+
+from gpumgr.common.errors import CriError
+from gpumgr.common.units import Process
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.usage.allocation_index import AllocationIndex
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.background_call import BackgroundCall
+
+log = structlog.get_logger(__name__)
+
+#: A process in no container, or in one without a name yet, is looked up again after this time.
+RETRY_SECONDS: Final = 5.0
+
+
+class RunningContainers(Protocol):
+    """The container runtime's containers, from memory (gpumgr.runtime.containers.Containers)."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the containers are to be listed."""
+        ...
+
+    async def tick(self) -> None:
+        """Lists the containers if that is due."""
+        ...
+
+    def running(self) -> Sequence[Container]: ...
+
+    def pids(self, container: Container) -> tuple[int, ...]:
+        """All processes in the container's cgroup and below. Blocks; call it on a thread. Raises CriError."""
+        ...
+
+    async def container_of(self, pid: int, start_time: int) -> Container | None:
+        """None: the process has ended or is in no container of the kubelet. Without a name while the runtime does not answer."""
+        ...
+
+    def runs(self, process: Process, /) -> bool:
+        """Whether it has not ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOwnership:
+    """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
+
+    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these,
+    ascending.
+    """
+
+    owners: Mapping[int, Container | None] = field(default_factory=dict)
+    containers: Mapping[AllocationId, Sequence[Container]] = field(default_factory=dict)
+    pids: Mapping[AllocationId, tuple[int, ...]] = field(default_factory=dict)
+
+
+class ProcessOwners:
+    """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
+
+    def __init__(self, runtime: RunningContainers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
+        self._runtime, self._clock, self._timeout_seconds = runtime, clock, timeout_seconds
+        self._list, self._look_up = BackgroundCall("list_containers"), BackgroundCall("look_up_processes")
+        self._answers: dict[Process, tuple[Container | None, float]] = {}
+        self._error = ""
+        self.latest = ProcessOwnership()
+
+    async def find(
+        self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
+    ) -> ProcessOwnership:
+        """`shares`: allocations for which all processes of the container are wanted. `seen`: pids to find the containers of.
+
+        `started`: pid -> start time in clock ticks since boot, without processes that have ended.
+        """
+        deadline = self._clock() + self._timeout_seconds
+        if self._runtime.due:
+            await self._list.start(self._runtime.tick, timeout_seconds=self._timeout_seconds)
+        containers = self._containers(index, shares)
+        every = {each.id: each for users in containers.values() for each in users}
+        inside = await asyncio.to_thread(self._read_pids, every.values()) if every else {}
+        pids = {
+            allocation: tuple(sorted(pid for each in users for pid in inside[each.id]))
+            for allocation, users in containers.items()
+            if all(each.id in inside for each in users)
+        }
+        owners: dict[int, Container | None] = {pid: every[each] for each, found in inside.items() for pid in found}
+        self._answers = {process: answer for process, answer in self._answers.items() if started.get(process[0]) == process[1]}
+        others = [(pid, started[pid]) for pid in seen if pid in started and pid not in owners]
+        due = [process for process in others if self._is_due(process)]
+        if due:
+            await self._look_up.start(lambda: self._look_up_all(due), timeout_seconds=max(0.0, deadline - self._clock()))
+        owners |= {process[0]: self._answers[process][0] for process in others if process in self._answers}
+        self.latest = ProcessOwnership(owners=owners, containers=containers, pids=pids)
+        return self.latest
+
+    async def close(self) -> None:
+        await self._list.close()
+        await self._look_up.close()
+
+    def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
+        """Of several starts of a container the latest counts."""
+        found: dict[AllocationId, dict[object, Container]] = {}
+        for container in self._runtime.running():
+            for allocation in index.exact(container):
+                if allocation.id in shares:
+                    users = found.setdefault(allocation.id, {})
+                    user = (container.pod_uid, container.name) if allocation.claim else None
+                    if (known := users.get(user)) is None or known.attempt <= container.attempt:
+                        users[user] = container
+        return {allocation: tuple(users.values()) for allocation, users in found.items()}
+
+    def _read_pids(self, containers: Iterable[Container]) -> dict[str, tuple[int, ...]]:
+        """Container's id -> its processes. Runs on a thread.
+
+        A container with an unreadable cgroup has no processes here; the reason is logged once."""
+        pids: dict[str, tuple[int, ...]] = {}
+        reason = ""
+        for container in containers:
+            try:
+                pids[container.id] = self._runtime.pids(container)
+            except CriError as error:
+                reason = reason or str(error)
+        if reason not in ("", self._error):
+            log.warning("container_processes_unknown", reason=reason)
+        self._error = reason
+        return pids
+
+    def _is_due(self, process: Process) -> bool:
+        if process not in self._answers:
+            return True
+        container, answered_at = self._answers[process]
+        return (container is None or not container.name) and self._clock() - answered_at >= RETRY_SECONDS
+
+    async def _look_up_all(self, processes: Sequence[Process]) -> None:
+        """Concurrently: one List call to the runtime answers for all processes with unknown containers."""
+        await asyncio.gather(*map(self._look_up_one, processes))
+
+    async def _look_up_one(self, process: Process) -> None:
+        container = await self._runtime.container_of(*process)
+        # A process that has ended since the driver listed it gets no answer: in no container it would be unattributed.
+        if container is not None or self._runtime.runs(process):
+            self._answers[process] = (container, self._clock())

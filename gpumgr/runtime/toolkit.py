@@ -1,0 +1,97 @@
+"""Decides, from what the container runtime reports, whether NVIDIA's container toolkit adds the driver's files to containers.
+
+The toolkit acts in containers of its own runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs;
+containers of gpumgr name none. Source: NVIDIA Container Toolkit, architecture overview.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr._pb.runtime.v1 import StatusResponse
+from gpumgr.common.foreign_text import decode_json
+from gpumgr.ledger.answer import DriverAccess
+
+_TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtimes:
+    """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the one for pods without a
+    runtime class. `cdi_dirs`: folders of CDI specs, empty if CDI is off. None: not reported."""
+
+    default: str | None = None
+    programs: Mapping[str, str] = field(default_factory=dict)
+    cdi_dirs: tuple[Path, ...] | None = None
+
+    def of_toolkit(self) -> tuple[str, ...]:
+        """The names of the runtimes that are the toolkit's."""
+        return tuple(name for name, program in self.programs.items() if _TOOLKIT.search(f"{name} {Path(program).name}"))
+
+    def describe_default(self) -> str:
+        program = self.programs.get(self.default or "", "")
+        return f"{self.default}{f' ({program})' if program else ''}"
+
+
+class _Runtime(msgspec.Struct, frozen=True):
+    path: str = msgspec.field(name="runtimePath", default="")
+    options: dict[str, Any] | None = None
+
+
+class _Containerd(msgspec.Struct, frozen=True):
+    default: str = msgspec.field(name="defaultRuntimeName", default="")
+    runtimes: dict[str, _Runtime] | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The object under the key "config". containerd (1.6: pkg/cri/config, 2: internal/cri/config) writes these fields, the folders of CDI
+    since 1.7 and whether it is on until it always is (2.4); CRI-O (server/runtime_status.go) writes none of them."""
+
+    containerd: _Containerd | None = None
+    cdi: bool | None = msgspec.field(name="enableCDI", default=None)
+    cdi_dirs: list[str] | None = msgspec.field(name="cdiSpecDirs", default=None)
+
+
+def parse_runtimes(status: StatusResponse) -> Runtimes:
+    """The answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
+    config = decode_json(status.info.get("config", "{}"), _Config)
+    names = [each.name for each in status.runtime_handlers if each.name]
+    if config.containerd is None:
+        # The default runtime is listed without its name, too.
+        return Runtimes(default=names[0] if len(names) == 1 else None, programs=dict.fromkeys(names, ""))
+    programs = {name: _program(each) for name, each in (config.containerd.runtimes or {}).items()}
+    folders = () if config.cdi is False else None if config.cdi_dirs is None else tuple(map(Path, config.cdi_dirs))
+    return Runtimes(default=config.containerd.default or None, programs=programs, cdi_dirs=folders)
+
+
+def _program(runtime: _Runtime) -> str:
+    binary = (runtime.options or {}).get("BinaryName")
+    return binary if isinstance(binary, str) and binary else runtime.path
+
+
+def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
+    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If it is not known
+    what adds the files, they are mounted and a toolkit is kept from adding them, which is right with and without the toolkit."""
+    if setting == "toolkit":
+        return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
+    if runtimes is None:
+        silent = "the container runtime has not reported its default runtime"
+        return DriverAccess(toolkit=True, why="container.driver_files is mounts" if setting == "mounts" else silent)
+    found = runtimes.of_toolkit()
+    there = bool(found) or not runtimes.programs
+    if setting == "mounts":
+        return DriverAccess(toolkit=there, why="container.driver_files is mounts")
+    if runtimes.default is None:
+        return DriverAccess(toolkit=there, why="the container runtime does not report which of its runtimes is the default one")
+    if runtimes.default in found:
+        return DriverAccess(
+            mounted=False, toolkit=True, why=f"the default runtime, {runtimes.describe_default()}, is NVIDIA's container toolkit"
+        )
+    others = f"; {' and '.join(found)} is, for pods with that runtime class" if found else ""
+    return DriverAccess(
+        toolkit=there, why=f"the default runtime, {runtimes.describe_default()}, is not NVIDIA's container toolkit{others}"
+    )

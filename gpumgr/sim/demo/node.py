@@ -1,0 +1,321 @@
+"""A simulated node with its GPUs, kubelet, container runtime and API server in this process, and the real agent in another."""
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumgr.common.units import RESOURCE_NAMES, RESOURCES, VCUDA_NAMES, GpuName
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.ids import gpu_name
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.control import SimControl, SimProcess
+from gpumgr.sim.demo.agent_log import AgentLog
+from gpumgr.sim.demo.process import COMMAND, AgentProcess
+from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
+from gpumgr.sim.load import SimLoad
+from gpumgr.sim.nodes import NodeDescription, load_node
+from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.runtime import SimRuntime
+
+NODE_NAME: Final = "demo-node"
+NAMESPACE: Final = "demo"
+SAMPLE_PERIOD_SECONDS: Final = 0.25
+#: Names in the node's folder: GPUs and processes, and the agent's settings.
+_GPUS: Final = "gpus"
+_CONFIG: Final = "gpumgr.yaml"
+
+Facts = dict[str, Any]
+#: Settings by section and key.
+Sections = Mapping[str, Mapping[str, object]]
+#: (name, labels) -> value.
+Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What one container's process uses on each GPU of the container."""
+
+    pod: SimPod
+    container: str = "main"
+    memory_bytes: int
+    sm_percent: int = 0
+
+
+class SimulatedNode:
+    """A simulated node; create it with `open_node`.
+
+    `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `labels` maps a GPU's name and UUID
+    to its label ("GPU3"), once `graph` was called. `indices` are NVML's indices by GPU name, as `control` and `start_unattributed` take
+    them.
+
+    Faults: `control` has those of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
+    start again with `start`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        description: NodeDescription,
+        kubelet: SimKubelet,
+        runtime: SimRuntime,
+        api: SimApiServer | None,
+        agent: AgentProcess,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        self.folder, self.description, self.agent, self.agent_log = folder, description, agent, agent.agent_log
+        self.kubelet, self.runtime, self.api = kubelet, runtime, api
+        self.config = folder / _CONFIG
+        self.control = SimControl(folder / _GPUS / "control.txt")
+        self.pods: dict[str, SimPod] = {}
+        self.labels: dict[str, str] = {}
+        self.indices: dict[GpuName, int] = {}
+        for index in range(len(description.gpus)):
+            self.indices[gpu_name(description.uuid_of(index), self.indices)] = index
+        self._processes, self._load = runtime.processes, SimLoad(self.control, description)
+        self._http = http
+        self._numbers = itertools.count(1)
+
+    # -- the agent ---------------------------------------------------------------------------------------------------------
+
+    async def start_agent(self, environ: Mapping[str, str] | None = None) -> None:
+        """Starts the agent and waits until the kubelet can allocate its ids. Raises AgentEndedError."""
+        await self.agent.start(environ)
+        await self.until_offered()
+
+    async def until_offered(self) -> None:
+        """Waits until both resources are registered and have a healthy id. Raises AgentEndedError."""
+        await self.agent.while_running(self._offered())
+
+    async def _offered(self) -> None:
+        for kind in RESOURCES:
+            await self.kubelet.until_allocatable(RESOURCE_NAMES[kind])
+
+    @property
+    def url(self) -> str:
+        """The address of the web page of the agent that was started last."""
+        return str(self.agent_log.find("web_listening")[-1]["url"])
+
+    async def graph(self) -> list[Facts]:
+        """The agent's GPUs in NVML's order, from /graph; those that the driver does not show come last."""
+        async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
+            document = await answer.json()
+        gpus = [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]
+        shown = [gpu for gpu in gpus if gpu["index"] is not None]
+        self.labels |= {gpu[key]: f"GPU{gpu['index']}" for gpu in shown for key in ("name", "uuid")}
+        return gpus
+
+    async def order(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
+        """Sends a maintenance request like `gpumgr gpu`, over the unix socket of root. Raises aiohttp.ClientError if it is refused."""
+        connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
+        async with (
+            aiohttp.ClientSession(connector=connector, raise_for_status=True) as http,
+            http.post(f"http://agent/api/gpus/{gpu}/{action}", json={"reason": reason, "evict": False}) as answer,
+        ):
+            done: Facts = await answer.json()
+            return done
+
+    async def metrics(self) -> Metrics:
+        """The metrics that were rendered last."""
+        async with self._http.get(f"{self.url}/metrics") as answer:
+            text = await answer.text()
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    async def memory_used(self) -> Mapping[tuple[str, str, str], float]:
+        """Used bytes by (pod, container, GPU's UUID), from the agent's last metrics."""
+        used = [
+            (dict(labels), value)
+            for (name, labels), value in (await self.metrics()).items()
+            if name == "gpumgr_container_memory_used_bytes"
+        ]
+        return {(labels["pod"], labels["container"], labels["gpu"]): value for labels, value in used}
+
+    def ledger(self) -> Ledger:
+        """The ledger in the agent's checkpoint. Raises ValueError if one of its invariants is violated."""
+        return read_checkpoint(self.folder / "checkpoint").ledger.check()
+
+    # -- pods --------------------------------------------------------------------------------------------------------------
+
+    def pod(self, name: str, *containers: SimContainer) -> SimPod:
+        """A pod that the scheduler has bound to this node."""
+        return SimPod(namespace=NAMESPACE, name=name, uid=f"uid-{next(self._numbers)}", containers=containers)
+
+    async def run(self, pod: SimPod) -> PodStatus:
+        """Admits the pod and starts its containers; a refused pod is Failed."""
+        self.show(pod, PodStatus(phase="Pending"))
+        status = await self.kubelet.run(pod)
+        if status.phase == "Running":
+            for container in pod.admission_order:
+                self.runtime.run(pod, container.name)
+                if container.kind == "init":
+                    self.runtime.end(pod.uid, container.name)
+        self.show(pod, status)
+        return status
+
+    async def restart_container(self, pod: SimPod, container: str = "main") -> None:
+        """Ends the container and starts it as another process that uses nothing yet. Raises SimKubeletError if it cannot start."""
+        self._load.remove(self.runtime.end(pod.uid, container))
+        await self.kubelet.start_container(pod, container)
+        self.runtime.run(pod, container)
+
+    def show(self, pod: SimPod, status: PodStatus) -> None:
+        """Sets the pod's status in the API server."""
+        self.pods[pod.uid] = pod
+        if self.api is not None:
+            self.api.put(pod, status)
+
+    def delete(self, pod: SimPod) -> None:
+        if self.api is not None:
+            self.api.remove(pod.uid)
+        self.forget(pod.uid)
+
+    def forget(self, uid: str) -> None:
+        """The pod is gone from the API server: ends its processes, then the kubelet removes it."""
+        self.pods.pop(uid, None)
+        self._load.remove(self.runtime.remove(uid))
+        self.kubelet.delete(uid)
+
+    def gpus_of(self, pod: SimPod) -> frozenset[GpuName]:
+        """The GPUs of the ids that the kubelet gave to the pod's containers."""
+        return frozenset[GpuName]().union(*(self._gpus_of(pod, container.name) for container in pod.containers))
+
+    # -- what their processes do -------------------------------------------------------------------------------------------
+
+    def running(self) -> Iterator[tuple[SimPod, SimContainer, frozenset[GpuName]]]:
+        """The containers that run on GPUs."""
+        for pod in list(self.pods.values()):
+            for container in pod.containers:
+                if container.cores and self.runtime.running(pod.uid, container.name) is not None:
+                    yield pod, container, self._gpus_of(pod, container.name)
+
+    def use(self, pod: SimPod, container: str = "main", *, memory_bytes: int, sm_percent: int = 0) -> None:
+        """Sets what the container's process uses on each of its GPUs."""
+        self.use_all([Use(pod=pod, container=container, memory_bytes=memory_bytes, sm_percent=sm_percent)])
+
+    def use_all(self, uses: Iterable[Use]) -> None:
+        """Sets all uses in one change. Uses of containers that do not run are ignored."""
+        self._load.put(
+            (self.indices[gpu], SimProcess(pid=running.pid, memory_bytes=use.memory_bytes, sm_percent=use.sm_percent))
+            for use in uses
+            if (running := self.runtime.running(use.pod.uid, use.container)) is not None and running.pid is not None
+            for gpu in self._gpus_of(use.pod, use.container)
+        )
+
+    def start_unattributed(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
+        """Starts a process on the GPU that is in no container; returns its pid."""
+        pid = self._processes.start()
+        self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
+        return pid
+
+    def end_unattributed(self, pid: int) -> None:
+        self._processes.end(pid)
+        self._load.remove([pid])
+
+    def _gpus_of(self, pod: SimPod, container: str) -> frozenset[GpuName]:
+        ids = [each for resource in VCUDA_NAMES for each in self.kubelet.held(pod.uid, container, resource)]
+        return frozenset(device_id.rpartition("-")[0] for device_id in ids)
+
+    # -- kubelet and ledger ------------------------------------------------------------------------------------------------
+
+    def disagreements(self) -> list[str]:
+        """Differences between the agent's checkpoint and the kubelet about pods with devices; empty if they agree."""
+        ledger, found = self.ledger(), list[str]()
+        for pod in self.pods.values():
+            for container in pod.containers:
+                mine = [a for a in ledger.of((pod.namespace, pod.name), pod.uid) if a.container == container.name]
+                for kind in RESOURCES:
+                    theirs = self.kubelet.held(pod.uid, container.name, RESOURCE_NAMES[kind])
+                    ours = frozenset(text for a in mine for text in ledger.gpu_registry.format(kind, a.held(kind)))
+                    if ours != theirs:
+                        found.append(
+                            f"{pod.name} ({container.name}): the kubelet gave it {len(theirs)} {kind} ids, the ledger has {len(ours)}, "
+                            f"{len(ours & theirs)} of them the same"
+                        )
+        return found
+
+    def healthy(self, gpu: str) -> Mapping[str, int]:
+        """Resource -> number of this GPU's ids that are Healthy."""
+        return {
+            kind: sum(
+                healthy
+                for device_id, (healthy, _) in self.kubelet.devices(RESOURCE_NAMES[kind]).items()
+                if device_id.rpartition("-")[0] == gpu
+            )
+            for kind in RESOURCES
+        }
+
+
+@contextlib.asynccontextmanager
+async def open_node(
+    folder: Path,
+    *,
+    sim: str = "hgx-h100-8",
+    api_server: bool = True,
+    settings: Sections | None = None,
+    command: Sequence[str] = COMMAND,
+    agent_log: AgentLog | None = None,
+    runtime: SimRuntime | None = None,
+    **kubelet_options: Any,
+) -> AsyncIterator[SimulatedNode]:
+    """A node without a running agent (`start_agent` starts it); everything ends at the exit. `folder` must have a short path.
+
+    `settings` override the node's own, section by section; `command` starts the agent; `runtime`, not started yet, is used instead of
+    one with simulated processes.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
+        server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.forget(uid))
+        api = await stack.enter_async_context(server) if api_server else None
+        kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
+        runtime = runtime or SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS))
+        await stack.enter_async_context(runtime)
+        config = folder / _CONFIG
+        config.write_text(yaml.safe_dump(_settings(folder, runtime, api, settings or {})), encoding="utf-8")
+        arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]
+        agent = AgentProcess(arguments, agent_log or AgentLog(), command=command)
+        stack.push_async_callback(agent.close)
+        node = SimulatedNode(folder, load_node(sim), kubelet, runtime, api, agent, http)
+        yield node
+
+
+def _leaves(node: Facts) -> list[Facts]:
+    if node.get("gpu"):
+        return [node["gpu"]]
+    return [leaf for child in node.get("children", ()) for leaf in _leaves(child)]
+
+
+def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over: Sections) -> Sections:
+    """The content of the agent's settings file, by section: everything in one folder, nothing of this host. `over` overrides the node's
+    own settings. Without an API server (`api` None) the agent runs standalone."""
+    kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
+    own: dict[str, dict[str, object]] = {
+        "node": {"name": NODE_NAME},
+        "kubelet": {
+            "device_plugin_dir": str(folder / "device-plugins"),
+            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
+        },
+        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "gpu-manager.json")},
+        "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
+        "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
+        "container": {"allocation_dir": str(folder / "vm")},
+        # The GPUs are simulated, so nothing of this host may limit them: neither its MPS nor its containers.
+        "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+        "mps": {"control_program": str(folder / "no-mps")},
+        "cri": {"socket": str(runtime.socket), "cgroup_root": str(runtime.processes.cgroup_root)},
+        "http": {"port": 0, "socket": str(folder / "agent.sock")},
+        "display": {"socket": str(folder / "display.sock")},
+        "log": {"format": "json"},
+        "process": {"lock_path": str(folder / "agent.lock")},
+    }
+    return {section: {**own.get(section, {}), **over.get(section, {})} for section in {**own, **over}}

@@ -1,0 +1,108 @@
+"""The agent as a separate process: start, log, stop, kill."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Final, TypeVar
+
+from gpumgr.common.aio import run_until
+from gpumgr.common.errors import GpumgrError
+from gpumgr.sim.demo.agent_log import AgentLog
+
+T = TypeVar("T")
+
+#: `python -m gpumgr`, with this interpreter.
+COMMAND: Final = (sys.executable, "-m", "gpumgr")
+_LONGEST_LINE_BYTES: Final = 1 << 20
+#: Time between SIGTERM and SIGKILL.
+_PATIENCE_SECONDS: Final = 20.0
+
+
+class AgentEndedError(GpumgrError):
+    """The agent's process ended unexpectedly."""
+
+
+class AgentProcess:
+    """One agent that may be started several times. `agent_log` has the lines of all its starts.
+
+    It leads a process group of its own, so that Ctrl-C on the terminal signals only this process.
+    """
+
+    def __init__(self, arguments: Sequence[str], agent_log: AgentLog, *, command: Sequence[str] = COMMAND) -> None:
+        self.agent_log = agent_log
+        self._arguments = [*command, *arguments]
+        self._process: Process | None = None
+        self._reader: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and self.running else None
+
+    @property
+    def running(self) -> bool:
+        return self._reader is not None and not self._reader.done()
+
+    async def start(self, environ: Mapping[str, str] | None = None) -> None:
+        """Starts the process with `environ` over this process's environment, without the variables that configure another agent."""
+        meant = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._arguments,
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            env={**meant, **(environ or {})},
+            limit=_LONGEST_LINE_BYTES,
+            start_new_session=True,
+        )
+        self._reader = asyncio.create_task(self._read(self._process), name="agent_log")
+
+    async def while_running(self, work: Awaitable[T]) -> T:
+        """Returns the result of `work`. Raises AgentEndedError with the end of the log if the agent ends first."""
+        assert self._reader is not None, "the agent was started"
+        done = await run_until(self.ended(), work)
+        if done.cancelled():
+            raise AgentEndedError(f"the agent ended with status {await self.ended()}:\n{self.agent_log.tail()}")
+        return done.result()
+
+    async def ended(self) -> int:
+        """Returns the exit status (negative: the signal's number) when the process has ended and its log is read."""
+        assert self._reader is not None, "the agent was started"
+        return await asyncio.shield(self._reader)
+
+    async def stop(self) -> int:
+        """Sends SIGTERM; returns the exit status."""
+        self.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                return await self.ended()
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """Sends SIGKILL; returns the exit status."""
+        self.signal(signal.SIGKILL)
+        return await self.ended()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self.running and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def close(self) -> None:
+        """Kills the process if it still runs."""
+        if self._reader is not None:
+            await self.kill()
+
+    async def _read(self, process: Process) -> int:
+        assert process.stderr is not None, "it is a pipe"
+        async for raw in process.stderr:
+            self.agent_log.add(raw)
+        return await process.wait()
+
+
+def _for_an_agent(variable: str) -> bool:
+    return variable.startswith("GPUMGR_") or variable in ("NODE_NAME", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")

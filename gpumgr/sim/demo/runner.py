@@ -1,0 +1,182 @@
+"""Runs the script on a new simulated node and reports the result of each step."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from gpumgr.common.aio import run_until
+from gpumgr.common.errors import GpumgrError
+from gpumgr.sim.demo.activity import Activity
+from gpumgr.sim.demo.agent_log import AgentLog, Line
+from gpumgr.sim.demo.node import SimulatedNode, open_node
+from gpumgr.sim.demo.script import Script, Step, UnexpectedResultError
+from gpumgr.sim.demo.workload import Workload
+from gpumgr.sim.kubelet import SimKubeletError
+from gpumgr.sim.library import compile_library
+
+SIM: Final = "hgx-h100-8"
+#: Time limits of the whole script and of one step. A step that takes longer waits for something that does not happen.
+_SCRIPT_SECONDS: Final = 120.0
+_STEP_SECONDS: Final = 30.0
+#: The agent's default port first.
+_PAGE_PORTS: Final = range(5678, 5698)
+_TEMPORARY_FOLDER_BYTES: Final = 40
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result of a step; `detail` says what happened or what is wrong."""
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float = 0.0
+
+
+class Display:
+    """The progress for a user; this one shows nothing. `pause_seconds` is the pause between steps; `stays`: activity continues after
+    the script."""
+
+    pause_seconds = 0.0
+    stays = False
+
+    def on_log_line(self, line: Line) -> None:
+        """Called with each line of the agent's log."""
+
+    def step_begins(self, name: str) -> None: ...
+
+    def step_ended(self, result: Result) -> None: ...
+
+    @contextlib.asynccontextmanager
+    async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
+        """A context around the whole run."""
+        yield
+
+
+async def play(display: Display) -> list[Result]:
+    """Returns the results of all steps. Raises GpumgrError if the simulated node cannot be built (no C compiler).
+
+    Signals are handled before the folder exists and until it is removed, so that an interrupted demo leaves no folder.
+    """
+    results: list[Result] = []
+    with (
+        _interruption() as interrupted,
+        tempfile.TemporaryDirectory(prefix="gm", dir=_short_temporary_folder()) as folder,
+        reserved_page_port() as port,
+    ):
+        await asyncio.to_thread(compile_library)
+        settings = {"http": {"port": port}}
+        async with (
+            open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(display.on_log_line)) as node,
+            display.watching(node),
+            _at_work(work := Workload(node)),
+        ):
+            script = Script(node, time.monotonic)
+            every = (*script.steps, script.last_step)
+            await _unless(interrupted, _play_steps(script.steps, node, display, results))
+            if len(results) == len(script.steps) and results[-1].ok:
+                if display.stays:
+                    await _unless(interrupted, Activity(node, work).run())
+                await _play_steps((script.last_step,), node, display, results)
+    for step in every[len(results) :]:
+        results.append(Result(name=step.name, ok=False, detail="not reached"))
+        display.step_ended(results[-1])
+    return results
+
+
+def _short_temporary_folder() -> str:
+    """The temporary directory, or /tmp if its path is too long for the unix sockets below it (107 bytes)."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _TEMPORARY_FOLDER_BYTES else "/tmp"
+
+
+@contextlib.contextmanager
+def reserved_page_port() -> Iterator[int]:
+    """The first of the page's ports that is free and that no other demo has reserved; 0 if none is.
+
+    A fixed port lets a browser find the page again after a restart of the agent. The kernel assigns ephemeral ports from a higher range,
+    so only another demo may take the port before the agent listens: an abstract unix socket is the reservation, which ends with the demo.
+    """
+    with socket.socket(socket.AF_UNIX) as reservation:
+        yield next((port for port in _PAGE_PORTS if _is_reserved(reservation, port)), 0)
+
+
+def _is_reserved(reservation: socket.socket, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        reservation.bind(f"\0gpumgr-demo-page-{port}")
+        return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def _at_work(work: Workload) -> AsyncIterator[None]:
+    """Runs the containers' workload. Raises its exceptions."""
+    task = asyncio.create_task(work.run(), name="work")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _play_steps(steps: Sequence[Step], node: SimulatedNode, display: Display, results: list[Result]) -> None:
+    """Runs steps up to the first that fails: later steps depend on it."""
+    deadline = time.monotonic() + _SCRIPT_SECONDS
+    for step in steps:
+        display.step_begins(step.name)
+        results.append(await _play_step(step, node, max(0.0, min(_STEP_SECONDS, deadline - time.monotonic()))))
+        display.step_ended(results[-1])
+        if not results[-1].ok:
+            return
+        await asyncio.sleep(display.pause_seconds)
+
+
+async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
+    """Runs one step. After each step kubelet and ledger must agree."""
+    began = time.monotonic()
+
+    def result(ok: bool, detail: str) -> Result:
+        return Result(name=step.name, ok=ok, detail=detail, seconds=round(time.monotonic() - began, 3))
+
+    try:
+        async with asyncio.timeout(seconds):
+            detail = await step.play()
+            if found := node.disagreements():
+                raise UnexpectedResultError("; ".join(found))
+    except TimeoutError:
+        return result(False, f"not done after {seconds:.0f} s; the agent's last log lines:\n{node.agent_log.tail()}")
+    except (UnexpectedResultError, GpumgrError, SimKubeletError, aiohttp.ClientError, ValueError) as error:
+        return result(False, str(error))
+    return result(True, detail)
+
+
+@contextlib.contextmanager
+def _interruption() -> Iterator[asyncio.Event]:
+    """An event that Ctrl-C, SIGTERM and the end of the terminal set, so that everything is removed at the end."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, interrupted.set)
+    try:
+        yield interrupted
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end or until the event is set."""
+    done = await run_until(interrupted.wait(), work)
+    if not done.cancelled():
+        done.result()

@@ -1,0 +1,110 @@
+"""Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
+
+Only shares have limits; a container with whole GPUs has no series of limits.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, gauge, render
+from gpumgr.common.units import CORES_PER_GPU, ratio
+from gpumgr.ledger.holdings import holdings
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.usage.node_use import ContainerUse
+
+#: Of every series about one container on one GPU.
+CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
+
+#: Merges two values of one series: incarnations of one pod, and containers without a name yet, have the same labels.
+Merge = Callable[[float, float], float]
+
+
+def _family(name: str, about: str) -> Family:
+    return gauge(f"container_{name}", about, *CONTAINER_LABELS)
+
+
+def _added_ratios(one: float, other: float) -> float:
+    return min(1.0, one + other)
+
+
+_CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
+_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.")
+_OVER: Final = _family("over_limit", "1 while the container stays over the memory that it was granted.")
+_READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
+    (
+        _family("memory_used_bytes", "Memory that the container's processes use on the GPU, as the driver counts it."),
+        lambda use: use.memory_bytes,
+        operator.add,
+    ),
+    (
+        _family("memory_limit_bytes", "Memory of the GPU that the container was granted."),
+        lambda use: use.memory_limit_bytes,
+        operator.add,
+    ),
+    (
+        _family("core_utilization_ratio", "Share of the driver's sample period in which the container's kernels ran on the GPU."),
+        lambda use: ratio(use.utilization_ratio),
+        _added_ratios,
+    ),
+    (
+        _family("core_limit_ratio", "Share of the GPU's cores that the container was granted."),
+        lambda use: None if use.memory_limit_bytes is None else use.cores / CORES_PER_GPU,
+        _added_ratios,
+    ),
+    (_family("processes", "Processes of the container that use the GPU."), lambda use: use.process_count, operator.add),
+    (
+        _family(
+            "over_limit_ratio", "Memory that the container uses, relative to what it was granted; above 1 it exceeds the grant."
+        ),
+        lambda use: (
+            use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
+        ),
+        max,
+    ),
+)
+
+FAMILIES: Final = (_CORES, _MEMORY, _OVER, *(family for family, _, _ in _READINGS))
+
+
+def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
+    """`texts` are those of CONTAINER_LABELS. Families without a series are included."""
+    yield from _held(report.view.ledger, texts)
+    # While the driver does not answer, old values would look current.
+    use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
+    named = [(_labels(each, texts), each) for each in yielding_gil(use.containers.values() if use else ())]
+    for family, read, merge in _READINGS:
+        yield render(family, _merged(named, read, merge))
+    over = report.over
+    yield render(
+        _OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over, max)
+    )
+
+
+def _labels(use: ContainerUse, texts: LabelCache) -> str:
+    namespace, pod = use.pod or ("", "")
+    return texts.of(namespace, pod, use.container or "", use.uuid)
+
+
+def _merged(
+    named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None], merge: Merge
+) -> dict[str, float]:
+    series: dict[str, float] = {}
+    for labels, use in named:
+        if (value := read(use)) is not None:
+            series[labels] = value if (before := series.get(labels)) is None else merge(before, value)
+    return series
+
+
+def _held(ledger: Ledger, texts: LabelCache) -> Iterator[RenderedFamily]:
+    held: dict[str, tuple[int, int]] = {}
+    for allocation in yielding_gil(ledger.allocations.values()):
+        namespace, pod = allocation.pod or ("", "")
+        for card, cores, mebibytes in holdings(allocation, ledger.gpu_registry):
+            labels = texts.of(namespace, pod, allocation.container or "", card.uuid)
+            cores_before, memory_before = held.get(labels, (0, 0))
+            held[labels] = (cores_before + cores, memory_before + mebibytes)
+    yield render(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})
+    yield render(_MEMORY, {labels: mebibytes << 20 for labels, (_, mebibytes) in held.items()})

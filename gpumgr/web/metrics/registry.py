@@ -1,0 +1,240 @@
+"""The agent's metrics: counts events when they happen, and renders gauges from the latest report of the node.
+
+Invariants: every label has a bounded set of values (resources, outcomes and reasons are fixed; GPUs, pods and containers are those of
+the node now). Counters only grow, also when a resource is registered again.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.common import prometheus_text
+from gpumgr.common.errors import RefusalCode
+from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render_metric
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
+from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
+from gpumgr.compat.hami.metrics import render_hami
+from gpumgr.ledger.pods import PodView
+from gpumgr.web.metrics import agent, containers, gpus
+from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers
+
+Drift = Literal["freed", "renamed", "adopted", "rejected"]
+
+OUTCOMES: Final = ("ok", *get_args(RefusalCode), "cancelled")
+#: From an answer from memory to a hanging disk; the commit's fsync lies in the middle.
+_CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
+_LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+#: XIDs above every number that NVIDIA has assigned are counted together.
+_LAST_XID: Final = 999
+#: Enforcement backends and their findings; others are counted as "other".
+BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
+FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
+#: RPC of the device plugin API -> name in its metrics.
+#: The resources of a node with the profile tencent.
+VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
+_CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
+#: The same for DRA.
+_CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
+#: Families that are rendered from a report; not every report has all of them.
+_REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
+
+
+class Metrics:
+    """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
+
+    `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `gpu_manager_names` and `hami_names` add the gauges
+    of these agents, `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node
+    in mode dra; it then takes the place of `resources`, the offered ones with their names.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        version: str,
+        driver: str | None = None,
+        resources: Mapping[Resource, str] = VCUDA,
+        pods: Callable[[], Iterable[PodView]] = tuple,
+        gpu_manager_names: bool = True,
+        hami_names: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        process: bool = True,
+    ) -> None:
+        self._node, self._pods, self._clock, self._wall_clock = node, pods, clock, wall_clock
+        self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+        self._resources: dict[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
+        # The start time of each counter would double the series; process_start_time_seconds has it once.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._counted: list[Family] = []
+        self._make_kubelet_metrics(_CALLS if driver is None else _CLAIM_CALLS)
+        self._make_node_metrics()
+        build = self._gauge("build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
+        build.labels(version, platform.python_version()).set(1)
+        if process:
+            ProcessCollector(registry=self._registry)
+        self._containers, self._holders = LabelCache(*CONTAINER_LABELS), LabelCache(*HOLDER_LABELS)
+        self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
+
+    def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
+        """`served`: the RPCs of the node's mode. All their series exist from the start, so that a first event shows as an increase."""
+        self._served: dict[str, tuple[Counter, Histogram]] = {}
+        self._requests: dict[tuple[str, str, str], Counter] = {}
+        self._seconds: dict[tuple[str, str], Histogram] = {}
+        for rpc, name in (*_CALLS.items(), *_CLAIM_CALLS.items()):
+            requests = self._counter(f"{name}_requests_total", f"{rpc} calls of the kubelet.", "resource", "outcome")
+            about = f"How long {rpc} took, refusals included."
+            seconds = self._histogram(f"{name}_duration_seconds", about, "resource", buckets=_CALL_BUCKETS)
+            if rpc in served:
+                self._served[rpc] = requests, seconds
+        self._registered = self._gauge(
+            "kubelet_registered", "1 while the resource, or the DRA driver, is registered with the kubelet.", "resource"
+        )
+        self._registrations = self._counter(
+            "kubelet_registrations_total", "Successful registrations with the kubelet.", "resource"
+        )
+        self._counted_registrations: dict[str, int] = {}
+        self._updates = self._counter("listandwatch_updates_total", "Device lists that were sent to the kubelet.", "resource")
+        for kind, resource in self._resources.items():
+            self.add_resource(kind, resource, listed=served is _CALLS)
+        self._drift = self._counter("book_reconcile_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
+        for drift in get_args(Drift):
+            self._drift.labels(drift)
+
+    def _make_node_metrics(self) -> None:
+        self._xids = self._counter("gpu_xid_events_total", "XID errors that the driver reported.", "gpu", "xid")
+        self._over_limit = self._counter("over_limit_total", "Containers that exceeded the memory that they were granted.")
+        self._evictions = self._counter(
+            "evictions_total", "Requested evictions of pods with a container that stayed over its memory."
+        )
+        self._findings = self._counter(
+            "enforcement_findings_total", "Findings of the mechanisms about containers' limits.", "backend", "code"
+        )
+        for backend in BACKENDS:
+            for code in FINDINGS:
+                self._findings.labels(backend, code)
+        about = "How long one sample of all GPUs took."
+        self._batch = self._histogram("nvml_batch_duration_seconds", about, buckets=_CALL_BUCKETS)
+        about = "How late the event loop ran a timer."
+        self._lag = self._histogram("event_loop_lag_seconds", about, buckets=_LAG_BUCKETS)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        family = self._declare(prometheus_text.gauge(name, about, *labels))
+        return Gauge(family.name, about, labels, registry=self._registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        """`name` ends in `_total`."""
+        family = self._declare(prometheus_text.counter(name, about, *labels))
+        return Counter(family.name, about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+        family = self._declare(Family(name=f"gpumgr_{name}", about=about, kind="histogram", labels=labels))
+        return Histogram(family.name, about, labels, buckets=buckets, registry=self._registry)
+
+    def _declare(self, family: Family) -> Family:
+        self._counted.append(family)
+        return family
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """All families of gpumgr, without those with other agents' names."""
+        return (*self._counted, *_REPORT_FAMILIES)
+
+    def apply(self, *, gpu_manager_names: bool, hami_names: bool) -> None:
+        """Counts from the next rendering on."""
+        self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+
+    def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
+        """All series of this resource exist from now on. `listed`: the kubelet is offered device lists."""
+        self._resources[kind], self._counted_registrations[kind] = resource, 0
+        for rpc, (requests, seconds) in self._served.items():
+            self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
+            self._seconds[rpc, kind] = seconds.labels(resource)
+        for family in (self._registered, self._registrations, *([self._updates] if listed else [])):
+            family.labels(resource)
+
+    # -- events ------------------------------------------------------------------------------------------------------------
+
+    def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
+        """A call of the kubelet has ended. `kind`: the Resource, or the DRA driver. Calls that decide nothing (the options) are not
+        counted."""
+        if (rpc, kind) in self._seconds:
+            self._requests[rpc, kind, outcome if outcome in OUTCOMES else "internal"].inc()
+            self._seconds[rpc, kind].observe(seconds)
+
+    def drifted(self, what: Drift, count: int) -> None:
+        """Reconciliation with the kubelet changed `count` allocations."""
+        self._drift.labels(what).inc(count)
+
+    def linked(self, kind: str, *, registered: bool, registrations: int) -> None:
+        """The registration of a resource, or of the DRA driver, changed. `registrations` counts successful ones since the start of the
+        process."""
+        self._registered.labels(self._resources[kind]).set(registered)
+        self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
+        self._counted_registrations[kind] = registrations
+
+    def listed(self, kind: str) -> None:
+        """The kubelet is offered another device list."""
+        self._updates.labels(self._resources[kind]).inc()
+
+    def xid(self, uuid: str | None, number: int) -> None:
+        """The driver reported an XID; `uuid` is None if it names no GPU."""
+        self._xids.labels(uuid or "", str(number) if 0 <= number <= _LAST_XID else "other").inc()
+
+    def went_over(self) -> None:
+        """A container has gone over its memory limit."""
+        self._over_limit.inc()
+
+    def evicted(self) -> None:
+        """The eviction of a pod was requested."""
+        self._evictions.inc()
+
+    def found(self, backend: str, code: str) -> None:
+        """An enforcement backend reported a finding."""
+        self._findings.labels(backend if backend in BACKENDS else "other", code if code in FINDINGS else "other").inc()
+
+    def batched(self, seconds: float) -> None:
+        """A sample of all GPUs took this long."""
+        self._batch.observe(seconds)
+
+    def lagged(self, seconds: float) -> None:
+        """The event loop ran a timer this late."""
+        self._lag.observe(seconds)
+
+    # -- rendering ---------------------------------------------------------------------------------------------------------
+
+    def set_report(self, report: NodeReport) -> None:
+        """The gauges of the next `render` come from this report."""
+        self._report = (report, tuple(self._pods()))
+
+    def render(self) -> Iterator[RenderedFamily]:
+        """Each family once. Computes for milliseconds: call it on a thread, and on one thread at a time."""
+        report, pods = self._report
+        self._containers.start_page()
+        self._holders.start_page()
+        yield from agent.render_agent(report, sampled_at=self._sampled_at(report))
+        if report is not None:
+            yield from gpus.render_gpus(report, node=self._node)
+            yield from render_containers(report, self._containers)
+            if self._gpu_manager_names:
+                yield from render_gpu_manager(report, pods, node=self._node, texts=self._holders)
+            if self._hami_names:
+                yield from render_hami(report, pods, node=self._node)
+        yield from map(render_metric, self._registry.collect())
+
+    def _sampled_at(self, report: NodeReport | None) -> float | None:
+        """Unix time, computed from the sample's age: it stays correct when the wall clock is set after the sample."""
+        if report is None or report.sampled_at is None:
+            return None
+        return self._wall_clock() - max(0.0, self._clock() - report.sampled_at)
+
+
+def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Name, type, labels and help of all families with the prefix `gpumgr_`, by name; without the label `le` of histograms."""
+    families = Metrics(node="", version="", process=False).families
+    return sorted((family.name, family.kind, family.labels, family.about) for family in families)

@@ -1,0 +1,444 @@
+"""`gpumgr doctor --cluster` at a stand-in API server that has an installation of the chart."""
+
+import base64
+import copy
+import hashlib
+import json
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from click.testing import CliRunner
+
+from gpumgr.cli.doctor import command
+from gpumgr.cli.examination.cluster import checks_for_cluster
+from gpumgr.cli.examination.cluster_claims import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims
+from gpumgr.cli.examination.cluster_config import problems
+from gpumgr.cli.examination.examine import CheckResult, examine
+from gpumgr.kube.client import ApiServer
+
+PROJECT = Path(__file__).parents[4]
+Json = dict[str, Any]
+NAME, SPACE = "gpumgr-scheduler", "gpus"
+HOST = f"{NAME}.{SPACE}.svc"
+GROUP = "/apis/admissionregistration.k8s.io/v1"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SPACE}/leases/{NAME}"
+SECRETS = f"/api/v1/namespaces/{SPACE}/secrets"
+CONFIG: Json = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
+EXTENDER: Json = {**CONFIG["extenders"][0], "preemptVerb": "preempt"}
+INVENTORY = json.dumps({"version": 1, "gpus": [{"uuid": "GPU-a", "memory": 1024}], "levels": [[0]]})
+PARTS = (
+    "configuration", "certificates", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods",
+    "device-class", "claims-policy", "claims-rbac",
+)  # fmt: skip
+CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu.gpumgr.io"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+
+
+def certificate(folder: Path, name: str, *, signer: str, days: int, host: str = "", ca: bool = False) -> Json:
+    """The data of a Secret: a certificate of the authority `signer`, or the authority itself."""
+
+    def run(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    extensions = folder / f"{name}.ext"
+    names = f"subjectAltName=DNS:{host}\n" if host else ""
+    extensions.write_text(f"basicConstraints=CA:{str(ca).upper()}\n{names}")
+    run("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{name}.key")
+    run("req", "-new", "-key", f"{name}.key", "-subj", f"/CN={name}", "-out", f"{name}.csr")
+    by = ["-signkey", f"{name}.key"] if ca else ["-CA", f"{signer}.crt", "-CAkey", f"{signer}.key", "-CAcreateserial"]
+    run("x509", "-req", "-in", f"{name}.csr", *by, "-days", str(days), "-extfile", extensions.name, "-out", f"{name}.crt")
+    files = {"tls.crt": f"{name}.crt", "tls.key": f"{name}.key", "ca.crt": f"{signer}.crt"}
+    return {key: base64.b64encode((folder / file).read_bytes()).decode() for key, file in files.items()}
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
+    folder = tmp_path_factory.mktemp("certificates")
+    for authority in ("ca", "other"):
+        certificate(folder, authority, signer=authority, days=400, ca=True)
+    made = {
+        "server": certificate(folder, "server", signer="ca", days=400, host=HOST),
+        "client": certificate(folder, "client", signer="ca", days=400),
+        "ending": certificate(folder, "ending", signer="ca", days=3),
+        "of-other": certificate(folder, "of-other", signer="other", days=400),
+        "misnamed": certificate(folder, "misnamed", signer="ca", days=400, host="localhost"),
+    }
+    made["of-other"]["ca.crt"] = made["server"]["ca.crt"]
+    return made
+
+
+def deployment(name: str, container: str, **secrets: str) -> Json:
+    volumes = [{"name": volume.replace("_", "-"), "secret": {"secretName": secret}} for volume, secret in secrets.items()]
+    spec = {"serviceAccountName": name, "containers": [{"name": container}], "volumes": volumes}
+    return {"metadata": {"name": name, "namespace": SPACE}, "spec": {"template": {"spec": spec}}}
+
+
+def node(name: str, *, cores: int = 100, inventory: str | None = INVENTORY, ready: str = "True") -> Json:
+    annotations = {} if inventory is None else {"gpumgr.io/inventory": inventory}
+    return {
+        "metadata": {"name": name, "uid": f"{name}-uid", "annotations": annotations},
+        "status": {
+            "capacity": {"tencent.com/vcuda-core": str(cores)},
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
+    }
+
+
+def gpumgr_pod(name: str, container: str, image: str) -> Json:
+    return {"metadata": {"name": name, "namespace": SPACE}, "spec": {"containers": [{"name": container, "image": image}]}}
+
+
+def gpu_pod(name: str, placement: str | None) -> Json:
+    annotations = {} if placement is None else {"gpumgr.io/placement": placement}
+    limits = {"limits": {"tencent.com/vcuda-core": "10"}}
+    return {
+        "metadata": {"name": name, "namespace": "ml", "uid": f"{name}-uid", "annotations": annotations},
+        "spec": {"containers": [{"name": "main", "resources": limits}]},
+    }
+
+
+def installation(secrets: dict[str, Json]) -> dict[str, Any]:
+    """Path, and the label or field selector where it matters -> what is there."""
+    policies = [
+        each
+        for part in ("scheduler", "claims")
+        for each in yaml.safe_load_all((PROJECT / "config" / part / "admission-policies.yaml").read_text())
+        if each
+    ]
+    lease = {
+        "holderIdentity": "a",
+        "renewTime": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        "leaseDurationSeconds": 3600,
+    }
+    return {
+        "/version": {"gitVersion": "v1.37.2"},
+        "/apis/apps/v1/deployments": [
+            deployment(NAME, "scheduler", scheduler_tls="server"),
+            deployment("gpumgr-kube-scheduler", "kube-scheduler", client_tls="client"),
+            deployment("gpumgr-claims", "claims"),
+        ],
+        CLASS: {},
+        SLICES: [{"spec": {"nodeName": "n1"}}],
+        "/api/v1/configmaps": [{"data": {"kube-scheduler.yaml": yaml.safe_dump({**CONFIG, "extenders": [EXTENDER]})}}],
+        f"{SECRETS}/server": {"data": secrets["server"]},
+        f"{SECRETS}/client": {"data": secrets["client"]},
+        LEASE: {"spec": lease},
+        f"/api/v1/namespaces/{SPACE}/pods": [{"metadata": {"name": "leader"}}],
+        "/api/v1/pods part-of": [
+            gpumgr_pod("a", "gpumgr", "r.example:5000/gpumgr:0.1.0"),
+            gpumgr_pod("b", "scheduler", "gpumgr:0.1.1"),
+            gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v1.37.1"),
+        ],
+        "/api/v1/pods others": [
+            gpu_pod("ours", "{}"),
+            {"metadata": {"name": "cpu", "namespace": "ml", "uid": "cpu-uid"}, "spec": {"containers": [{"name": "main"}]}},
+        ],
+        "/api/v1/nodes": [node("n1"), node("cpu", cores=0, inventory=None)],
+        f"{GROUP}/validatingadmissionpolicies": [each for each in policies if each["kind"] == "ValidatingAdmissionPolicy"],
+        f"{GROUP}/validatingadmissionpolicybindings": [
+            each for each in policies if each["kind"].startswith("V") and "Binding" in each["kind"]
+        ],
+        f"{GROUP}/mutatingadmissionpolicies": [each for each in policies if each["kind"] == "MutatingAdmissionPolicy"],
+        f"{GROUP}/mutatingadmissionpolicybindings": [
+            each for each in policies if each["kind"] == "MutatingAdmissionPolicyBinding"
+        ],
+    }
+
+
+class Stub:
+    """An API server with these objects. `forbidden` has texts such as "get pods", or "ACCOUNT: get pods"."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.objects, self.forbidden = objects, set[str]()
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.method == "POST":
+            review = await request.json()
+            asked = review["spec"]["resourceAttributes"]
+            account = review["spec"]["user"].removeprefix(f"system:serviceaccount:{SPACE}:")
+            assert account in (NAME, "gpumgr-claims")
+            text = f"{asked['verb']} {asked['resource']}"
+            return web.json_response({**review, "status": {"allowed": {text, f"{account}: {text}"}.isdisjoint(self.forbidden)}})
+        path = request.path
+        if path == "/api/v1/pods":
+            path += " part-of" if "labelSelector" in request.query else " others"
+            assert request.query.get("fieldSelector", "spec.schedulerName!=gpumgr-scheduler").endswith(
+                "schedulerName!=gpumgr-scheduler"
+            )
+        found = self.objects.get(path)
+        if found is None:
+            return web.json_response({"message": f"{path} not found"}, status=404)
+        return web.json_response({"items": found} if isinstance(found, list) else found)
+
+    def kubeconfig(self, path: Path) -> Path:
+        contexts = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
+        cluster = {"clusters": [{"name": "a", "cluster": {"server": self.url}}], "users": [{"name": "a", "user": {}}]}
+        path.write_text(json.dumps({**cluster, **contexts}))
+        return path
+
+
+@pytest.fixture
+async def stub(secrets: dict[str, Json]) -> AsyncIterator[Stub]:
+    stub = Stub(copy.deepcopy(installation(secrets)))
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stub.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield stub
+    finally:
+        await runner.cleanup()
+
+
+async def findings(stub: Stub, folder: Path, config: str | None = None) -> dict[str, CheckResult]:
+    server = await ApiServer.connect(stub.kubeconfig(folder / "kubeconfig"))
+    try:
+        return dict((await examine(checks_for_cluster(server, config), limit_seconds=60)).findings)
+    finally:
+        await server.close()
+
+
+async def test_a_complete_installation_is_all_right(stub: Stub, tmp_path: Path) -> None:
+    found = await findings(stub, tmp_path)
+    assert tuple(found) == PARTS
+    assert {name: (each.state, each.message) for name, each in found.items() if each.state != "ok"} == {}
+    assert found["versions"].message == "API server 1.37, gpumgr 0.1, scheduler 0.1, kube-scheduler 1.37"
+    assert found["leader"].message == "leader holds the Lease"
+
+
+def dropped(path: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    return lambda objects, _: objects.pop(path)
+
+
+def replaced(path: str, value: Any) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    return lambda objects, _: objects.__setitem__(path, value)
+
+
+def secret(name: str, other: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    return lambda objects, secrets: objects.__setitem__(f"{SECRETS}/{name}", {"data": secrets[other]})
+
+
+def unbound(policy: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+        for kind in ("mutating", "validating"):
+            path = f"{GROUP}/{kind}admissionpolicybindings"
+            objects[path] = [each for each in objects[path] if each["spec"]["policyName"] != policy]
+
+    return change
+
+
+def annotated(policy: str, version: str | None) -> Callable[[dict[str, Any], dict[str, Json]], None]:
+    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+        for kind in ("mutating", "validating"):
+            for each in objects[f"{GROUP}/{kind}admissionpolicies"]:
+                if each["metadata"]["name"] == policy:
+                    each["metadata"]["annotations"] = {POLICIES_ANNOTATION: version} if version else {}
+
+    return change
+
+
+OLD_LEASE = {"spec": {"holderIdentity": "a", "renewTime": "2020-01-01T00:00:00.000000Z", "leaseDurationSeconds": 15}}
+NEWER = json.dumps({"version": 2, "gpus": []})
+
+
+@pytest.mark.parametrize(("check", "state", "message", "change"), [
+    ("certificates", "error", "the kube-scheduler's client certificate is refused: ", secret("client", "of-other")),
+    ("certificates", "error", "the extender's certificate is refused: ", secret("server", "misnamed")),
+    ("certificates", "warning", "a certificate ends in 2 days", secret("client", "ending")),
+    ("certificates", "error", "HTTP 404", dropped(f"{SECRETS}/client")),
+    ("certificates", "error", "kube-scheduler's Secret has no tls.key, ca.crt", replaced(f"{SECRETS}/client", {"data": {"tls.crt": "a"}})),
+    ("certificates", "error", "an object has another structure: KeyError: 'scheduler-tls'",
+     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
+    ("versions", "error", "kube-scheduler 2.37", replaced("/api/v1/pods part-of", [
+        gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v2.37.1"),
+    ])),
+    ("versions", "error", "API server 1.35", replaced("/version", {"gitVersion": "v1.35.0+k3s1"})),
+    ("versions", "warning", "gpumgr 0.1, scheduler 0.3", replaced("/api/v1/pods part-of", [
+        gpumgr_pod("a", "gpumgr", "gpumgr:0.1.0"), gpumgr_pod("b", "scheduler", "gpumgr:0.3.0"),
+    ])),
+    ("leader", "error", "Lease gpus/gpumgr-scheduler does not exist", dropped(LEASE)),
+    ("leader", "error", "has no holder", replaced(LEASE, {"spec": {"holderIdentity": ""}})),
+    ("leader", "error", "was renewed", replaced(LEASE, OLD_LEASE)),
+    ("leader", "error", "0 pods have the label", replaced(f"/api/v1/namespaces/{SPACE}/pods", [])),
+    ("leader", "error", "no Deployment", replaced("/apis/apps/v1/deployments", [])),
+    ("admission", "warning", "this API server has no", dropped(f"{GROUP}/validatingadmissionpolicies")),
+    ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
+     replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
+    ("inventories", "error", "gpumgr.io/inventory: version 2 is not", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
+    ("inventories", "warning", "with more GPUs than tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
+    ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
+    ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
+    ("other-pods", "warning", "ml/theirs", replaced("/api/v1/pods others", [gpu_pod("ours", "{}"), gpu_pod("theirs", None)])),
+    ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
+    ("configuration", "error", "the ConfigMap: it is no KubeSchedulerConfiguration",
+     replaced("/api/v1/configmaps", [{"data": {"kube-scheduler.yaml": "a"}}])),
+    ("inventories", "error", "an object has another structure: KeyError", replaced("/api/v1/nodes", [{}])),
+    ("device-class", "error", "no DeviceClass gpu.gpumgr.io: pods that claim GPUs stay Pending", dropped(CLASS)),
+    ("claims-policy", "warning", "no validating policy *-claims-requests is in force", unbound("gpumgr-claims-requests")),
+    ("claims-policy", "warning", "no mutating policy *-claims-quota is in force", unbound("gpumgr-claims-quota")),
+    ("claims-policy", "warning", "no mutating policy *-claims-vcuda is in force, no mutating policy *-claims-quota is in force",
+     dropped(f"{GROUP}/mutatingadmissionpolicies")),
+    ("claims-policy", "warning", "the validating policy *-claims-pods has version 1 in place of 3", annotated("gpumgr-claims-pods", "1")),
+    ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 3",
+     annotated("gpumgr-claims-vcuda", None)),
+    ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
+     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler", scheduler_tls="server")])),
+])  # fmt: skip
+async def test_each_fault_is_named(
+    check: str, state: str, message: str, change: Callable[[dict[str, Any], dict[str, Json]], None], stub: Stub,
+    secrets: dict[str, Json], tmp_path: Path,
+) -> None:  # fmt: skip
+    change(stub.objects, secrets)
+    found = (await findings(stub, tmp_path))[check]
+    assert (found.state, message in found.message) == (state, True), found
+    assert (found.remedy is None) == (state in ("ok", "skipped"))
+
+
+async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {"watch nodes", "patch leases"}
+    found = (await findings(stub, tmp_path))["rbac"]
+    assert (found.state, found.message) == (
+        "error",
+        f"system:serviceaccount:{SPACE}:{NAME} is not allowed: watch nodes, patch leases",
+    )
+
+
+async def test_missing_rights_of_the_claims_controllers_account(stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {"gpumgr-claims: delete resourceclaimtemplates", "gpumgr-claims: get leases"}
+    found = await findings(stub, tmp_path)
+    assert (found["rbac"].state, found["claims-rbac"].state, found["claims-rbac"].message) == (
+        "ok",
+        "error",
+        f"system:serviceaccount:{SPACE}:gpumgr-claims is not allowed: delete resourceclaimtemplates, get leases",
+    )
+
+
+def test_the_claims_controllers_rights_are_those_that_are_shipped() -> None:
+    shipped = {
+        (group, resource, verb)
+        for each in yaml.safe_load_all((PROJECT / "config" / "claims" / "rbac.yaml").read_text())
+        if each["kind"] == "ClusterRole"
+        for rule in each["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    needed = {(right.group, right.resource, right.verb) for right in needed_by_claims()}
+    assert needed <= shipped
+    assert {resource for _, resource, _ in shipped - needed} == {"configmaps", "resourcequotas"}
+
+
+async def test_a_cluster_without_claims(stub: Stub, tmp_path: Path) -> None:
+    for path in [CLASS, SLICES, *(f"{GROUP}/mutatingadmissionpolic{end}" for end in ("ies", "ybindings"))]:
+        del stub.objects[path]
+    for path in ("/apis/apps/v1/deployments", f"{GROUP}/validatingadmissionpolicies"):
+        stub.objects[path] = [each for each in stub.objects[path] if "-claims" not in each["metadata"]["name"]]
+    found = await findings(stub, tmp_path)
+    assert {found[name].state for name in ("device-class", "claims-policy", "claims-rbac")} == {"skipped"}
+
+
+def test_a_change_of_the_policies_has_another_version() -> None:
+    """If this fails: give all policies the next number, and POLICIES_VERSION, and then this sum."""
+    documents = [
+        each for each in yaml.safe_load_all((PROJECT / "config" / "claims" / "admission-policies.yaml").read_text()) if each
+    ]
+    policies = [each for each in documents if each["kind"].endswith("Policy")]
+    assert {each["metadata"]["annotations"][POLICIES_ANNOTATION] for each in policies} == {POLICIES_VERSION}
+    content = json.dumps([[each["kind"], each["metadata"]["name"], each["spec"]] for each in documents], sort_keys=True)
+    assert (POLICIES_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == ("3", "a139bf13763fd254")
+
+
+def serve_hami(stub: Stub) -> None:
+    config = {**CONFIG, "extenders": [{**EXTENDER, "managedResources": MANAGED + HAMI}]}
+    stub.objects["/api/v1/configmaps"] = [{"data": {"kube-scheduler.yaml": yaml.safe_dump(config)}}]
+
+
+async def test_with_hamis_resources_its_annotations_must_be_protected_too(stub: Stub, tmp_path: Path) -> None:
+    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+    serve_hami(stub)
+    found = (await findings(stub, tmp_path))["admission"]
+    text = "no policy protects hami.io/vgpu- in requests to bindings, pods, pods/binding, pods/status"
+    assert (found.state, found.message) == ("warning", text)
+    shipped = yaml.safe_load_all((PROJECT / "config" / "hami" / "admission-policies.yaml").read_text())
+    for each in shipped:
+        kind = {"ValidatingAdmissionPolicy": "policies", "ValidatingAdmissionPolicyBinding": "policybindings"}.get(each["kind"])
+        if kind is not None:
+            stub.objects[f"{GROUP}/validatingadmission{kind}"].append(each)
+    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+
+
+async def test_with_hamis_resources_the_account_watches_quotas_too(stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {"list resourcequotas"}
+    assert (await findings(stub, tmp_path))["rbac"].state == "ok"
+    serve_hami(stub)
+    found = (await findings(stub, tmp_path))["rbac"]
+    assert (found.state, "is not allowed: list resourcequotas" in found.message) == ("error", True)
+
+
+MANAGED = EXTENDER["managedResources"]
+COUNT = {"name": "nvidia.com/gpu", "ignoredByScheduler": False}
+HAMI = [
+    COUNT,
+    *({"name": f"nvidia.com/{name}", "ignoredByScheduler": True} for name in ("gpumem", "gpumem-percentage", "gpucores")),
+]
+
+
+@pytest.mark.parametrize(("changes", "of_extender", "expected"), [
+    ({}, {}, []),
+    ({"extenders": []}, {}, [(True, "0 extenders have")]),
+    ({"podMaxBackoffSeconds": 10}, {}, [(False, "podMaxBackoffSeconds is above 2")]),
+    ({"profiles": [{"schedulerName": "a"}]}, {}, [(False, "percentageOfNodesToScore of profile a is not 100")]),
+    ({"profiles": [{"schedulerName": "a"}], "percentageOfNodesToScore": 100}, {}, []),
+    ({}, {"ignorable": True}, [(True, "ignorable is true")]),
+    ({}, {"bindVerb": None}, [(True, "bindVerb is None; set it to bind")]),
+    ({}, {"preemptVerb": None}, [(False, "preemptVerb is None; set it to preempt")]),
+    ({}, {"nodeCacheCapable": False, "httpTimeout": "1m"}, [(False, "nodeCacheCapable"), (False, "httpTimeout")]),
+    ({}, {"httpTimeout": "1h30m"}, [(False, "httpTimeout")]),
+    ({}, {"urlPrefix": "https://a", "tlsConfig": {"caFile": "a"}}, [(True, "tlsConfig has no certFile, keyFile")]),
+    ({}, {"managedResources": MANAGED[:1]}, [(True, "managedResources are tencent.com/vcuda-core; give")]),
+    ({}, {"managedResources": [{**each, "ignoredByScheduler": True} for each in MANAGED]},
+     [(True, "ignoredByScheduler of tencent.com/vcuda-core"), (True, "ignoredByScheduler of tencent.com/vcuda-memory")]),
+    ({}, {"managedResources": MANAGED + HAMI}, []),
+    ({}, {"managedResources": [*MANAGED, *HAMI, {"name": "nvidia.com/priority", "ignoredByScheduler": True}]}, []),
+    ({}, {"managedResources": MANAGED + HAMI[:2]}, [(True, "managedResources are nvidia.com/gpu, nvidia.com/gpumem")]),
+    ({}, {"managedResources": MANAGED + [{**each, "ignoredByScheduler": False} for each in HAMI]},
+     [(True, f"ignoredByScheduler of nvidia.com/{name} is false") for name in ("gpucores", "gpumem", "gpumem-percentage")]),
+    ({}, {"managedResources": [*MANAGED, {**COUNT, "ignoredByScheduler": True}, *HAMI[1:]]},
+     [(True, "ignoredByScheduler of nvidia.com/gpu is true")]),
+])  # fmt: skip
+def test_faults_of_the_configuration(changes: Json, of_extender: Json, expected: list[tuple[bool, str]]) -> None:
+    found = list(problems({**CONFIG, "extenders": [{**EXTENDER, **of_extender}], **changes}))
+    assert [serious for serious, _ in found] == [serious for serious, _ in expected]
+    assert all(text.startswith(begin) for (_, text), (_, begin) in zip(found, expected, strict=True)), found
+
+
+async def test_a_file_takes_the_place_of_the_configmap(stub: Stub, tmp_path: Path) -> None:
+    found = await findings(stub, tmp_path, yaml.safe_dump({**CONFIG, "extenders": [{**EXTENDER, "ignorable": True}]}))
+    assert (found["configuration"].state, found["other-pods"].state) == ("error", "ok")
+
+
+def test_the_command_has_the_exit_codes_and_output_of_the_nodes_doctor(tmp_path: Path) -> None:
+    """At an address where nothing listens."""
+    stub = Stub({})
+    stub.url = "http://127.0.0.1:1"
+    cluster = ["--cluster", "--kubeconfig", str(stub.kubeconfig(tmp_path / "kubeconfig")), "--json"]
+    for arguments in ([], ["--scheduler-config", str(PROJECT / "config" / "scheduler" / "kube-scheduler.yaml")]):
+        done = CliRunner().invoke(command, [*cluster, *arguments])
+        assert done.exit_code == 1, done.output
+        found = {each["check"]: each["state"] for each in json.loads(done.output)}
+        assert list(found) == list(PARTS)
+        assert found.pop("configuration") == ("ok" if arguments else "error")
+        assert set(found.values()) == {"error"}
+    done = CliRunner().invoke(command, [*cluster, "--scheduler-config", str(tmp_path / "missing")])
+    assert (done.exit_code, "No such file" in done.output) == (2, True)
+    done = CliRunner().invoke(command, ["--kubeconfig", "a"])
+    assert (done.exit_code, "need --cluster" in done.output) == (2, True)

@@ -1,0 +1,194 @@
+"""`gpumgr doctor` as a person runs it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from gpumgr.cli.doctor import command
+from gpumgr.common.errors import InputError
+
+from .conftest import GET_POD, VERSION, listening, serving, version_answer
+
+
+@pytest.fixture
+def peers() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
+    """A node with all paths in `folder`, without cgroup v1 and without an API server."""
+    document: dict[str, dict[str, Any]] = {
+        "node": {"name": "node-1"},
+        "kubelet": {"device_plugin_dir": f"{folder}/plugins", "pod_resources_socket": f"{folder}/pods.sock"},
+        "kubernetes": {"enabled": False},
+        "cri": {"socket": f"{folder}/cri.sock", "cgroup_root": f"{folder}/cgroup"},
+        "mps": {"control_program": "no-such-program"},
+        "enforcement": {"backend": "none"},
+        "checkpoint": {"dir": str(folder), "gpu_manager_checkpoint": f"{folder}/gpu-manager.json"},
+        "container": {"allocation_dir": f"{folder}/vm"},
+        "process": {"lock_path": f"{folder}/agent.lock"},
+        "http": {"port": 0, "socket": f"{folder}/agent.sock"},
+        **sections,
+    }
+    path = folder / "gpumgr.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def doctor(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def reported(folder: Path, check: str, **sections: dict[str, object]) -> str:
+    """The line of this check before a start of the agent, which at least one error prevents."""
+    result = doctor("--config", write_settings(folder, **sections), "--sim", "pcie-a10-4", "--before-start")
+    assert result.exit_code == 1
+    (line,) = (line for line in result.stdout.splitlines() if line.split()[1] == check)
+    return line
+
+
+def test_json_has_an_object_for_each_check(folder: Path) -> None:
+    result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout.replace(str(folder), "DIR"))
+    cri, cgroups = found.pop(12), found.pop(12)  # they speak in the words of their stations
+    assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
+    assert found == [
+        {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {"check": "nvml", "state": "ok", "message": "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", "remedy": None},
+        {"check": "device-nodes", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {"check": "mode", "state": "ok", "message": "plugin: GPUs are offered by the device plugin API", "remedy": None},
+        {
+            "check": "kubelet",
+            "state": "error",
+            "message": "DIR/plugins is no folder",
+            "remedy": "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: "
+            "/var/lib/kubelet/device-plugins, whatever its --root-dir is",
+        },
+        {
+            "check": "pod-resources",
+            "state": "error",
+            "message": "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)",
+            "remedy": "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock",
+        },
+        {"check": "plugins", "state": "skipped", "message": "DIR/plugins is no folder", "remedy": None},
+        {"check": "agent", "state": "ok", "message": "none runs on this node", "remedy": None},
+        {"check": "host-paths", "state": "skipped", "message": "not in a pod", "remedy": None},
+        {"check": "folders", "state": "ok", "message": "2 folders can be written", "remedy": None},
+        {
+            "check": "checkpoint",
+            "state": "ok",
+            "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent makes one",
+            "remedy": None,
+        },
+        {
+            "check": "take-over",
+            "state": "ok",
+            "message": "no container has GPUs from gpu-manager, according to the kubelet",
+            "remedy": None,
+        },
+        {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
+        {"check": "driver-files", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
+        {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
+        {"check": "vcuda", "state": "skipped", "message": "vcuda.library_path is not set", "remedy": None},
+        {"check": "http", "state": "ok", "message": "any port of 127.0.0.1 is free for HTTP", "remedy": None},
+        {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
+        {
+            "check": "enforcement",
+            "state": "warning",
+            "message": "no backend enforces the limits of shares (enforcement.backend is none)",
+            "remedy": "set enforcement.backend to auto",
+        },
+    ]
+
+
+def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
+    result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
+    lines = result.stdout.splitlines()
+    assert len(lines) == 22
+    assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
+    states = [line.split()[0] for line in lines]
+    first = states.index("error")
+    assert set(states[first:]) == {"error"}
+    assert lines[first].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
+
+
+def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
+    (folder / "plugins").mkdir()
+    peers.enter_context(listening(folder / "plugins/kubelet.sock"))
+    peers.enter_context(serving(folder / "pods.sock", {GET_POD: b""}))
+    peers.enter_context(serving(folder / "cri.sock", {VERSION: version_answer("containerd", "v2.1.4")}))
+    path = write_settings(
+        folder, cri={"socket": f"{folder}/cri.sock"}, enforcement={"backend": "auto", "run_dir": f"{folder}/run"}
+    )
+    result = doctor("--config", path, "--sim", "pcie-a10-4", "--output", "json")
+    states = {finding["check"]: finding["state"] for finding in json.loads(result.stdout)}
+    assert "warning" in states.values()
+    assert "error" not in states.values()
+    assert (states["kubelet"], states["pod-resources"], states["cri"], states["mps"]) == ("ok", "ok", "ok", "warning")
+    assert result.exit_code == 0
+
+
+def test_flags_go_over_the_file(folder: Path) -> None:
+    path = write_settings(folder, kubernetes={"kubeconfig": f"{folder}/none"})
+    options = ("--config", path, "--sim", "mixed-2", "--json")
+    *_, rbac, _ = json.loads(doctor(*options).stdout)
+    assert (rbac["check"], rbac["state"]) == ("rbac", "error")
+    *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
+    assert rbac["state"] == "skipped"
+    findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
+    assert {"check": "mps", "state": "error"}.items() <= findings[16].items()
+
+
+def test_wrong_settings_are_an_input_error(folder: Path) -> None:
+    assert isinstance(doctor("--config", write_settings(folder, http={"port": "x"})).exception, InputError)
+    assert isinstance(doctor("--set", "http.port").exception, InputError)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "gpumgr", "doctor", "--set", "http.port=x"], capture_output=True, text=True, check=False
+    )
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "http.port: 'x' is not allowed" in wrong.stderr
+
+
+STUCK = """
+import asyncio, time
+from gpumgr.cli.doctor import report_node
+from gpumgr.cli.examination.examine import Check, ok
+
+async def stuck():
+    await asyncio.shield(asyncio.to_thread(time.sleep, 3600))
+
+async def well():
+    return ok("as it should be")
+
+report_node(
+    [Check("stuck", stuck, "reboot"), Check("well", well, "")],
+    as_json=True,
+    limit_seconds=0.05,
+)
+"""
+
+
+def test_what_hangs_does_not_hold_up_the_end_of_the_command() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=30)
+    assert ended.returncode == 1, ended.stderr
+    assert json.loads(ended.stdout) == [
+        {"check": "stuck", "state": "error", "message": "no answer within 0.05 s", "remedy": "reboot"},
+        {"check": "well", "state": "ok", "message": "as it should be", "remedy": None},
+    ]
+
+
+def test_help_has_examples_and_exit_codes() -> None:
+    text = doctor("--help").stdout
+    assert "gpumgr doctor --config /etc/gpumgr/gpumgr.yaml" in text
+    assert "2  wrong usage or settings" in text

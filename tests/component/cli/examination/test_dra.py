@@ -1,0 +1,175 @@
+"""The checks of a node in mode dra, at the stand-in API server."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pytest
+from aiohttp import web
+
+from gpumgr.cli.examination.checks import HostLocations, checks_for
+from gpumgr.cli.examination.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
+from gpumgr.cli.examination.rights import needed
+from gpumgr.common.units import Amounts
+from gpumgr.kube.access import Right
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
+from gpumgr.placement.topology.devices import Gpu
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import CheckpointSettings, KubeletSettings, KubernetesSettings, NodeSettings
+from gpumgr.sim.apiserver import SimApiServer
+from tests.component.kubelet.dra.resources import Resources
+from tests.component.kubelet.dra.test_slice_publisher import DEVICES, device
+from tests.component.ledger.checkpoint.conftest import GPU, REGISTRY
+
+from .conftest import listening
+
+NODE = NodeSettings(name="node-1", mode="dra")
+MODES: Final[tuple[Literal["plugin", "dra"], ...]] = ("plugin", "dra")
+
+
+class Shown:
+    """In place of SharedNvml."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = gpus
+
+    async def snapshot(self) -> Any:
+        return self
+
+
+SHOWN = Shown(*(each.gpu for each in DEVICES))
+
+
+class Stage:
+    def __init__(self, sim: SimApiServer) -> None:
+        self.resources = Resources(sim)
+        sim.routes.append(web.get("/version", self._version))
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"gitVersion": "v1.37.2"})
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[tuple[Stage, Settings]]:
+    sim = SimApiServer("node-1")
+    stage = Stage(sim)
+    async with sim:
+        kubernetes = KubernetesSettings(kubeconfig=sim.kubeconfig(tmp_path / "kubeconfig"))
+        yield stage, Settings(node=NODE, kubernetes=kubernetes, checkpoint=CheckpointSettings(dir=tmp_path))
+
+
+def stored(*devices: Any) -> Any:
+    return resource_slice("node-1", "uid", devices)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "state", "message"),
+    [
+        (lambda r: r.put(stored(*DEVICES)), "ok", "API server v1.37.2: 2 GPUs in {name}, 0 with taints"),
+        (lambda _: None, "warning", "API server v1.37.2: the node has no ResourceSlice {name}"),
+        (
+            lambda r: r.put(stored(DEVICES[0])),
+            "warning",
+            "ResourceSlice {name} differs from the driver: GPU-00000001 is not published",
+        ),
+        (
+            lambda r: r.put(stored(*DEVICES, device(2))),
+            "warning",
+            "ResourceSlice {name} differs from the driver: the driver does not list GPU-00000002",
+        ),
+        (
+            lambda r: r.put(stored(*DEVICES, device(2, taints=(Taint(key=LOST_TAINT),)))),
+            "ok",
+            "API server v1.37.2: 3 GPUs in {name}, 1 with taints",
+        ),
+        (
+            lambda r: r.put(stored(DEVICES[0], replace(DEVICES[1], gpu=replace(DEVICES[1].gpu, memory_bytes=40 << 30)))),
+            "warning",
+            "ResourceSlice {name} differs from the driver: GPU-00000001 has 160 blocks of memory in place of 320",
+        ),
+        (
+            lambda r: r.without.add("DRAConsumableCapacity"),
+            "error",
+            "API server v1.37.2: the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature "
+            "gate DRAConsumableCapacity is off, so GPUs can't be shared and none is offered",
+        ),
+        (
+            lambda r: r.without.add("DRADeviceTaints"),
+            "warning",
+            "API server v1.37.2: the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not "
+            "work or are cordoned are left out of the ResourceSlice instead",
+        ),
+        (lambda r: r.without.add("resource.k8s.io/v1"), "error", "the API server (v1.37.2) has no resource.k8s.io/v1"),
+    ],
+)
+async def test_the_slice(prepare: Callable[[Resources], Any], state: str, message: str, stage: Any) -> None:
+    scene, settings = stage
+    prepare(scene.resources)
+    found = await look_at_slice(settings, SHOWN)  # type: ignore[arg-type]
+    assert (found.state, found.message) == (state, message.format(name=slice_name("node-1")))
+    assert (found.remedy is None) == (state == "ok")
+    assert not scene.resources.writes  # nothing but dry runs
+
+
+async def test_claims_that_the_api_server_lacks(stage: Any, tmp_path: Path) -> None:
+    scene, settings = stage
+    assert (await look_at_claims(settings)).message == "0 claims hold GPUs"
+    ledger = Ledger(REGISTRY)
+    for name in ("kept", "gone", "another"):
+        claim = ClaimRequest(uid=f"uid-{name}", namespace="team", name=name, request="gpu")
+        ledger = ledger.occupy(Allocation(id=f"id-{name}", gpus={GPU: Amounts(10, 512)}, claim=claim))
+    checkpoint = SqliteCheckpoint.open(tmp_path)
+    await checkpoint.save(ledger.since(Ledger()))
+    await checkpoint.close()
+    for name, uid in (("kept", "uid-kept"), ("another", "uid-later")):
+        scene.resources.claims["team", name] = {"metadata": {"uid": uid}}
+    found = await look_at_claims(settings)
+    assert (found.state, found.message) == (
+        "warning",
+        "these hold GPUs, and the API server has no such claim: team/another, team/gone",
+    )
+    scene.resources.claims = {("team", name): {"metadata": {"uid": f"uid-{name}"}} for name in ("kept", "gone", "another")}
+    assert (await look_at_claims(settings)).message == "3 claims hold GPUs"
+
+
+async def test_the_sockets(folder: Path) -> None:
+    kubelet = KubeletSettings(plugins_dir=folder / "p", plugins_registry_dir=folder / "r")
+    kubelet.plugins_dir.mkdir()
+    found = await look_at_sockets(kubelet)
+    assert (found.state, found.message) == ("error", f"{folder}/r is no folder")
+    kubelet.plugins_registry_dir.mkdir()
+    (folder / "p" / DRIVER).mkdir()
+    dra, registration = folder / "p" / DRIVER / "dra.sock", folder / "r" / f"{DRIVER}-reg.sock"
+    with listening(dra):
+        found = await look_at_sockets(kubelet)
+        assert (found.state, found.message) == (
+            "warning",
+            f"the driver {DRIVER} does not listen at {folder}/r/{DRIVER}-*reg.sock",
+        )
+        with listening(registration):
+            found = await look_at_sockets(kubelet)
+    assert (found.state, found.message) == ("ok", f"the driver {DRIVER} listens at {dra} and {registration}")
+
+
+def test_checks_of_the_mode() -> None:
+    names = {
+        mode: {check.name for check in checks_for(Settings(node=NodeSettings(mode=mode)), HostLocations())} for mode in MODES
+    }
+    assert "mode" in names["plugin"] & names["dra"]
+    assert names["plugin"] - names["dra"] == {"kubelet", "take-over"}
+    assert names["dra"] - names["plugin"] == {"dra-sockets", "dra-slice", "dra-claims"}
+    assert Right(verb="patch", resource="pods") in set(needed(Settings(node=NODE)))
+
+
+async def test_the_mode_is_shown() -> None:
+    assert (await look_at_mode("dra")).message == "dra: GPUs are offered to ResourceClaims"
+
+
+async def test_standalone_is_an_error() -> None:
+    settings = Settings(node=NODE, kubernetes=KubernetesSettings(enabled=False))
+    found = await look_at_slice(settings, SHOWN)  # type: ignore[arg-type]
+    assert (found.state, found.message) == ("error", "node.mode dra needs the API server")

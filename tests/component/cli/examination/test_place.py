@@ -1,0 +1,139 @@
+"""What the agent writes: its folders and its checkpoint, as a look before its start finds them."""
+
+import asyncio
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpumgr.cli.examination.examine import CheckResult
+from gpumgr.cli.examination.folders import look_at_folders
+from gpumgr.cli.examination.ledger import look_at_checkpoint
+from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Ledger
+
+from .test_command import reported
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+async def made(folder: Path) -> Path:
+    """The folder of a checkpoint that an agent made and closed."""
+    assert await SqliteCheckpoint.open(folder).close()
+    return folder
+
+
+def execute(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / NAME)) as connection:
+        connection.execute(statement)
+        connection.commit()
+
+
+async def look(folder: Path) -> CheckResult:
+    """What is found of the checkpoint; nothing of it changes."""
+    before = content(folder)
+    found = await look_at_checkpoint(folder)
+    assert content(folder) == before
+    return found
+
+
+async def test_a_checkpoint_that_can_be_used_or_made_is_well(folder: Path) -> None:
+    found = await look(folder)
+    assert (found.state, found.message) == ("ok", f"there is no checkpoint at {folder}/{NAME}: the agent makes one")
+    found = await look(await made(folder))
+    assert (found.state, found.message) == ("ok", f"{len(Ledger().allocations)} allocations in {folder}")
+
+
+async def test_one_of_a_newer_gpumgr_is_an_error(folder: Path) -> None:
+    execute(await made(folder), "UPDATE schema SET version = 999")
+    found = await look(folder)
+    assert found.state == "error"
+    assert "was written by a newer gpumgr (schema 999, " in found.message
+
+
+def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
+    asyncio.run(made(folder))
+    execute(folder, "UPDATE schema SET version = 999")
+    expected = f"error    checkpoint    the checkpoint {folder}/{NAME} was written by a newer gpumgr"
+    assert reported(folder, "checkpoint").startswith(expected)
+
+
+async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) -> None:
+    (folder / NAME).write_bytes(b"no database" * 100)
+    found = await look(folder)
+    assert found.state == "warning"
+    assert found.remedy == "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
+
+
+async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
+    store = SqliteCheckpoint.open(folder)
+    assert (await look_at_checkpoint(folder)).state == "ok"
+    await store.save_note("key", "it goes on writing")
+    assert await store.close()
+
+
+async def test_one_that_a_killed_agent_left_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
+    store = SqliteCheckpoint.open(tmp_path)
+    await store.save_note("key", "in the log alone")
+    shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
+    assert await store.close()
+    before = content(folder)
+    assert set(before) == {NAME, f"{NAME}-wal", f"{NAME}-shm"}
+    assert (await look_at_checkpoint(folder)).state == "ok"
+    after = content(folder)
+    index = f"{NAME}-shm"  # sqlite's, of the log
+    assert after | {index: b""} == before | {index: b""}
+
+
+async def test_folders_that_exist_or_can_be_created_are_ok_and_unchanged(folder: Path) -> None:
+    found = await look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
+    assert (found.state, found.message) == ("ok", "2 folders can be written")
+    assert os.listdir(folder) == []
+
+
+async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder: Path) -> None:
+    (folder / "file").touch()
+    wrong = {
+        "checkpoint.dir": Path("/proc/gpumgr/state"),
+        "container.allocation_dir": folder / "file",
+        "enforcement.run_dir": folder,
+    }
+    found = await look_at_folders(wrong)
+    assert found.state == "error"
+    assert found.message.startswith("can't be written: /proc/gpumgr/state (checkpoint.dir): it can't be made in /proc: ")
+    assert f"{folder}/file (container.allocation_dir): Not a directory" in found.message
+    assert "enforcement.run_dir" not in found.message
+
+
+@pytest.fixture
+def closed_folder(folder: Path) -> Iterator[Path]:
+    """A folder that only root may write, while this process is not root until the test ends."""
+    user = os.geteuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o755)
+
+
+async def test_who_may_not_write_is_sent_to_root(closed_folder: Path) -> None:
+    found = await look_at_folders({"checkpoint.dir": closed_folder / "state"})
+    other = await look_at_folders({"checkpoint.dir": Path("/etc/passwd/state")})
+    place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
+    assert found.message == f"can't be written: {place}: Permission denied"
+    assert found.remedy == "run this as root, as the agent runs: another user cannot check what root may write"
+    assert other.remedy == "set them to folders on a file system that the agent may write to"
+
+
+def test_the_command_checks_the_folders_of_the_settings(folder: Path) -> None:
+    told = reported(folder, "folders", container={"allocation_dir": "/proc/vm"}, process={"lock_path": "/proc/x/lock"})
+    assert told.startswith("error    folders       can't be written: /proc/x (process.lock_path): ")
+    assert "/proc/vm (container.allocation_dir)" in told

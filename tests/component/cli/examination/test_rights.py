@@ -1,0 +1,148 @@
+"""What the account may do, asked at the stand-in API server."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from gpumgr.cli.examination.examine import State
+from gpumgr.cli.examination.rights import for_drains, for_people, look_at_rights, needed
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_written import Right
+
+NODE = "get nodes, patch nodes, patch nodes/status"
+FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"
+ORDINARY = f"list pods, watch pods, {FOR_PEOPLE}, create pods/eviction"
+
+
+def settings(kubeconfig: Path, *, evict: bool = False, delete: bool = False) -> Settings:
+    return Settings(
+        kubernetes=KubernetesSettings(kubeconfig=kubeconfig, delete_failed_pods=delete),
+        enforcement=EnforcementSettings(evict=evict),
+    )
+
+
+async def test_all_rights_are_there(sim: SimApiServer, tmp_path: Path) -> None:
+    kubeconfig = sim.kubeconfig(tmp_path / "kubeconfig")
+    found = await look_at_rights(settings(kubeconfig), timeout_seconds=5)
+    assert (found.state, found.message) == ("ok", ORDINARY)
+    found = await look_at_rights(settings(kubeconfig, evict=True, delete=True), timeout_seconds=5)
+    assert found.message == f"list pods, watch pods, create pods/eviction, delete pods, {FOR_PEOPLE}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"annotate_pods": False}, ORDINARY.replace("patch pods, ", "", 1)),
+        ({"write_events": False}, ORDINARY.replace("create events, patch events, ", "")),
+        ({"describe_node": False}, ORDINARY.replace("get nodes, ", "").replace(", patch nodes/status", "")),
+        ({"describe_node": False, "node_labels": ("zone=a",)}, ORDINARY.replace(", patch nodes/status", "")),
+    ],
+)
+async def test_what_is_switched_off_needs_no_right(
+    changes: dict[str, Any], asked: str, sim: SimApiServer, tmp_path: Path
+) -> None:
+    kubernetes = KubernetesSettings(kubeconfig=sim.kubeconfig(tmp_path / "kubeconfig"), **changes)
+    found = await look_at_rights(Settings(kubernetes=kubernetes), timeout_seconds=5)
+    assert found.message == asked
+
+
+def granted(text: str) -> set[tuple[str, str]]:
+    """Verb and resource of each right of a text like the example's."""
+    (role,) = (document for document in yaml.safe_load_all(text) if document["kind"] == "ClusterRole")
+    return {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+
+
+def test_the_example_grants_exactly_what_the_defaults_use_and_names_the_rest() -> None:
+    plain, evicting = Settings(), Settings(enforcement=EnforcementSettings(evict=True), node=NodeSettings(mode="dra"))
+    text = (Path(__file__).parents[4] / "config" / "examples" / "rbac.yaml").read_text()
+    for wanted, told in ((plain, text), (evicting, re.sub(r"(?m)^  # (- api|  res|  verbs)", r"  \1", text))):
+        used = {
+            (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
+            for right in (*needed(wanted), *for_people(wanted))
+        }
+        assert granted(told) == used
+    assert set(for_drains(plain)) <= set(needed(evicting))
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "evict", "state", "message"),
+    [
+        ({("create", "events"), ("patch", "nodes")}, False, "warning", "not allowed: create events, patch nodes"),
+        ({("watch", "pods"), ("patch", "nodes")}, False, "error", "not allowed: watch pods, patch nodes"),
+        ({("create", "pods/eviction")}, True, "error", "not allowed: create pods/eviction"),
+        ({("create", "pods/eviction"), ("patch", "pods")}, False, "warning", "not allowed: patch pods"),
+        ({("delete", "pods")}, False, "ok", ORDINARY),
+    ],
+)
+async def test_missing_rights_are_named(
+    forbidden: set[Right], evict: bool, state: State, message: str, sim: SimApiServer, tmp_path: Path
+) -> None:
+    sim.forbidden |= forbidden
+    found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig"), evict=evict), timeout_seconds=5)
+    assert (found.state, found.message) == (state, message)
+    assert (found.remedy is None) == (state == "ok")
+
+
+async def test_drains_with_evictions_are_the_operators_choice(sim: SimApiServer, tmp_path: Path) -> None:
+    sim.forbidden.add(("create", "pods/eviction"))
+    found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig")), timeout_seconds=5)
+    rest = ORDINARY.removesuffix(", create pods/eviction")
+    without = "no drains with evictions: create pods/eviction is not granted (rbac.drain)"
+    assert (found.state, found.message, found.remedy) == ("ok", f"{rest}; {without}", None)
+
+
+async def test_standalone_sends_no_request() -> None:
+    found = await look_at_rights(Settings(kubernetes=KubernetesSettings(enabled=False)), timeout_seconds=5)
+    assert (found.state, found.message) == ("skipped", "standalone: no API server is asked")
+
+
+async def test_an_api_server_that_is_away_or_hangs(sim: SimApiServer, tmp_path: Path) -> None:
+    kubeconfig = sim.kubeconfig(tmp_path / "kubeconfig")
+    sim.delay_seconds = 0.5
+    found = await look_at_rights(settings(kubeconfig), timeout_seconds=0.05)
+    assert (found.state, found.message) == ("error", "the API server can't be asked: no answer in time")
+    await sim.stop()
+    found = await look_at_rights(settings(kubeconfig), timeout_seconds=5)
+    assert found.state == "error"
+    assert "Cannot connect" in found.message
+    assert "kubeconfig" in (found.remedy or "")
+
+
+async def test_credentials_that_are_missing(tmp_path: Path) -> None:
+    found = await look_at_rights(settings(tmp_path / "none"), timeout_seconds=5)
+    assert found.state == "error"
+    assert found.message.startswith(f"the kubeconfig {tmp_path}/none can't be used: ")
+    assert found.remedy == (
+        "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
+        "API server"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (web.json_response({"message": "who are you"}, status=401), "HTTP 401: "),
+        (web.Response(text="<html>", status=201), "the API server's answer is no JSON object: "),
+    ],
+)
+async def test_another_answer_than_a_review(answer: web.Response, message: str, tmp_path: Path) -> None:
+    async def say(_request: web.Request) -> web.Response:
+        return web.Response(body=answer.body, status=answer.status)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", say)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    stand_in = SimApiServer("node-1")
+    stand_in._port = runner.addresses[0][1]
+    found = await look_at_rights(settings(stand_in.kubeconfig(tmp_path / "kubeconfig")), timeout_seconds=5)
+    await runner.cleanup()
+    assert found.state == "error"
+    assert found.message.startswith(message)

@@ -1,0 +1,190 @@
+"""The controller in front of the simulated API server, with the objects of Dynamic Resource Allocation and clocks that the test moves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gpumgr.cluster.claims.controller import ClaimsController
+from gpumgr.cluster.claims.watches import ClaimWatches
+from gpumgr.cluster.scheduler.leader import Leadership, Replica
+from gpumgr.cluster.scheduler.lease import LeaseTimes
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import WatchTimes
+from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_objects import WatchedObjects
+from tests.component.cluster.scheduler.conftest import FAST, Clock, until
+
+Json = dict[str, Any]
+GATE = {"name": "gpumgr.io/quota"}
+_API = "/apis/resource.k8s.io/v1"
+
+
+class DraObjects:
+    """Claims, templates and slices beside the simulated API server. `refused`: statuses with which the next creations are answered,
+    with `headers`."""
+
+    def __init__(self, sim: SimApiServer) -> None:
+        self.sim = sim
+        kinds = ("resourceclaims", "resourceclaimtemplates", "resourceslices")
+        self.watched = {kind: WatchedObjects(kind, sim._delay) for kind in kinds}
+        self.posted: list[str] = []
+        self.refused: list[int] = []
+        self.headers: dict[str, str] = {}
+        templates = f"{_API}/namespaces/{{namespace}}/resourceclaimtemplates"
+        sim.routes += [web.get(f"{_API}/{kind}", self._get) for kind in kinds]
+        sim.routes += [web.post(templates, self._create), web.delete(f"{templates}/{{name}}", self._delete)]
+
+    @property
+    def templates(self) -> list[str]:
+        return sorted(f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in self._templates.items.values())
+
+    @property
+    def _templates(self) -> WatchedObjects:
+        return self.watched["resourceclaimtemplates"]
+
+    def put(self, kind: str, item: Json) -> None:
+        self.watched[kind].put(item)
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        objects = self.watched[request.path.rpartition("/")[2]]
+        return await objects.watch(request, lambda _: True) if request.query.get("watch") else objects.list(lambda _: True)
+
+    async def _create(self, request: web.Request) -> web.Response:
+        item = await request.json()
+        name = f"{request.match_info['namespace']}/{item['metadata']['name']}"
+        self.posted.append(name)
+        if self.refused:
+            return web.json_response({"message": "no"}, status=self.refused.pop(), headers=self.headers)
+        if name in self.templates:
+            return web.json_response({"message": "it exists already"}, status=409)
+        item["metadata"]["uid"] = f"uid-{name}-{len(self.posted)}"
+        self._templates.put(item)
+        return web.json_response(item, status=201)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        wanted = (await request.json())["preconditions"]["uid"]
+        self._templates.remove(wanted)
+        return web.json_response({})
+
+
+def claim(name: str, cores: int, *, owner: str | None = None, on: str | None = None, template: str = "", uid: str = "") -> Json:
+    """Of a share with 1 GiB. `on`: allocated on this node's first GPU."""
+    amounts = {"cores": str(cores), "memory": "1Gi"}
+    request = {"name": "c0", "exactly": {"deviceClassName": "gpu.gpumgr.io", "capacity": {"requests": amounts}}}
+    metadata: Json = {"namespace": "team", "name": name, "uid": uid or f"claim-{name}"}
+    if owner:
+        metadata["ownerReferences"] = [{"kind": "Pod", "uid": f"uid-{owner}"}]
+    if template:
+        metadata["annotations"] = {"gpumgr.io/claim-template": template}
+    made: Json = {"metadata": metadata, "spec": {"devices": {"requests": [request]}}}
+    if on:
+        result = {"driver": "gpu.gpumgr.io", "pool": on, "device": "gpu-0", "request": "c0", "consumedCapacity": amounts}
+        made["status"] = {"allocation": {"devices": {"results": [result]}}}
+    return made
+
+
+def pod(
+    name: str, template: str = "", *, claims: Sequence[str] = (), gates: Sequence[Json] = (), created: str = "1", made: str = ""
+) -> Json:
+    """`template`: of its claim `made`; `claims`: others that exist by themselves."""
+    named: list[Json] = [{"name": each, "resourceClaimName": each} for each in claims]
+    status: Json = {"phase": "Pending"}
+    if template:
+        named.append({"name": "gpumgr-vcuda", "resourceClaimTemplateName": template})
+    if made:
+        status["resourceClaimStatuses"] = [{"name": "gpumgr-vcuda", "resourceClaimName": made}]
+    metadata = {"namespace": "team", "name": name, "uid": f"uid-{name}", "creationTimestamp": created}
+    spec: Json = {"containers": [{"name": "main"}], "resourceClaims": named}
+    if gates:
+        spec["schedulingGates"] = list(gates)
+    return {"metadata": metadata, "spec": spec, "status": status}
+
+
+def quota(cores: int) -> Json:
+    meta = {"name": "gpuquota", "namespace": "kube-system", "uid": "uid-quota"}
+    return {"metadata": meta, "data": {"quota.yaml": f"team: [{{cores: {cores}}}]"}}
+
+
+class Stage:
+    def __init__(self, dra: DraObjects, watches: ClaimWatches, controller: ClaimsController, clock: Clock) -> None:
+        self.sim, self.dra, self.watches, self.controller, self.clock = dra.sim, dra, watches, controller, clock
+
+    def gated(self, name: str) -> bool:
+        return GATE in self.sim._pods.items[f"uid-{name}"]["spec"].get("schedulingGates", [])
+
+    def events(self, name: str) -> list[str]:
+        found = self.sim.written.events.values()
+        return [f"{each['reason']}: {each['message']}" for each in found if each["involvedObject"]["name"] == name]
+
+    def gated_pod(self, name: str, cores: int, created: str = "1") -> None:
+        """With its claim, as kube-controller-manager makes it."""
+        self.sim.put_document(pod(name, f"vcuda-c0-{cores}-4", gates=[GATE], created=created, made=f"{name}-claim"))
+        self.dra.put("resourceclaims", claim(f"{name}-claim", cores, owner=name))
+
+    def bind(self, name: str, cores: int, node: str = "a") -> None:
+        """What kube-scheduler does."""
+        self.dra.put("resourceclaims", claim(f"{name}-claim", cores, owner=name, on=node))
+        bound = {**self.sim._pods.items[f"uid-{name}"]}
+        bound["spec"] = {**bound["spec"], "nodeName": node}
+        self.sim.put_document(bound)
+
+
+@asynccontextmanager
+async def running(
+    dra: DraObjects,
+    folder: Path,
+    settings: ClaimsSettings | None = None,
+    *,
+    replica: Replica | None = None,
+    times: LeaseTimes | None = None,
+    clock: Clock | None = None,
+    watch_times: WatchTimes = FAST,
+) -> AsyncIterator[Stage]:
+    """With `replica` it takes part in the election of a leader."""
+    clock = clock or Clock()
+    server = await ApiServer.connect(dra.sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
+    watches = ClaimWatches(server, SchedulerSettings(), watch_times=watch_times, clock=lambda: clock.now)
+    leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
+    controller = ClaimsController(
+        server,
+        watches,
+        settings or ClaimsSettings(),
+        "host",
+        leader=leadership,
+        clock=lambda: clock.now,
+        now=lambda: 1e9,
+        jitter=lambda: 0.5,
+        period_seconds=0.01,
+    )
+    tasks = [asyncio.create_task(each.run()) for each in (watches, controller, leadership) if each is not None]
+    try:
+        await until(lambda: watches.synced)
+        yield Stage(dra, watches, controller, clock)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            assert task.cancelled(), task.exception()
+        if leadership is not None:
+            await leadership.release()
+        await server.close()
+
+
+@pytest.fixture
+async def dra() -> AsyncIterator[DraObjects]:
+    objects = DraObjects(SimApiServer("a"))
+    async with objects.sim:
+        yield objects
+
+
+@pytest.fixture
+async def stage(dra: DraObjects, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with running(dra, tmp_path) as made:
+        yield made

@@ -1,0 +1,95 @@
+"""The whole process on the simulated API server, its metrics and probes."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpumgr.cluster.claims.lifecycle import run_claims
+from gpumgr.cluster.claims.pages import FAMILIES, ClaimsPages
+from gpumgr.cluster.scheduler.pages import page_server
+from gpumgr.common.errors import InputError, SettingsError
+from gpumgr.kube.reflector import prompt_watches
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import ClaimsSettings, HttpSettings
+from tests.component.cluster.scheduler.conftest import until
+
+from .conftest import GATE, DraObjects, Stage, pod, quota, running
+
+
+async def test_it_works_until_it_is_stopped(dra: DraObjects, tmp_path: Path) -> None:
+    settings = Settings(claims=ClaimsSettings(http_port=0), http=HttpSettings(address="127.0.0.1"))
+    stop = asyncio.Event()
+    process = asyncio.create_task(run_claims(settings, dra.sim.kubeconfig(tmp_path / "kubeconfig"), stop=stop))
+    dra.sim.put_document(pod("one", "vcuda-c0-30-20"))
+    await until(lambda: bool(dra.templates) or process.done())
+    stop.set()
+    await process
+    assert dra.templates == ["team/vcuda-c0-30-20"]
+
+
+async def test_what_can_t_be_used_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="give --kubeconfig FILE"):
+        await run_claims(Settings(), tmp_path / "missing", stop=asyncio.Event())
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    monkeypatch.setattr("gpumgr.cluster.scheduler.lifecycle._SERVICE_ACCOUNT", Path("/missing"))
+    with pytest.raises(InputError, match=r"set claims\.lease_namespace"):
+        await run_claims(Settings(claims=ClaimsSettings(leader_election=True)), None, stop=asyncio.Event())
+
+
+async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
+    dra.sim.put_configmap(quota(50))
+    async with running(dra, tmp_path) as stage, aiohttp.ClientSession() as client:
+        server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
+        await server.start()
+        host, port = server.address
+
+        async def get(path: str) -> tuple[int, str]:
+            async with client.get(f"http://{host}:{port}{path}") as answer:
+                return answer.status, await answer.text()
+
+        stage.gated_pod("late", 60)
+        await until(lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates))
+        status, text = await get("/metrics")
+        assert status == 200
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert lines["gpumgr_claims_leader"] == lines["gpumgr_claims_synced"] == lines["gpumgr_claims_templates"] == "1"
+        assert lines["gpumgr_claims_gated_pods"] == lines["gpumgr_claims_refused_pods"] == "1"
+        assert lines['gpumgr_claims_writes_total{object="template",outcome="ok"}'] == "1"
+        assert all(f"# TYPE {family.name} {family.kind}" in text for family in FAMILIES)
+        assert [(await get(path))[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 404]
+        await server.stop()
+
+
+async def test_nothing_is_written_while_watches_and_lists_fail(dra: DraObjects, tmp_path: Path) -> None:
+    """A quota may have been used up, or a pod may have ended, and the controller does not know."""
+    times = replace(prompt_watches(30.0), pause_seconds=(0.005, 0.02))
+    async with running(dra, tmp_path, watch_times=times) as stage:
+        server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
+        await server.start()
+        host, port = server.address
+
+        async def ready() -> int:
+            async with aiohttp.ClientSession() as client, client.get(f"http://{host}:{port}/readyz") as answer:
+                return answer.status
+
+        assert (stage.controller.leads, await ready()) == (True, 200)
+        await dra.sim.stop()
+        stage.clock.now += 30
+        await until(lambda: stage.watches.problem is not None)
+        assert (stage.controller.leads, await ready()) == (False, 503)
+        await dra.sim.start()
+        await until(lambda: stage.watches.problem is None)
+        assert (stage.controller.leads, await ready()) == (True, 200)
+        await server.stop()
+
+
+async def test_many_pods_at_once(stage: Stage) -> None:
+    """Each look writes a limited number of events."""
+    stage.sim.put_configmap(quota(100))
+    for place in range(120):
+        stage.sim.put_document(pod(f"p{place}", f"vcuda-c{place}-150-1", gates=[GATE], created=f"{place:03}"))
+    await until(lambda: all(stage.events(f"p{place}") for place in range(120)))
+    await until(lambda: dict(stage.controller.writes) == {("event", "ok"): 120})

@@ -1,0 +1,219 @@
+"""Gates of pods: removed in order as the quota of both modes allows, refused with one event for each reason."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.component.cluster.scheduler import conftest as plugin
+from tests.component.cluster.scheduler.conftest import until
+
+from .conftest import GATE, DraObjects, Stage, claim, pod, quota, running
+
+
+@pytest.fixture(autouse=True)
+def limited(dra: DraObjects) -> None:
+    dra.sim.put_configmap(quota(100))
+
+
+async def test_gates_are_removed_in_the_order_of_creation_as_others_end(stage: Stage) -> None:
+    stage.gated_pod("first", 60, created="1")
+    await until(lambda: not stage.gated("first"))
+    stage.gated_pod("second", 40, created="2")
+    await until(lambda: not stage.gated("second"))
+    stage.gated_pod("fourth", 50, created="4")
+    await until(lambda: bool(stage.events("fourth")))
+    assert stage.events("fourth") == [
+        "GpuQuotaExceeded: namespace team uses 100 of 100 cores; the pod needs 50; it is scheduled as soon as the quota allows it"
+    ]
+    stage.gated_pod("fifth", 10, created="5")
+    await until(lambda: bool(stage.events("fifth")))
+    for name, cores in (("first", 60), ("second", 40)):
+        stage.bind(name, cores)
+    await until(lambda: len(stage.watches.pods) == 2)
+    assert stage.gated("fourth")
+    assert stage.gated("fifth")
+    stage.sim.remove("uid-first")
+    stage.dra.watched["resourceclaims"].remove("claim-first-claim")
+    await until(lambda: not stage.gated("fourth") and not stage.gated("fifth"))
+
+
+async def test_pods_of_plugin_mode_count(stage: Stage) -> None:
+    stage.sim.put_node(plugin.node("a", 1, plugin.inventory("a", 1)))
+    stage.sim.put_document(plugin.pod("old", ("app", 70, 4), on="a"))
+    await until(lambda: stage.watches._index.placement("uid-old") is not None)
+    stage.gated_pod("new", 40)
+    await until(lambda: bool(stage.events("new")))
+    assert "uses 70 of 100 cores; the pod needs 40" in stage.events("new")[0]
+    stage.sim.remove("uid-old")
+    await until(lambda: not stage.gated("new"))
+
+
+async def test_a_pod_waits_for_its_claims(stage: Stage) -> None:
+    """Its own template may ask for anything; kube-controller-manager creates the claim."""
+    stage.sim.put_document(pod("early", "mine", gates=[GATE]))
+    stage.gated_pod("other", 10, created="2")
+    await until(lambda: not stage.gated("other"))
+    assert stage.gated("early")
+    stage.sim.put_document(pod("early", "mine", gates=[GATE], made="early-claim"))
+    stage.dra.put("resourceclaims", claim("early-claim", 95, owner="early"))
+    await until(lambda: bool(stage.events("early")))
+    assert "uses 10 of 100 cores; the pod needs 95" in stage.events("early")[0]
+
+
+async def test_a_shared_claim_counts_once(stage: Stage) -> None:
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    for place in (1, 2):
+        stage.sim.put_document(pod(f"user{place}", claims=["shared"], gates=[GATE], created=str(place)))
+    await until(lambda: not stage.gated("user1") and not stage.gated("user2"))
+    stage.gated_pod("late", 20)
+    await until(lambda: bool(stage.events("late")))
+
+
+async def test_a_shared_claim_counts_between_the_binding_of_its_pod_and_its_allocation(stage: Stage) -> None:
+    """The watches are apart: the pod may be seen bound before the claim is seen allocated."""
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    stage.sim.put_document(pod("user", claims=["shared"], gates=[GATE]))
+    await until(lambda: not stage.gated("user"))
+    bound = {**stage.sim._pods.items["uid-user"]}
+    stage.sim.put_document({**bound, "spec": {**bound["spec"], "nodeName": "a"}})
+    await until(lambda: "uid-user" not in stage.watches.pods)
+    stage.gated_pod("late", 20)
+    await until(lambda: bool(stage.events("late")) or not stage.gated("late"))
+    assert stage.gated("late")
+    assert "uses 90 of 100 cores; the pod needs 20" in stage.events("late")[0]
+    stage.dra.put("resourceclaims", claim("shared", 90, on="a"))
+    await until(lambda: stage.watches._index.placement("claim-shared") is not None)
+    stage.clock.now += 3600
+    stage.gated_pod("probe", 10, created="0")  # a look has passed when it has no gate
+    await until(lambda: not stage.gated("probe"))
+    assert stage.gated("late")
+
+
+async def test_a_shared_claim_of_a_pod_that_was_deleted_counts_no_more_after_a_while(stage: Stage) -> None:
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    stage.sim.put_document(pod("user", claims=["shared"], gates=[GATE]))
+    await until(lambda: not stage.gated("user"))
+    stage.sim.remove("uid-user")
+    await until(lambda: "uid-user" not in stage.watches.pods)
+    stage.gated_pod("late", 20)
+    await until(lambda: bool(stage.events("late")))
+    stage.clock.now += 11
+    await until(lambda: not stage.gated("late"))
+
+
+async def test_a_shared_claim_is_refused_to_each_of_its_pods(stage: Stage) -> None:
+    stage.gated_pod("first", 20, created="0")
+    await until(lambda: not stage.gated("first"))
+    stage.dra.put("resourceclaims", claim("shared", 90))
+    for place in (1, 2):
+        stage.sim.put_document(pod(f"user{place}", claims=["shared"], gates=[GATE], created=str(place)))
+    await until(lambda: bool(stage.events("user1")) and bool(stage.events("user2")))
+    assert stage.gated("user1")
+    assert stage.gated("user2")
+    assert "uses 20 of 100 cores; the pod needs 90" in stage.events("user2")[0]
+
+
+async def test_pods_without_gpus_and_other_gates(stage: Stage) -> None:
+    """A pod with amounts of 0 has the gate, and no claim."""
+    other = {"name": "other"}
+    stage.gated_pod("full", 100)
+    await until(lambda: not stage.gated("full"))
+    stage.sim.put_document(pod("none", gates=[other, GATE]))
+    await until(lambda: not stage.gated("none"))
+    assert stage.sim._pods.items["uid-none"]["spec"]["schedulingGates"] == [other]
+
+
+async def test_the_reason_is_told_again_only_if_it_changes_and_after_a_while(stage: Stage) -> None:
+    stage.gated_pod("first", 60)
+    await until(lambda: not stage.gated("first"))
+    stage.gated_pod("late", 50, created="2")
+    await until(lambda: len(stage.events("late")) == 1)
+    stage.sim.put_configmap(quota(90))
+    await until(lambda: stage.watches.quotas.limits["team"].limits[0].cores == 90)
+    stage.gated_pod("probe", 10, created="3")  # a look has passed when it has its event
+    await until(lambda: bool(stage.events("probe")))
+    assert len(stage.events("late")) == 1
+    stage.clock.now += 60
+    await until(lambda: len(stage.events("late")) == 2)
+    assert "60 of 90 cores" in stage.events("late")[1]
+
+
+async def test_another_gate_is_never_removed_by_mistake(stage: Stage) -> None:
+    """The gates, or the pod, may be others than the watch has shown."""
+    stage.sim.put_configmap(quota(50))
+    await until(lambda: stage.watches.quotas.limits["team"].limits[0].cores == 50)
+    stage.gated_pod("one", 60)
+    await until(lambda: bool(stage.events("one")))
+    known = stage.watches.pods["uid-one"]
+    await stage.controller._open(replace(known, uid="uid-before"))
+    await stage.controller._open(replace(known, gate=1))
+    assert stage.gated("one")
+    item = stage.sim._pods.items["uid-one"]
+    stage.sim.put_document({**item, "spec": {**item["spec"], "schedulingGates": [{"name": "other"}, GATE]}})
+    await stage.controller._open(known)
+    await until(lambda: stage.watches.pods["uid-one"].gate == 1)
+    stage.sim.put_configmap(quota(200))
+    stage.clock.now += 60
+    await until(lambda: not stage.gated("one"))
+    assert stage.sim._pods.items["uid-one"]["spec"]["schedulingGates"] == [{"name": "other"}]
+
+
+async def test_quotas_that_cant_be_read_hold_all_pods_back(dra: DraObjects, tmp_path: Path) -> None:
+    broken = quota(100)
+    broken["data"]["quota.yaml"] = "team: 5"
+    dra.sim.put_configmap(broken)
+    async with running(dra, tmp_path) as stage:
+        stage.gated_pod("one", 10)
+        await until(lambda: bool(stage.events("one")))
+        assert "can't be used, so the quotas are not known" in stage.events("one")[0]
+        assert stage.gated("one")
+        dra.sim.put_configmap(quota(100))
+        await until(lambda: not stage.gated("one"))
+
+
+async def test_a_namespace_without_limits_is_not_held_back(dra: DraObjects, tmp_path: Path) -> None:
+    dra.sim.remove_configmap("uid-quota")
+    async with running(dra, tmp_path) as stage:
+        stage.gated_pod("one", 90)
+        stage.gated_pod("two", 90)
+        await until(lambda: not stage.gated("one") and not stage.gated("two"))
+
+
+async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tmp_path: Path) -> None:
+    limits = "team: [{cores: 100, model: A100}, {memory: 3Gi, model: V100}]"
+    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": limits}})
+    for name, model, memory in (("a", "NVIDIA A100", "40Gi"), ("v", "Tesla V100", "2Gi")):
+        node = plugin.node(name, 0, None)
+        node["metadata"]["labels"] = {"gaia.tencent.com/gpu-model": model.rpartition(" ")[2]}
+        dra.sim.put_node(node)
+        device = {"name": "gpu-0", "attributes": {"productName": {"string": model}}, "capacity": {"memory": {"value": memory}}}
+        dra.put("resourceslices", {"metadata": {"name": name, "uid": name}, "spec": {"nodeName": name, "devices": [device]}})
+    async with running(dra, tmp_path) as stage:
+        stage.gated_pod("first", 90)
+        await until(lambda: not stage.gated("first"))
+        stage.bind("first", 90)
+        await until(lambda: stage.watches._index.placement("claim-first-claim") is not None)
+        stage.gated_pod("any", 20)
+        await until(lambda: bool(stage.events("any")))
+        assert "uses 90 of 100 cores on A100" in stage.events("any")[0]
+        picky = pod("picky", "vcuda-c0-20-4", gates=[GATE], made="picky-claim", created="0")
+        picky["spec"]["nodeSelector"] = {"gaia.tencent.com/gpu-model": "V100"}
+        stage.sim.put_document(picky)
+        stage.dra.put("resourceclaims", claim("picky-claim", 20, owner="picky"))
+        await until(lambda: not stage.gated("picky"))
+
+
+async def test_amounts_count_rounded_up_as_kube_scheduler_gives_them(stage: Stage) -> None:
+    """Quantities need not be whole numbers, and a share has whole cores and blocks of 256 MiB."""
+    stage.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 100, memory: 1Gi}]"}})
+    await until(lambda: stage.watches.quotas.limits["team"].limits[0].memory_mebibytes == 1024)
+    for name, cores, memory in (("first", "9500m", "0.3Gi"), ("second", "90001m", "100Mi"), ("third", "0.5", "0.6Gi")):
+        item = claim(f"{name}-claim", 1, owner=name)
+        item["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"] = {"cores": cores, "memory": memory}
+        stage.dra.put("resourceclaims", item)
+        stage.sim.put_document(pod(name, "vcuda-c0-1-1", gates=[GATE], made=f"{name}-claim", created=name))
+    await until(lambda: bool(stage.events("second") and stage.events("third")))
+    await until(lambda: not stage.gated("first"))
+    assert "uses 10 of 100 cores; the pod needs 91" in stage.events("second")[0]
+    assert "uses 512 MiB of 1 GiB of GPU memory; the pod needs 768 MiB" in stage.events("third")[0], stage.events("third")

@@ -1,0 +1,128 @@
+"""Bindings that the API server refuses, loses, delays or does not show: a clear error, and no GPU is given twice."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from gpumgr.cluster.scheduler import binding
+
+from .conftest import Stage, pod, until
+
+
+def answering(
+    status: int, *, bound: bool, headers: dict[str, str] | None = None
+) -> Callable[[bool], Awaitable[web.Response | None]]:
+    """A hook that answers with this status, before or after the binding happens."""
+
+    async def hook(happened: bool) -> web.Response | None:
+        body = {"kind": "Status", "message": "the reason"}
+        return web.json_response(body, status=status, headers=headers) if happened == bound else None
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "text", "cores"),
+    [
+        (409, {}, "HTTP 409: the reason", [0, 0]),
+        (422, {}, "HTTP 422: the reason", [0, 0]),
+        (429, {"Retry-After": "1"}, "HTTP 429: the reason, and asks to wait for 1 s", [0, 0]),
+        (500, {}, "HTTP 500: the reason", [100, 100]),
+    ],
+)
+async def test_a_refused_binding(stage: Stage, status: int, headers: dict[str, str], text: str, cores: list[int]) -> None:
+    """After 500 the binding may happen yet, so the GPUs stay assumed; the pod's next attempt has the same ones."""
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.bind_hook = answering(status, bound=False, headers=headers)
+    assert await stage.bind(item, "a") == f"the API server refused the binding: {text}"
+    assert stage.sim.requests.count("bind") == 1
+    assert stage.cores("a") == cores
+    stage.sim.bind_hook = None
+    assert (await stage.filter(item))["NodeNames"] == ["a"]
+    if headers:
+        assert await stage.bind(item, "a") == (
+            "the API server refused the binding: HTTP 429: too early for another try, and asks to wait for 1 s"
+        )
+        assert stage.sim.requests.count("bind") == 1, "nothing was sent"
+        stage.clock.now += 1
+    assert await stage.bind(item, "a") == ""
+
+
+async def test_a_pod_that_may_be_bound_keeps_its_node(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 100, 0)))
+    await stage.filter(item)
+    stage.sim.bind_hook = answering(500, bound=False)
+    await stage.bind(item, "a")
+    assert "not clear yet" in (await stage.filter(item, ["b"]))["Error"]
+    stage.clock.now += 60
+    assert "not clear yet" in (await stage.filter(item, ["b"]))["Error"]
+    await stage.extender.look_up_assumed()
+    assert (await stage.filter(item, ["b"]))["NodeNames"] == ["b"], "the API server shows that it is not bound"
+
+
+async def test_an_error_for_a_binding_that_happened_is_none(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.bind_hook = answering(500, bound=True)
+    assert await stage.bind(item, "a") == ""
+    await until(lambda: not stage.index.is_assumed("uid-one"))
+    assert stage.cores("a") == [100, 100]
+
+
+async def test_a_binding_that_took_too_long_and_happened_is_answered_when_it_is_asked_for_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kube-scheduler gave up before; neither it nor the watch has shown the binding when the pod comes again."""
+    monkeypatch.setattr(binding, "WRITE_SECONDS", 0.05)
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    released = asyncio.Event()
+
+    async def hang(happened: bool) -> None:
+        if not happened:
+            await released.wait()
+
+    stage.sim.bind_hook = hang
+    assert "did not answer the binding: TimeoutError" in await stage.bind(item, "a")
+    stage.sim.bind_hook = None
+    released.set()
+    monkeypatch.setattr(binding, "WRITE_SECONDS", 30)
+    assert (await stage.filter(item))["NodeNames"] == ["a"]
+    stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "a"}})
+    assert await stage.bind(item, "a") in ("", "the pod is bound to node a already")
+    assert (await stage.filter(pod("two", ("app", 100, 0)), ["a"]))["NodeNames"] == []
+
+
+async def test_a_pod_that_another_scheduler_bound_holds_its_gpus_there(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.delay_seconds = 0.05  # of the watch, too
+    stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "b"}})
+    assert await stage.bind(item, "a") == "the pod is bound to node b already"
+    assert (stage.cores("a"), sum(stage.cores("b"))) == ([0, 0], 200)
+
+
+async def test_a_pod_that_is_being_bound_is_not_moved(stage: Stage) -> None:
+    """kube-scheduler has a shorter timeout than the binding, and filters the pod again before its end."""
+    item = await stage.create(pod("one", ("app", 100, 0)))
+    await stage.filter(item)
+    begun, released = asyncio.Event(), asyncio.Event()
+
+    async def hold(happened: bool) -> None:
+        if not happened:
+            begun.set()
+            await released.wait()
+
+    stage.sim.bind_hook = hold
+    first = asyncio.create_task(stage.bind(item, "a"))
+    await begun.wait()
+    assert "not clear yet" in (await stage.filter(item, ["b"]))["Error"]
+    assert (await stage.filter(item, ["a", "b"]))["NodeNames"] == ["a"]
+    assert await stage.bind(item, "a") == "the pod is being bound already"
+    released.set()
+    assert await first == ""
+    assert stage.cores("a") == [100, 0]
+    assert sum(stage.cores("b")) == 0

@@ -1,0 +1,340 @@
+"""The verb preempt, and the GPUs that are kept for the pod that preempts."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.victims import Eviction, find_eviction
+from gpumgr.cluster.scheduler import preemption
+from gpumgr.placement.evaluators.chain import ContainerKind
+
+from .conftest import Json, Stage, pod, until
+
+WHOLE: tuple[ContainerKind, int, int] = ("app", 100, 0)
+
+
+def important(name: str, *containers: tuple[ContainerKind, int, int], priority: int = 10, nominated: str | None = None) -> Json:
+    made = pod(name, *(containers or (WHOLE,)))
+    made["spec"]["priority"] = priority
+    made["status"]["nominatedNodeName"] = nominated
+    return made
+
+
+async def preempt(
+    stage: Stage, item: Json, proposed: Mapping[str, Sequence[str]], violations: int = 0
+) -> Mapping[str, list[str]]:
+    meta = {
+        name: {"Pods": [{"UID": f"uid-{each}"} for each in names], "NumPDBViolations": violations}
+        for name, names in proposed.items()
+    }
+    answer = await stage.post("preempt", json.dumps({"Pod": item, "NodeNameToVictims": None, "NodeNameToMetaVictims": meta}))
+    assert all(
+        each["NumPDBViolations"] == violations for name, each in answer["NodeNameToMetaVictims"].items() if name in proposed
+    )
+    return {name: [each["UID"] for each in victims["Pods"]] for name, victims in answer["NodeNameToMetaVictims"].items()}
+
+
+async def full(stage: Stage, cores: int = 100, priority: int = 0) -> None:
+    """Node a has a pod low-N on each of its two GPUs."""
+    for number in range(200 // cores if cores == 100 else 2):
+        item = important(f"low-{number}", ("app", cores, 4), priority=priority)
+        assert await stage.schedule(item, ["a"]) == "a"
+
+
+@pytest.mark.hami_bug("B16: no preemption")
+async def test_the_victims_of_one_node_are_answered_and_their_gpu_is_kept(stage: Stage) -> None:
+    await full(stage)
+    item = await stage.create(important("vip"))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
+    assert sorted(stage.cores("a")) == [100, 200], "kept beyond what is free"
+    stage.sim.remove("uid-low-0")
+    await until(lambda: stage.cores("a") == [100, 100])
+    assert (await stage.filter(important("equal"), ["a"]))["NodeNames"] == []
+    nominated = await stage.create(important("vip", nominated="a"))
+    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.bind(nominated, "a") == ""
+    await until(lambda: not stage.index.is_assumed("uid-vip"))
+    assert stage.cores("a") == [100, 100]
+
+
+async def test_a_rejection_of_a_nominated_pod_does_not_end_its_nomination(stage: Stage) -> None:
+    """kube-scheduler clears the nomination, and preempts again, if the node's failure is unresolvable."""
+    await full(stage)
+    await stage.filter(item := important("vip"), ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+    answer = await stage.filter(important("vip", nominated="a"), ["a"])
+    assert (list(answer["FailedNodes"]), answer["FailedAndUnresolvableNodes"]) == (["a"], {})
+    assert sorted(stage.cores("a")) == [100, 200], "its GPU is still kept"
+
+
+async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejected(stage: Stage) -> None:
+    """Of node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
+    await full(stage, 60)
+    for number in range(4):
+        assert await stage.schedule(important(f"b-{number}", priority=5), ["b"]) == "b"
+    item = await stage.create(important("vip", ("app", 50, 4)))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    ((name, victims),) = (await preempt(stage, item, {"b": ["b-1"]})).items()
+    assert (name, len(victims)) == ("a", 1), "its pods have the lowest priority"
+    assert (await stage.filter(item, ["b"]))["NodeNames"] == []
+    assert await preempt(stage, item, {"b": ["b-1"]}) == {"b": ["uid-b-1"]}, "node a was offered for the attempt before"
+
+
+async def test_without_node_cache_whole_pods_are_proposed(stage: Stage) -> None:
+    await full(stage)
+    low = {"Pods": [important("low-1")], "NumPDBViolations": 3}
+    body = {"Pod": important("vip"), "NodeNameToVictims": {"a": low, "unknown": low, "b": None}, "NodeNameToMetaVictims": None}
+    answer = await stage.post("preempt", json.dumps(body))
+    assert answer == {"NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "uid-low-1"}], "NumPDBViolations": 3}}}
+
+
+def _cordoned(node: NodeState) -> NodeState:
+    return replace(node, gpus=(replace(node.gpus[0], cordoned=True), node.gpus[1]))
+
+
+def _unhealthy(node: NodeState) -> NodeState:
+    return replace(node, gpus=(replace(node.gpus[0], healthy=False), node.gpus[1]))
+
+
+def _reordered(node: NodeState) -> NodeState:
+    return replace(node, gpus=node.gpus[::-1])
+
+
+def _without_gpus(node: NodeState) -> NodeState:
+    return NodeState(name=node.name)
+
+
+@pytest.mark.parametrize("change", [None, _cordoned, _unhealthy, _reordered, _without_gpus])
+async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_taken(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, change: Callable[[NodeState], NodeState] | None
+) -> None:
+    """A large node takes a second. `change` None: one of its pods ends."""
+    await full(stage)
+    item = await stage.create(important("vip"))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    loop, before, placed = asyncio.get_running_loop(), stage.index.node("a"), stage.index.placement("uid-low-1")
+    assert before is not None
+    assert placed is not None
+    changes: list[Callable[[], None]] = [
+        partial(stage.index.remove, placed.uid) if change is None else partial(stage.index.set_node, change(before))
+    ]
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        found, served = find_eviction(*arguments, **named), threading.Event()
+        while changes:
+            loop.call_soon_threadsafe(changes.pop())
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        return found
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    with capture_logs() as logs:
+        assert await preempt(stage, item, {"a": ["low-0"]}) == {}
+    assert [line["event"] for line in logs] == [], "it did not fail"
+    stage.index.set_node(before)
+    stage.index.bind(placed)
+    assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
+
+
+async def test_pods_that_do_not_preempt_get_no_victims(stage: Stage) -> None:
+    await full(stage, priority=10)
+    never = important("never", priority=20)
+    never["spec"]["preemptionPolicy"] = "Never"
+    placed = important("low-0", priority=20)
+    for item in (
+        important("equal"),
+        never,
+        placed,
+        important("odd", ("app", 150, 0), priority=20),
+        important("none", ("app", 0, 0)),
+    ):
+        assert await preempt(stage, item, {"a": ["low-0"]}) == {}
+    assert stage.cores("a") == [100, 100]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", '{"Pod":null}', '{"Pod":{}}', '{"Pod":{"metadata":{}},"NodeNameToVictims":{"a":{"Pods":[{}]}}}']
+)
+async def test_a_bad_request_gets_no_victims(stage: Stage, body: str) -> None:
+    """The answer of this verb has no field for an error."""
+    assert await stage.post("preempt", body) == {"NodeNameToMetaVictims": {}}
+
+
+async def test_kept_gpus_are_there_for_a_pod_of_higher_priority(stage: Stage) -> None:
+    await full(stage)
+    await stage.filter(item := important("vip"), ["a"])
+    (victim,) = (await preempt(stage, item, {"a": ["low-0"]}))["a"]
+    stage.sim.remove(victim)
+    await until(lambda: stage.cores("a") == [100, 100])
+    assert (await stage.filter(important("lower", priority=9), ["a"]))["NodeNames"] == []
+    assert (await stage.filter(important("higher", priority=11), ["a"]))["NodeNames"] == ["a"]
+    assert stage.cores("a") == [100, 100]
+    assert stage.index.placement("uid-vip") is None
+
+
+@pytest.mark.parametrize("end", ["unused", "cleared", "moved", "deleted", "late"])
+async def test_kept_gpus_end_with_the_nomination_the_pod_or_their_time(stage: Stage, end: str) -> None:
+    await full(stage)
+    item = await stage.create(important("vip"))
+    await stage.filter(item, ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+
+    async def kept_on(seconds: float) -> str | None:
+        """At the next call of a verb."""
+        stage.clock.now += seconds
+        await stage.filter(important("probe"), ["b"])
+        placed = stage.index.placement("uid-vip")
+        return placed.node if placed is not None else None
+
+    async def nominate(name: str | None) -> None:
+        await stage.create(important("vip", nominated=name))
+        await until(lambda: getattr(stage.watches.nominated.get("uid-vip"), "nominated", None) == name)
+
+    assert await kept_on(59) == "a"
+    if end == "unused":
+        assert await kept_on(1) is None, "kube-scheduler has not taken the node"
+        return
+    await nominate("a")
+    assert [await kept_on(seconds) for seconds in (0, 299)] == ["a", "a"]
+    if end == "late":
+        assert await kept_on(1) is None
+    elif end == "deleted":
+        stage.sim.remove("uid-vip")
+        await until(lambda: stage.index.placement("uid-vip") is None)
+    else:
+        await nominate("b" if end == "moved" else None)
+        assert await kept_on(0) == ("b" if end == "moved" else None)
+
+
+async def test_a_restart_keeps_the_gpus_of_nominated_pods(stage: Stage) -> None:
+    """Whether their victims still end, or have ended."""
+    await full(stage)
+    ending = important("low-0", ("app", 100, 4))
+    ending["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z", annotations=dict(stage.sim.annotations("uid-low-0")))
+    ending["spec"]["nodeName"] = "a"
+    await stage.create(ending)
+    await stage.create(important("vip", nominated="a"))
+    await stage.create(important("free", nominated="b"))
+    await until(lambda: len(stage.watches.nominated) == 2 and bool(stage.watches.ending))
+    assert (await stage.filter(important("equal", ("app", 400, 0)), ["a", "b"]))["NodeNames"] == []
+    assert sorted(stage.cores("a")) == [100, 200]
+    assert sum(stage.cores("b")) == 100
+
+
+@pytest.mark.parametrize("verb", ["filter", "bind", "preempt", "retryable"])
+async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """A hundred pods with a nominated node take two seconds. Each verb waits for them, and they are examined once."""
+    loop, names = asyncio.get_running_loop(), []
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        served = threading.Event()
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        names.append(arguments[0].name)
+        return find_eviction(*arguments, **named)
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    probe = await stage.create(important("probe", priority=0))
+    for number, name in enumerate("bbba"):
+        await stage.create(important(f"vip-{number}", nominated=name))
+    await until(lambda: len(stage.watches.nominated) == 4 and "uid-probe" in stage.watches.pending)
+    called = {
+        "filter": lambda: stage.filter(probe, ["b"]),
+        "bind": lambda: stage.bind(probe, "b"),
+        "preempt": lambda: preempt(stage, probe, {}),
+        "retryable": stage.extender.retryable,
+    }[verb]
+    await asyncio.gather(called(), called())
+    assert [stage.index.is_assumed(f"uid-vip-{number}") for number in range(4)] == [True] * 4
+    assert sorted(names) == ["a", "b", "b", "b"]
+
+
+async def test_gpus_are_not_kept_as_they_were_found_if_the_node_or_the_nomination_changes_meanwhile(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stage.index.node("a")
+    assert before is not None
+    stage.index.set_node(replace(before, gpus=(before.gpus[0], replace(before.gpus[1], cordoned=True))))
+    loop = asyncio.get_running_loop()
+    changes: list[Callable[[], object]] = [
+        partial(stage.index.set_node, _reordered(before)),
+        partial(stage.index.set_node, _cordoned(before)),
+    ]
+
+    def examined(*arguments: Any, **named: Any) -> Eviction | None:
+        found, served = find_eviction(*arguments, **named), threading.Event()
+        if changes:
+            loop.call_soon_threadsafe(changes.pop())
+        loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        return found
+
+    monkeypatch.setattr(preemption, "find_eviction", examined)
+    await stage.create(important("vip", nominated="a"))
+    await until(lambda: bool(stage.watches.nominated))
+    for kept in (False, False, True):
+        await stage.extender.retryable()
+        assert stage.index.is_assumed("uid-vip") == kept
+    changes.append(lambda: stage.watches.nominated.pop("uid-moved"))
+    await stage.create(important("moved", nominated="b"))
+    await until(lambda: "uid-moved" in stage.watches.nominated)
+    await stage.extender.retryable()
+    assert stage.index.placement("uid-moved") is None
+
+
+async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: Stage) -> None:
+    await full(stage)
+    other = important("other")
+    other["metadata"]["namespace"] = "free"
+    other["spec"]["priority"] = 0
+    await stage.schedule(other, ["b"])
+    data = {"quota.yaml": "team: [{cores: 200}]"}
+    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
+    await until(lambda: bool(stage.quotas.limits))
+    item = important("vip", ("app", 50, 4))
+    await stage.filter(item, ["a", "b"])
+    ((name, victims),) = (await preempt(stage, item, {"b": ["other"]})).items()
+    assert (name, len(victims)) == ("a", 1)
+    await stage.filter(item := important("too-much", ("app", 300, 0)), ["b"])
+    assert await preempt(stage, item, {"b": ["other"]}) == {}
+
+
+async def test_a_pod_over_its_quota_evicts_no_pod_of_another_namespace_beside_its_own(stage: Stage) -> None:
+    """One pod of its own namespace would free enough of the quota, and one of another namespace the GPU that lacks."""
+    for name, namespace, cores in (("own", "team", 100), ("other", "free", 100)):
+        item = important(name, ("app", cores, 0), priority=0)
+        item["metadata"]["namespace"] = namespace
+        assert await stage.schedule(item, ["a"]) == "a"
+    data = {"quota.yaml": "team: [{cores: 200}]"}
+    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
+    await until(lambda: bool(stage.quotas.limits))
+    both = important("both", ("app", 200, 0))
+    await stage.filter(both, ["a"])
+    assert await preempt(stage, both, {"a": ["own", "other"]}) == {}
+    assert await preempt(stage, both, {"a": []}) == {}
+    one = important("one", ("app", 100, 0))
+    await stage.filter(one, ["a"])
+    assert await preempt(stage, one, {"a": ["other"]}) == {"a": ["uid-other"]}, "it is within its quota"
+
+
+async def test_nodes_are_examined_until_the_work_is_enough(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node a has pods with a lower priority than node b, and is the first."""
+    await full(stage)
+    for number in range(4):
+        assert await stage.schedule(important(f"b{number}", priority=5), ["b"]) == "b"
+    item = await stage.create(important("vip", ("app", 400, 0)))
+    monkeypatch.setattr(preemption, "_MAX_WORK", 4)
+    assert await preempt(stage, item, {"a": [], "b": []}) == {}, "2 pods on 2 GPUs are so much; the pod would fit on node b alone"
+    monkeypatch.setattr(preemption, "_MAX_WORK", 5)
+    assert [*await preempt(stage, item, {"a": [], "b": []})] == ["b"]

@@ -1,0 +1,174 @@
+"""Quotas of the ConfigMap in filter and bind."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumgr.cluster.core.node import GpuState, homogeneous
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
+from gpumgr.cluster.scheduler import extender, reasons, rejections
+from gpumgr.cluster.scheduler.objects import WatchedNode
+from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.common.units import Amounts
+from gpumgr.kube.cluster_annotations import InventoryGpu
+from gpumgr.sim.apiserver import SimApiServer
+
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, until
+
+UID = "uid-gpuquota"
+
+
+def configmap(**data: str) -> Json:
+    return {"metadata": {"name": "gpuquota", "namespace": "kube-system", "uid": UID}, "data": data}
+
+
+def admission(cores: int) -> Json:
+    """gpu-admission's format, for namespace team: GPUs of model A100 (node a), in pool public."""
+    return configmap(gpu_quota=json.dumps({"team": {"quota": {"A100": cores // 100}, "pool": ["public"]}}))
+
+
+async def change(stage: Stage, item: Json) -> None:
+    before, stage.quotas.limits = stage.quotas.limits, {}
+    assert before is not stage.quotas.limits
+    stage.sim.put_configmap(item)
+    await until(lambda: bool(stage.quotas.limits))
+
+
+@pytest.fixture(autouse=True)
+async def labels(sim: SimApiServer) -> None:
+    for name, model, pool in (("a", "A100", "public"), ("b", "V100", "research")):
+        item = node(name, 4, inventory(name, 4))
+        item["metadata"]["labels"] = {"gaia.tencent.com/gpu-model": model, "gaia.tencent.com/gpu-pool": pool}
+        sim.put_node(item)
+
+
+def rejection(answer: Json) -> str:
+    assert (answer["NodeNames"], answer["Error"]) == ([], "")
+    ((_, text),) = answer["FailedAndUnresolvableNodes"].items()
+    return str(text)
+
+
+async def test_gpu_admissions_quota_limits_the_nodes_and_the_amount(stage: Stage) -> None:
+    assert await stage.schedule(pod("before", ("app", 100, 0)), ["a"]) == "a"
+    await change(stage, admission(200))
+    assert await stage.schedule(pod("one", ("app", 60, 4))) == "a"
+    assert rejection(await stage.filter(pod("two", ("app", 60, 4)), ["a"])) == (
+        "for the quota of 1 node: namespace team uses 160 of 200 cores on A100; the pod needs 60"
+    )
+    assert "namespace team has no quota for model V100; its models: A100" in rejection(
+        await stage.filter(pod("two", ("app", 60, 4)))
+    )
+    stage.sim.remove("uid-before")
+    await until(lambda: sum(stage.cores("a")) == 60)
+    assert (await stage.filter(pod("two", ("app", 60, 4))))["NodeNames"] == ["a"]
+
+
+async def test_a_burst_does_not_pass_the_quota(stage: Stage) -> None:
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 200}]"}))
+    items = [await stage.create(pod(f"p{number}", ("app", 50, 4))) for number in range(8)]
+    answers = await asyncio.gather(*(stage.filter(item) for item in items))
+    assert sum(bool(answer["NodeNames"]) for answer in answers) == 4
+    await asyncio.gather(*(stage.bind(item, "b") for item in items))
+    assert sum(sum(stage.cores(name)) for name in "ab") == 200
+
+
+async def test_bind_validates_the_quota_again(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 50, 4)))
+    await stage.filter(item)
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 40}]"}))
+    assert await stage.bind(item, "a") == "namespace team uses 0 of 40 cores; the pod needs 50"
+    assert "bind" not in stage.sim.requests
+    assert stage.cores("a") == [0] * 4
+
+
+async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage) -> None:
+    gpus = tuple(
+        InventoryGpu(uuid=f"GPU-mixed-{place}", model=model, memory=16384) for place, model in enumerate(("A100", "V100"))
+    )
+    stage.sim.put_node(node("mixed", 2, inventory("mixed", 2, gpus=gpus)))
+    await until(lambda: stage.index.node("mixed") is not None)
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 0, model: A100}, {cores: 100, model: V100}]"}))
+    assert await stage.schedule(pod("filtered", ("app", 50, 4)), ["mixed"]) == "mixed"
+    item = await stage.create(pod("never-filtered", ("app", 50, 4)))
+    assert await stage.bind(item, "mixed") == ""
+    await until(lambda: stage.cores("mixed") == [0, 100])
+    item = await stage.create(pod("too-much", ("app", 50, 4)))
+    assert "of 0 cores on A100; the pod needs 50" in await stage.bind(item, "mixed")
+
+
+async def test_without_a_configmap_there_is_no_quota(stage: Stage) -> None:
+    await change(stage, admission(100))
+    assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"]))
+    stage.sim.remove_configmap(UID)
+    await until(lambda: not stage.quotas.limits)
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
+async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    """If there are none, no pod is placed: as gpu-admission, which answers with an error until it has read its quota."""
+    stage.sim.put_configmap(configmap(gpu_quota="{"))
+    await until(lambda: stage.quotas.problem is not None)
+    error = (await stage.filter(pod("one", ("app", 60, 4))))["Error"]
+    assert error.startswith("ConfigMap kube-system/gpuquota can't be used, so the quotas are not known: key gpu_quota: ")
+    assert error.endswith("; correct it or delete it")
+    assert await stage.bind(await stage.create(pod("one", ("app", 60, 4))), "a") == error
+    await change(stage, admission(100))
+    stage.sim.put_configmap(configmap(gpu_quota="[]"))
+    await until(lambda: capfd.readouterr().out.count("quotas_unusable") > 0)
+    assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"])).endswith("0 of 100 cores on A100; the pod needs 200")
+    stage.sim.remove_configmap(UID)
+    await until(lambda: not stage.quotas.limits)
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
+@pytest.mark.parametrize("asked", ["filter", "retry", "page"])
+async def test_nodes_with_different_gpus_are_examined_in_slices(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """The quota allows the V100s, and these are full."""
+    for module, name in ((extender, "SLICE_SECONDS"), (rejections, "_SLICE_SECONDS"), (reasons, "_SLICE_SECONDS")):
+        monkeypatch.setattr(module, name, -1.0)
+    gpus = tuple(GpuState(model=model, memory_mebibytes=GPU_MEBIBYTES) for model in ("A100", "V100"))
+    names = [f"n{number}" for number in range(60)]
+    for number, name in enumerate(names):
+        used = {"old-a": ((0, Amounts(number, 256)),), "old-v": ((1, Amounts(45, 256)),)}
+        state = replace(homogeneous(name, 200, 2), gpus=gpus, other=used)
+        stage.index.set_node(state)
+        stage.watches.nodes[name] = WatchedNode(uid=name, state=state)
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"), Limit(cores=20, model="V100")))}
+    item = await stage.create(pod("one", ("app", 30, 4), ("app", 30, 4)))
+    await until(lambda: "uid-one" in stage.watches.pending)
+    if asked == "retry":
+        assert (await stage.filter(item, names))["NodeNames"] == []
+        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"), Limit(cores=21, model="V100")))}
+        stage.clock.now += 2
+    turns, choices, ended, choose = 0, list[int](), asyncio.Event(), Quotas.choose
+
+    def counted(*arguments: Any) -> Any:
+        choices.append(turns)
+        return choose(*arguments)
+
+    async def turn() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    counting = asyncio.create_task(turn())
+    if asked == "filter":
+        assert (await stage.filter(item, names))["NodeNames"] == []
+    elif asked == "retry":
+        assert await stage.extender.retryable() is None
+    else:
+        overview = ClusterOverview(stage.index, stage.watches.nodes)
+        await overview.refresh()
+        found = await reasons.Reasons(stage.index, overview, "binpack", stage.quotas).kind(stage.watches.pending["uid-one"])
+        assert found[0] == "quota"
+    ended.set()
+    await counting
+    assert len(choices) >= 40, "the others are too full in any case"
+    assert len(choices) == len(set(choices)), "each choice is a step of its own"

@@ -1,0 +1,181 @@
+"""TLS of the verbs: client certificates, their names, resumed sessions, files that change or can't be used."""
+
+import asyncio
+import datetime
+import shutil
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from structlog.testing import capture_logs
+
+from gpumgr.cluster.scheduler.lifecycle import certificates
+from gpumgr.cluster.scheduler.listening import VerbListener
+from gpumgr.cluster.scheduler.server import names_of
+from gpumgr.common.errors import InputError
+from gpumgr.settings.schema import SchedulerSettings
+from tests.component.web.scene import CERTIFICATES
+
+Listen = Callable[[SchedulerSettings], Awaitable[VerbListener]]
+
+
+def files(folder: Path, **names: str) -> SchedulerSettings:
+    """Copies of the files in `folder`."""
+    wanted = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "client_ca_file": "ca.crt", **names}
+    for key, name in wanted.items():
+        if (CERTIFICATES / name).exists():
+            shutil.copy(CERTIFICATES / name, folder / key)
+    return SchedulerSettings(**{key: folder / key for key in wanted})  # type: ignore[arg-type]
+
+
+def client(name: str | None = "client", *, ca: str = "ca") -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=CERTIFICATES / f"{ca}.crt")
+    made.check_hostname = False
+    if name is not None:
+        made.load_cert_chain(CERTIFICATES / f"{name}.crt", CERTIFICATES / f"{name}.key")
+    return made
+
+
+@pytest.fixture
+async def listen() -> AsyncIterator[Listen]:
+    made: list[VerbListener] = []
+
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    async def start(settings: SchedulerSettings) -> VerbListener:
+        application = web.Application()
+        application.add_routes([web.get("/", hello)])
+        listener = VerbListener(application, certificates(settings, "127.0.0.1", insecure_loopback=False), stop_seconds=1)
+        await listener.start("127.0.0.1", 0)
+        made.append(listener)
+        return listener
+
+    yield start
+    for each in made:
+        await each.stop()
+
+
+async def ask(listener: VerbListener, context: ssl.SSLContext) -> str:
+    """Raises OSError if the handshake or the connection fails."""
+    reader, writer = await asyncio.open_connection(*listener.address, ssl=context)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        if not answer:
+            raise ConnectionResetError
+        return answer.split()[1].decode()
+    finally:
+        writer.close()
+
+
+async def test_clients_need_a_certificate_of_the_ca(listen: Listen, tmp_path: Path) -> None:
+    listener = await listen(files(tmp_path))
+    assert await ask(listener, client()) == "200"
+    for context in (client(None), client("stranger")):
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            await ask(listener, context)
+    assert await ask(listener, client()) == "200"
+
+
+async def test_many_connections_at_once(listen: Listen, tmp_path: Path) -> None:
+    """Go's client opens one for each bind of a burst."""
+    listener = await listen(files(tmp_path))
+    context = client()
+    assert set(await asyncio.gather(*(ask(listener, context) for _ in range(200)))) == {"200"}
+
+
+async def test_a_session_is_resumed_without_another_check_of_certificates(listen: Listen, tmp_path: Path) -> None:
+    listener = await listen(files(tmp_path))
+
+    def connect(context: ssl.SSLContext, session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool | None]:
+        import socket
+
+        with (
+            socket.create_connection(listener.address) as plain,
+            context.wrap_socket(plain, session=session) as secured,
+        ):
+            secured.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while secured.recv(4096):
+                pass
+            return secured.session, secured.session_reused
+
+    context = client()
+    session, reused = await asyncio.to_thread(connect, context, None)
+    assert not reused
+    assert (await asyncio.to_thread(connect, context, session))[1]
+
+
+async def test_files_are_read_again_and_unusable_ones_change_nothing(listen: Listen, tmp_path: Path) -> None:
+    settings = files(tmp_path)
+    listener = await listen(settings)
+    assert settings.client_ca_file is not None
+    with capture_logs() as logs:
+        settings.client_ca_file.write_text("garbage")
+        assert await ask(listener, client()) == "200"
+        assert [line["event"] for line in logs] == ["certificates_unusable"]
+        assert "scheduler.client_ca_file" in logs[0]["error"]
+        shutil.copy(CERTIFICATES / "stranger.crt", settings.client_ca_file)
+        assert await ask(listener, client("stranger")) == "200"
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            await ask(listener, client())
+    assert logs[-1]["event"] == "certificates_read_again"
+
+
+def expired(folder: Path) -> SchedulerSettings:
+    """A certificate and a CA certificate that ended yesterday."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "old")])
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(yesterday - datetime.timedelta(days=1))
+        .not_valid_after(yesterday)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    settings = files(folder)
+    (folder / "old.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / "old.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tls_cert_file": "missing"}, "scheduler.tls_cert_file .* can't be read: No such file"),
+        ({"tls_cert_file": "tls_key_file"}, "scheduler.tls_cert_file .* has no certificate in PEM"),
+        ({"tls_key_file": "tls_cert_file"}, "scheduler.tls_key_file .* has no private key in PEM"),
+        ({"tls_key_file": "old.key"}, "scheduler.tls_key_file .* is not the key of the certificate"),
+        ({"client_ca_file": "tls_key_file"}, "scheduler.client_ca_file .* can't be used"),
+        ({"tls_cert_file": "old.crt", "tls_key_file": "old.key"}, "scheduler.tls_cert_file .* has expired; renew it"),
+        ({"client_ca_file": "old.crt"}, "scheduler.client_ca_file .* renew it"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
+    settings = expired(tmp_path)
+    assert certificates(settings, "10.0.0.1", insecure_loopback=False) is not None
+    wanted = {key: tmp_path / name for key, name in changes.items()}
+    given = {key: getattr(settings, key) for key in ("tls_cert_file", "tls_key_file", "client_ca_file")}
+    with pytest.raises(InputError, match=reason):
+        certificates(SchedulerSettings(**{**given, **wanted}), "10.0.0.1", insecure_loopback=False)
+
+
+def test_names_of_a_certificate() -> None:
+    subject = ((("organizationName", "o"),), (("commonName", "system:kube-scheduler"),))
+    assert names_of({"subject": subject, "subjectAltName": (("DNS", "a"), ("IP Address", "1.2.3.4"))}) == {
+        "system:kube-scheduler",
+        "a",
+    }
+    assert names_of(None) == set()

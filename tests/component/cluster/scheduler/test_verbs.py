@@ -1,0 +1,445 @@
+"""filter, prioritize and bind over HTTP."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpumgr.cluster.scheduler import extender
+from gpumgr.cluster.scheduler.wire import FilterArgs
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.sim.apiserver import SimApiServer
+
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running, until
+
+
+async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 0, 0), ("app", 60, 16)))
+    assert await stage.filter(item) == {
+        "Nodes": None,
+        "NodeNames": ["a"],
+        "FailedNodes": {},
+        "FailedAndUnresolvableNodes": {},
+        "Error": "",
+    }
+    assert await stage.bind(item, "a") == ""
+    told = stage.sim.annotations("uid-one")
+    placement = decode_placement(told[PLACEMENT_ANNOTATION])
+    assert (placement.node, placement.containers) == ("a", {"c1": (("GPU-a-0", 60, 4096),)})
+    assert told["tencent.com/predicate-gpu-idx-1"] == "0"
+    assert "tencent.com/predicate-gpu-idx-0" not in told
+    assert (told["tencent.com/predicate-node"], told["tencent.com/gpu-assigned"]) == ("a", "false")
+    assert len(told["tencent.com/predicate-time"]) == 19
+    assert stage.sim.requests.count("bind") == 1
+    assert "pod" not in stage.sim.requests, "one write"
+
+
+async def test_init_containers_have_gpus_in_the_placement_and_no_index(stage: Stage) -> None:
+    assert await stage.schedule(pod("one", ("init", 60, 16), ("app", 200, 0)), ["b"]) == "b"
+    told = stage.sim.annotations("uid-one")
+    whole = tuple((f"GPU-b-{gpu}", 100, GPU_MEBIBYTES) for gpu in (0, 1))
+    assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {"c0": (("GPU-b-0", 60, 4096),), "c1": whole}
+    assert [key for key in told if "predicate-gpu-idx" in key] == ["tencent.com/predicate-gpu-idx-0"]
+    assert told["tencent.com/predicate-gpu-idx-0"] == "0,1"
+    assert stage.cores("b") == [100, 100, 0, 0]
+
+
+async def test_whole_nodes_are_answered_to_whole_nodes(stage: Stage) -> None:
+    items = [node("a", 2, None), node("b", 4, None)]
+    body = {"Pod": pod("one", ("app", 400, 0)), "Nodes": {"metadata": {}, "items": items}, "NodeNames": None}
+    answer = await stage.post("filter", json.dumps(body))
+    assert answer["Nodes"]["items"] == [items[1]]
+    assert answer["NodeNames"] is None
+
+
+async def test_what_is_assumed_is_not_given_twice_until_it_ends(stage: Stage) -> None:
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    refused = await stage.filter(pod("two", ("app", 200, 0)), ["a"])
+    assert refused["NodeNames"] == []
+    assert refused["FailedAndUnresolvableNodes"] == {"a": "has not 2 entirely free GPUs (0 free)"}
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"], "the pod's own next filter replaces it"
+    for seconds in (59, 1):
+        stage.clock.now += seconds
+        assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == []
+        await stage.extender.look_up_assumed()
+    assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert stage.watches.pending == {}, "these pods have ended: the watch has not shown them"
+
+
+async def test_a_rejection_has_one_text_with_all_counts(stage: Stage) -> None:
+    answer = await stage.filter(pod("one", ("app", 500, 0)), ["a", "b", "unknown"])
+    assert answer["FailedNodes"] == {}
+    assert answer["FailedAndUnresolvableNodes"] == {
+        "a": "for the 3 nodes with enough in total: 2 have not 5 entirely free GPUs (closest: b, 4 free), 1 has no GPUs that gpumgr can use"
+    }
+
+
+@pytest.mark.parametrize(
+    ("annotations", "chosen", "index"),
+    [
+        ({}, "a", "0"),
+        ({"gpumgr.io/policy": "spread"}, "b", "1"),
+        ({"hami.io/gpu-scheduler-policy": "spread"}, "b", "1"),
+        ({"gpumgr.io/use-gpu-model": "h100"}, "b", "1"),
+        ({"nvidia.com/nouse-gputype": "A100"}, "b", "1"),
+        ({"gpumgr.io/use-gpu-uuid": "GPU-b-3"}, "b", "5"),
+        ({"gpumgr.io/use-gpu-uuid": "GPU-a-0,GPU-a-1", "nvidia.com/nouse-gpuuuid": "GPU-a-0"}, "a", "1"),
+    ],
+)
+async def test_a_pod_chooses_its_policy_and_its_gpus(stage: Stage, annotations: dict[str, str], chosen: str, index: str) -> None:
+    """The driver of node b can't describe the GPUs with the indices 0 and 3."""
+    stage.sim.put_node(node("a", 2, inventory("a", 2, model="NVIDIA A100")))
+    stage.sim.put_node(node("b", 4, inventory("b", 4, model="NVIDIA H100", indices=(1, 2, 4, 5))))
+    await until(lambda: bool((found := stage.index.node("b")) and found.gpus[0].model))
+    await stage.schedule(pod("first", ("app", 60, 16)), ["a"])
+    assert await stage.schedule(pod("one", ("app", 30, 8), annotations=annotations)) == chosen
+    assert stage.sim.annotations("uid-one")["tencent.com/predicate-gpu-idx-0"] == index
+
+
+async def test_gpu_managers_indices_are_those_of_nvml(stage: Stage) -> None:
+    stage.sim.put_node(node("b", 4, inventory("b", 4, indices=(1, 2, 4, 5))))
+    told = {"tencent.com/predicate-node": "b", "tencent.com/predicate-gpu-idx-0": "4"}
+    stage.sim.put_document(pod("one", ("app", 30, 8), on="b", annotations=told))
+    await until(lambda: stage.cores("b") == [0, 0, 30, 0])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("gpumgr.io/policy", "packed", "'packed' is no policy; use least-fragmentation, binpack, spread, topology"),
+        ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
+        ("gpumgr.io/use-gpu-uuid", "3", "'3' is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-..."),
+    ],
+)
+async def test_an_annotation_that_cannot_be_read_is_refused(stage: Stage, key: str, text: str, reason: str) -> None:
+    item = await stage.create(pod("one", ("app", 30, 8), annotations={key: text}))
+    assert (await stage.filter(item))["FailedAndUnresolvableNodes"] == {"a": f"annotation {key}: {reason}"}
+    assert await stage.bind(item, "a") == f"annotation {key}: {reason}"
+    stage.sim.put_document(pod("one", ("app", 30, 8), on="a", annotations={key: text}))
+    await until(lambda: stage.cores("a") == [30, 0])
+
+
+async def test_constraints_that_change_before_the_binding_count(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 30, 8)))
+    await stage.filter(item)
+    later = pod("one", ("app", 30, 8), annotations={"gpumgr.io/use-gpu-uuid": "GPU-a-1"})
+    stage.sim.put_document(later)
+    stage.sim.put_document(pod("next-event", ("app", 10, 4), on="b"))
+    await until(lambda: sum(stage.cores("b")) == 10)
+    assert await stage.bind(later, "a") == ""
+    assert stage.cores("a") == [0, 30]
+
+
+async def test_requests_that_every_agent_refuses_are_rejected_with_the_reason(stage: Stage) -> None:
+    answer = await stage.filter(pod("one", ("app", 150, 0)))
+    (told,) = answer["FailedAndUnresolvableNodes"].values()
+    assert "must be a multiple of 100" in told
+
+
+async def test_a_pod_without_a_gpu_request_passes_everywhere(stage: Stage) -> None:
+    assert (await stage.filter(pod("one", ("app", 0, 0)), ["a", "z"]))["NodeNames"] == ["a", "z"]
+    assert stage.index.placement("uid-one") is None
+
+
+async def test_with_candidates_nothing_is_assumed_and_nodes_are_scored(soft: Stage) -> None:
+    item = pod("one", ("app", 60, 16))
+    assert (await soft.filter(item, ["b", "a"]))["NodeNames"] == ["a", "b"]
+    assert soft.index.placement("uid-one") is None
+    scores = await soft.post("prioritize", json.dumps({"Pod": item, "Nodes": None, "NodeNames": ["b", "a", "z"]}))
+    assert scores == [{"Host": "b", "Score": 5}, {"Host": "a", "Score": 10}, {"Host": "z", "Score": 0}]
+    await soft.create(item)
+    assert await soft.bind(item, "b") == ""
+    assert soft.cores("b") == [60, 0, 0, 0]
+
+
+async def test_bind_takes_other_gpus_of_the_node_if_those_were_lost(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 60, 16)))
+    await stage.filter(item, ["a"])
+    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": ((0, 50, 256),)})))
+    await until(lambda: stage.cores("a") == [110, 0])
+    assert await stage.bind(item, "a") == ""
+    assert decode_placement(stage.sim.annotations("uid-one")[PLACEMENT_ANNOTATION]).containers == {"c0": (("GPU-a-1", 60, 4096),)}
+
+
+async def test_bind_fails_if_the_node_has_no_room_any_more(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item, ["a"])
+    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": ((0, 50, 256),)})))
+    await until(lambda: stage.cores("a") == [150, 100])
+    assert await stage.bind(item, "a") == "node a has not 2 entirely free GPUs (1 free)"
+    assert "bind" not in stage.sim.requests
+    assert stage.cores("a") == [50, 0]
+
+
+async def test_bind_places_a_pod_that_this_process_never_filtered(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 60, 16)))
+    assert await stage.bind(item, "b") == ""
+    assert stage.sim.annotations("uid-one")["tencent.com/predicate-gpu-idx-0"] == "0"
+
+
+async def test_a_pod_that_its_annotations_fill_is_not_bound(stage: Stage) -> None:
+    """The API server would accept the Binding and refuse every later update of the pod."""
+    item = await stage.create(pod("one", ("app", 60, 16), annotations={"note": "x" * 262_000}))
+    await stage.filter(item)
+    assert "Kubernetes allows 262144" in await stage.bind(item, "a")
+    assert "bind" not in stage.sim.requests
+    assert stage.cores("a") == [0, 0]
+
+
+@pytest.mark.hami_bug("B17: a failed bind keeps the reservation")
+async def test_a_refused_binding_frees_the_gpus(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    stage.sim.forbidden.add(("create", "pods/binding"))
+    await stage.filter(item)
+    assert "HTTP 403" in await stage.bind(item, "a")
+    assert stage.cores("a") == [0, 0]
+
+
+async def test_another_pod_of_that_name_is_not_bound(stage: Stage) -> None:
+    await stage.create(pod("one", ("app", 60, 16)))
+    earlier = pod("one", ("app", 60, 16))
+    earlier["metadata"]["uid"] = "uid-earlier"
+    assert "uid-earlier" in await stage.bind(earlier, "a")
+    await stage.filter(earlier)
+    assert "HTTP 409" in await stage.bind(earlier, "a")
+    assert stage.cores("a") == [0, 0]
+
+
+async def test_a_binding_without_an_answer_may_have_happened(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.lose_bindings = True
+    assert await stage.bind(item, "a") == "", "the pod was read again"
+    assert stage.cores("a") == [100, 100]
+    await until(lambda: not stage.index.is_assumed("uid-one"))
+    assert "is bound to node a already" in await stage.bind(item, "a")
+
+
+async def test_gpus_stay_assumed_while_it_is_not_clear_whether_the_pod_is_bound(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    await stage.sim.stop()
+    assert "did not answer the binding" in await stage.bind(item, "a")
+    assert stage.cores("a") == [100, 100]
+    stage.clock.now += 60
+    await stage.extender.look_up_assumed()
+    assert (await stage.filter(pod("two", ("app", 100, 0)), ["a"]))["NodeNames"] == []
+    await stage.sim.start()
+    stage.clock.now += 5
+    await stage.extender.look_up_assumed()
+    assert (await stage.filter(pod("two", ("app", 100, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
+@pytest.mark.hami_bug("B18: two callers allocate twice")
+async def test_binds_that_overlap_never_share_a_gpu(stage: Stage) -> None:
+    """With kube-scheduler's candidates all pods could ask for the same node."""
+    items = [await stage.create(pod(f"p{number}", ("app", 60, 16))) for number in range(6)]
+    stage.sim.delay_seconds = 0.01
+    told = await asyncio.gather(*(stage.bind(item, "b") for item in items))
+    assert sum(error == "" for error in told) == 4
+    assert stage.cores("b") == [60] * 4
+    assert all("no GPU with 60 free cores" in error for error in told if error)
+
+
+async def test_deleted_and_ended_pods_free_their_gpus(stage: Stage) -> None:
+    for name in ("gone", "done"):
+        assert await stage.schedule(pod(name, ("app", 100, 0)), ["a"]) == "a"
+    assert stage.cores("a") == [100, 100]
+    stage.sim.remove("uid-gone")
+    await until(lambda: sorted(stage.cores("a")) == [0, 100])
+    ended = pod("done", ("app", 100, 0), on="a")
+    ended["status"]["phase"] = "Succeeded"
+    stage.sim.put_document(ended)
+    await until(lambda: stage.cores("a") == [0, 0])
+
+
+async def test_a_pod_that_is_deleted_before_it_is_bound_frees_its_gpus(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.remove("uid-one")
+    await until(lambda: stage.cores("a") == [0, 0])
+
+
+async def test_a_restart_rebuilds_the_index_from_bound_pods(sim: SimApiServer, stage: Stage) -> None:
+    await stage.schedule(pod("one", ("init", 60, 16), ("app", 60, 16)))
+    await stage.schedule(pod("two", ("app", 200, 0)))
+    used = {name: stage.index.used(name) for name in ("a", "b")}
+    sim.forget()  # the watches expire, and list again
+    await stage.schedule(pod("three", ("app", 10, 4)))
+    sim.remove("uid-three")
+    await until(lambda: {name: stage.index.used(name) for name in ("a", "b")} == used)
+
+
+async def test_the_server_is_ready_once_all_is_listed(stage: Stage) -> None:
+    assert await stage.get("/readyz") == 200
+    assert await stage.get("/healthz") == 200
+
+
+@pytest.mark.parametrize("count", [2, 200])
+async def test_a_node_without_inventory_counts_by_its_capacity(stage: Stage, count: int) -> None:
+    """As gpu-admission does it; 200 GPUs are more than a node can have."""
+    stage.sim.put_node(node("plain", count, None))
+    if count > 64:
+        stage.sim.put_node(node("later", 1, None))
+        await until(lambda: stage.index.node("later") is not None)
+        assert (await stage.filter(pod("one", ("app", 60, 16)), ["plain"]))["NodeNames"] == []
+        return
+    await until(lambda: stage.index.node("plain") is not None)
+    assert await stage.schedule(pod("one", ("app", 200, 0)), ["plain"]) == "plain"
+    told = stage.sim.annotations("uid-one")
+    assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {}
+    assert told["tencent.com/predicate-gpu-idx-0"] == "0,1"
+    assert stage.cores("plain") == [100, 100]
+
+
+async def test_a_node_with_a_topology_manager_chooses_itself(stage: Stage) -> None:
+    stage.sim.put_node(node("a", 2, inventory("a", 2, topology_manager="restricted")))
+    await until(lambda: getattr(stage.index.node("a"), "naming", "") == "none")
+    assert await stage.schedule(pod("one", ("app", 100, 0)), ["a"]) == "a"
+    told = stage.sim.annotations("uid-one")
+    assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {}
+    assert not [key for key in told if "predicate-gpu-idx" in key]
+    assert sum(stage.cores("a")) == 100
+    stage.sim.put_node(
+        node("a", 2, inventory("a", 2, topology_manager="restricted", other={"uid-one": ((1, 100, GPU_MEBIBYTES),)}))
+    )
+    await until(lambda: stage.cores("a") == [0, 100])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version":2,"gpus":[]}', '{"version":1,"gpus":1e9}', "\ud800", "x" * 300_000])
+async def test_an_unusable_inventory_is_reported_and_the_capacity_counts(
+    stage: Stage, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage.sim.put_node(node("a", 2, text))
+    await until(lambda: getattr(stage.index.node("a"), "naming", "") == "index")
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert INVENTORY_ANNOTATION in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"version":2,"node":"a"}',
+        '{"version":1,"node":"b","containers":{"c0":[["GPU-b-1",60,4096]]}}',
+        '{"version":1,"node":"a","containers":{"other":[["GPU-a-1",60,4096]]}}',
+        '{"version":1,"node":"a","containers":{"c0":[["GPU-a-1",1000000000,4096]]}}',
+        '{"version":1,"node":"a","containers":{"c0":[["GPU-unknown",60,4096]]}}',
+    ],
+)
+async def test_an_unusable_placement_counts_as_gpus_that_are_not_known(stage: Stage, text: str) -> None:
+    stage.sim.put_document(pod("one", ("app", 60, 16), on="a", annotations={PLACEMENT_ANNOTATION: text}))
+    await until(lambda: stage.index.placement("uid-one") is not None)
+    assert sum(stage.cores("a")) == 60
+
+
+async def test_two_pods_that_claim_one_gpu_leave_it_full(stage: Stage) -> None:
+    text = '{"version":1,"node":"a","containers":{"c0":[["GPU-a-0",80,4096]]}}'
+    for name in ("one", "two"):
+        stage.sim.put_document(pod(name, ("app", 80, 16), on="a", annotations={PLACEMENT_ANNOTATION: text}))
+    await until(lambda: stage.cores("a") == [160, 0])
+    assert await stage.schedule(pod("three", ("app", 10, 4)), ["a"]) == "a"
+    assert stage.cores("a") == [160, 10]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"Pod":null}',
+        '{"pod":{"metadata":{"name":"one"}},"nodenames":["a"]}',  # before extender/v1
+        '{"apiVersion":"v2","kind":"ExtenderArgs","Pod":[],"NodeNames":["a"]}',
+        '{"Pod":{}}',
+        '{"Pod":{"metadata":{}},"NodeNames":["a"]}',
+        '{"Pod":{},"NodeNames":7}',
+        b"\xff" * 9,
+    ],
+)
+async def test_a_bad_request_is_answered_with_an_error(stage: Stage, body: str | bytes) -> None:
+    assert (await stage.post("filter", body))["Error"] != ""
+    assert await stage.post("prioritize", body) == []
+    assert (await stage.post("bind", body))["Error"] != ""
+
+
+@pytest.mark.parametrize("quantity", ["-1", "0.5", "x", "9" * 40])
+async def test_an_absurd_quantity_is_answered_with_an_error(stage: Stage, quantity: str) -> None:
+    assert "quantity" in (await stage.filter(pod("one", ("app", quantity, 4))))["Error"]
+
+
+@pytest.mark.hami_bug("B29: 1 MiB limit of a request")
+async def test_a_request_beyond_the_limit_is_answered_with_the_remedy(soft: Stage) -> None:
+    names = [f"node-{number:08}" for number in range(100_000)]
+    assert "scheduler.max_request_mebibytes" in (await soft.filter(pod("one", ("app", 60, 16)), names))["Error"]
+
+
+async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
+    """By default a pod goes where the fewest GPUs are left without CPU: on node a there are 8 CPUs or more for the second GPU, or none."""
+
+    def cpu(item: Json, cpus: int) -> Json:
+        item["spec"]["containers"] = item["spec"]["containers"] or [{"name": "c0", "resources": {}}]
+        item["spec"]["containers"][0]["resources"]["requests"] = {"cpu": str(cpus)}
+        return item
+
+    async def goes_to(name: str) -> None:
+        wanted = cpu(pod("one", ("app", 100, 0)), 16)
+        async with asyncio.timeout(30):
+            while (await stage.filter(wanted))["NodeNames"] != [name]:  # noqa: ASYNC110 (an answer over HTTP)
+                await asyncio.sleep(0.01)
+
+    for name, count, cpus in (("a", 2, "32"), ("b", 4, "64")):
+        item = node(name, count, inventory(name, count))
+        item["status"]["allocatable"] = {"cpu": cpus}
+        stage.sim.put_node(item)
+    await goes_to("a")
+    for used, name in ((16, "b"), (8, "a"), (16, "b")):
+        stage.sim.put_document(cpu(pod("other", on="a"), used))
+        await goes_to(name)
+    stage.sim.remove("uid-other")
+    await goes_to("a")
+    # Its agent refuses the pod, so it holds no GPU; its CPU counts all the same until it ends.
+    stage.sim.put_document(cpu(pod("other", ("app", 150, 0), on="a"), 16))
+    await goes_to("b")
+    stage.sim.remove("uid-other")
+    await goes_to("a")
+
+
+async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_after_them(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are answered in between, so two that fit only once do not both get the GPU."""
+    monkeypatch.setattr(extender, "SLICE_SECONDS", -1.0)
+    names = [f"n{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        sim.put_node(node(name, 1, inventory(name, 1)))
+        if number:
+            sim.put_document(pod(f"on-{name}", ("app", 90 + number, 4), on=name))
+    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+        await until(lambda: stage.index.placed_pods == 7)
+        turns, ended = 0, asyncio.Event()
+
+        async def turn() -> None:
+            nonlocal turns
+            while not ended.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(turn())
+        asked = [
+            FilterArgs(
+                pod=pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8)),
+                nodes=None,
+                node_names=msgspec.Raw(json.dumps(names).encode()),
+            )
+            for number in range(2)
+        ]
+        found = await asyncio.gather(*map(stage.extender.filter_in_slices, asked))
+        ended.set()
+        await counting
+        assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
+        assert turns >= len(names)

@@ -1,0 +1,132 @@
+"""The socket of gpu-manager's display service: responses to other clients, the owner of the file, and when it is kept."""
+
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
+from tests.display_api import Empty, as_json, display_services, golden
+
+
+def server_at(path: Path, *, version: str = "1.2.3") -> DisplayServer:
+    return DisplayServer(path, GpuDisplay(graph=lambda: golden("graph")["graph"], usage=lambda: golden("usage"), version=version))
+
+
+@asynccontextmanager
+async def client(path: Path) -> AsyncIterator[Any]:
+    """As a Go or C++ program dials it: unix socket, no TLS."""
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        yield display_services.GPUDisplayStub(channel)
+
+
+async def answers(path: Path) -> str:
+    """The version of who serves there."""
+    async with client(path) as stub:
+        return str((await stub.Version(Empty())).version)
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return folder / "run" / "gpu-manager.sock"
+
+
+@pytest.fixture
+async def server(path: Path) -> AsyncIterator[DisplayServer]:
+    server = server_at(path)
+    assert await server.start()
+    yield server
+    await server.stop()
+
+
+async def test_all_three_calls(server: DisplayServer) -> None:
+    async with client(server.path) as stub:
+        assert as_json(await stub.PrintGraph(Empty())) == golden("graph")
+        assert as_json(await stub.PrintUsages(Empty())) == golden("usage")
+        assert as_json(await stub.Version(Empty())) == golden("version")
+
+
+async def test_each_call_returns_the_current_state(path: Path) -> None:
+    lines = iter(("one", "two"))
+    server = DisplayServer(path, GpuDisplay(graph=lambda: next(lines), usage=dict, version="1"))
+    assert await server.start()
+    async with client(path) as stub:
+        assert [(await stub.PrintGraph(Empty())).graph for _ in range(2)] == ["one", "two"]
+        assert as_json(await stub.PrintUsages(Empty())) == golden("nothing")
+    await server.stop()
+
+
+async def test_an_unknown_call_is_refused(server: DisplayServer) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{server.path}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/display.GPUDisplay/Reset")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_socket_is_its_owners_alone_and_goes_with_the_server(server: DisplayServer) -> None:
+    mode = server.path.stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+    await server.stop()
+    assert not server.path.exists()
+    await server.stop()
+
+
+async def test_where_another_process_answers_nothing_is_changed(server: DisplayServer) -> None:
+    late = server_at(server.path, version="late")
+    with capture_logs() as logs:
+        assert not await late.start()
+    (warning,) = logs
+    assert (warning["event"], warning["log_level"], warning["socket"]) == ("display_not_served", "warning", str(server.path))
+    assert warning["reason"].startswith("another process listens there")
+    await late.stop()
+    assert await answers(server.path) == "1.2.3"
+
+
+async def test_a_listening_server_with_a_full_backlog_counts_as_answering(path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(str(path))
+        busy.listen(0)
+        waiting.connect(str(path))
+        with capture_logs() as logs:
+            assert not await server_at(path).start()
+        assert logs[0]["reason"].startswith("another process listens there")
+        assert stat.S_ISSOCK(os.lstat(path).st_mode)
+
+
+@pytest.mark.parametrize("below", ["x" * 120, "taken/gpu-manager.sock", "taken"])
+async def test_a_path_that_no_socket_can_have_is_reported_and_the_agent_continues(path: Path, below: str) -> None:
+    path.parent.mkdir()
+    (path.parent / "taken").write_text("a file, no folder")
+    server = server_at(path.parent / below)
+    with capture_logs() as logs:
+        assert not await server.start()
+    await server.stop()
+    assert [entry["event"] for entry in logs] == ["display_not_served"]
+    assert (path.parent / "taken").read_text() == "a file, no folder"
+
+
+async def test_a_stopped_server_keeps_the_socket_of_its_successor(server: DisplayServer) -> None:
+    server.path.unlink()
+    successor = server_at(server.path, version="next")
+    assert await successor.start()
+    await server.stop()
+    assert await answers(server.path) == "next"
+    await successor.stop()
+
+
+async def test_clients_of_a_stopped_server_get_an_error(server: DisplayServer) -> None:
+    async with client(server.path) as stub:
+        await stub.Version(Empty())
+        await server.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Version(Empty())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

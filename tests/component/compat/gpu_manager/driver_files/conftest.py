@@ -1,0 +1,60 @@
+"""A node with a driver, and a mirror of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpumgr.compat.gpu_manager.driver_files.manager import DriverMirror
+from tests.component.compat.gpu_manager.driver_files.host import MACHINE, Driver
+
+PROC_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build  (builder@host)\n"
+
+Mirror = Callable[..., DriverMirror]
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return Driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def root(tmp_path: Path, driver: Driver) -> Path:
+    """A host's root with a driver and its cache."""
+    folder = tmp_path / "root"
+    driver.install(folder)
+    return folder
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A /proc with the driver's version and one process, which has no mount of a mirror."""
+    folder = tmp_path / "proc"
+    (folder / "driver" / "nvidia").mkdir(parents=True)
+    (folder / "driver" / "nvidia" / "version").write_text(PROC_VERSION)
+    (folder / "1").mkdir()
+    (folder / "1" / "mountinfo").write_text("22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
+    return folder
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, root: Path, proc: Path, driver: Driver) -> Mirror:
+    """Makes mirrors of `root` into `<tmp>/vdriver`."""
+    client = tmp_path / "client"
+    client.write_bytes(b"#!/bin/sh\n")
+
+    def make(**more: object) -> DriverMirror:
+        values: dict[str, object] = {
+            "volume_conf": tmp_path / "volume.conf",
+            "share_dir": tmp_path / "vdriver" / "nvidia",
+            "whole_dir": tmp_path / "vdriver" / "origin",
+            "roots": [tmp_path / "nothing", root],
+            "shim": driver.shim,
+            "client": client,
+            "proc_root": proc,
+            "machine": MACHINE,
+            "wall_clock": lambda: 1_000_000.0,
+        }
+        return DriverMirror(**(values | more))  # type: ignore[arg-type]
+
+    return make

@@ -1,0 +1,255 @@
+"""The mirror of a node's driver, from a root with a real loader cache to libraries that a process loads."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.common.errors import DriverFilesError, SettingsError
+from gpumgr.compat.gpu_manager.driver_files.manager import DriverFiles
+from tests.component.compat.gpu_manager.driver_files.conftest import Mirror
+from tests.component.compat.gpu_manager.driver_files.host import (
+    CUDA,
+    DRIVER,
+    MACHINE,
+    ML,
+    NEXT_DRIVER,
+    PTX,
+    SHIM,
+    Driver,
+    call_who,
+    install_32_bit,
+)
+from tests.unit.compat.gpu_manager.driver_files.elves import elf
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every path -> inode, mtime, mode: what changes when a file is touched."""
+    found = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
+    return {name: (status.st_ino, status.st_mtime_ns, status.st_mode) for name, status in found.items()}
+
+
+def share_of(files: DriverFiles) -> Path:
+    assert files.share_dir is not None, files.share_error
+    return files.share_dir
+
+
+def write_conf(tmp_path: Path, *libraries: str, **more: Any) -> None:
+    volumes = [
+        {"name": name, "components": {"binaries": ["nvidia-smi"], "libraries": list(libraries)}} | more
+        for name in ("nvidia", "origin")
+    ]
+    (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
+
+
+async def test_a_share_loads_the_shim_and_the_shim_finds_the_driver(mirror: Mirror, tmp_path: Path) -> None:
+    files = await mirror().ensure()
+    assert (files.driver_version, files.share_error, files.problems) == (DRIVER, None, ())
+    assert (files.share_dir, files.whole_dir) == (tmp_path / "vdriver" / "nvidia", tmp_path / "vdriver" / "origin")
+    names = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", f"libcuda.so.{DRIVER}", f"libnvidia-ml.so.{DRIVER}")
+    assert call_who(share_of(files) / "lib64", *names, "libnvidia-ptxjitcompiler.so.1") == [SHIM, SHIM, SHIM, CUDA, ML, PTX]
+    client = share_of(files) / "bin" / "gpu-client"
+    assert stat.S_IMODE(client.stat().st_mode) == 0o755
+
+
+async def test_a_whole_gpu_gets_the_driver_unmodified(mirror: Mirror, root: Path) -> None:
+    files = await mirror().ensure()
+    assert files.whole_dir is not None
+    assert call_who(files.whole_dir / "lib64", "libcuda.so.1", "libcuda.so", "libnvidia-ml.so") == [CUDA, CUDA, ML]
+    assert sorted(os.listdir(files.whole_dir / "bin")) == ["nvidia-debugdump", "nvidia-smi"]
+    assert (files.whole_dir / "lib64" / f"libcuda.so.{DRIVER}").samefile(root / "usr" / "lib64" / f"libcuda.so.{DRIVER}")
+
+
+async def test_what_is_current_is_not_touched(mirror: Mirror, tmp_path: Path) -> None:
+    first = await mirror().ensure()
+    before = tree(tmp_path / "vdriver")
+    assert await mirror().ensure() == first
+    assert tree(tmp_path / "vdriver") == before
+
+
+async def test_the_shim_is_copied_so_that_a_write_affects_no_other_container(
+    mirror: Mirror, tmp_path: Path, driver: Driver
+) -> None:
+    shim = tmp_path / "shim.so"
+    shutil.copy(driver.shim, shim)
+    lib64 = share_of(await mirror(shim=shim).ensure()).resolve() / "lib64"
+    shim.write_bytes(b"")
+    assert call_who(lib64, "libcuda.so.1") == [SHIM]
+
+
+async def test_a_new_shim_is_a_new_share_volume_and_the_same_whole_one(mirror: Mirror, driver: Driver) -> None:
+    files = await mirror().ensure()
+    assert files.whole_dir is not None
+    before = share_of(files).resolve(), files.whole_dir.resolve()
+    await mirror(shim=driver.libraries[DRIVER]["libnvidia-ml"]).ensure()
+    assert share_of(files).resolve() != before[0]
+    assert files.whole_dir.resolve() == before[1]
+    assert call_who(share_of(files) / "lib64", "libcuda.so.1") == [ML]
+
+
+async def test_32_bit_libraries_stay_real(mirror: Mirror, root: Path) -> None:
+    install_32_bit(root)
+    lib = share_of(await mirror().ensure()) / "lib"
+    assert {name: os.readlink(lib / name) for name in ("libcuda.so.1", "libcuda.so")} == {
+        "libcuda.so.1": f"libcuda.so.{DRIVER}",
+        "libcuda.so": f"libcuda.so.{DRIVER}",
+    }
+    assert (lib / "libcuda.so.1").read_bytes() == (root / "usr" / "lib32" / f"libcuda.so.{DRIVER}").read_bytes()
+    assert not (lib / "libcuda-control.so").exists()
+
+
+async def test_a_root_without_a_cache_is_searched(mirror: Mirror, root: Path) -> None:
+    (root / "etc" / "ld.so.cache").unlink()
+    assert call_who(share_of(await mirror().ensure()) / "lib64", "libcuda.so.1", f"libcuda.so.{DRIVER}") == [SHIM, CUDA]
+
+
+async def test_arm64(mirror: Mirror, tmp_path: Path) -> None:
+    lib = tmp_path / "arm" / "usr" / "lib" / "aarch64-linux-gnu"
+    lib.mkdir(parents=True)
+    for stem in ("libcuda", "libnvidia-ml"):
+        (lib / f"{stem}.so.{DRIVER}").write_bytes(elf("aarch64", soname=f"{stem}.so.1"))
+    shim = tmp_path / "arm-shim.so"
+    shim.write_bytes(elf("aarch64"))
+    share = share_of(await mirror(roots=[tmp_path / "arm"], machine="aarch64", shim=shim).ensure())
+    assert os.readlink(share / "lib64" / "libcuda.so.1") == "libcuda-control.so"
+    assert (share / "lib64" / f"libcuda.so.{DRIVER}").read_bytes() == elf("aarch64", soname="libcuda.so.1")
+
+
+async def test_the_root_with_the_loaded_drivers_libraries_counts(
+    mirror: Mirror, tmp_path: Path, root: Path, driver: Driver
+) -> None:
+    driver.install(tmp_path / "old", NEXT_DRIVER)
+    files = await mirror(roots=[tmp_path / "old", root]).ensure()
+    assert call_who(share_of(files) / "lib64", f"libcuda.so.{DRIVER}") == [CUDA]
+    with pytest.raises(DriverFilesError, match=rf"libcuda\.so\.{DRIVER} for {MACHINE}.*there is .*libcuda\.so\.{NEXT_DRIVER}"):
+        await mirror(roots=[tmp_path / "old"]).ensure()
+
+
+async def test_without_a_shim_no_share_volume_is_offered_and_none_is_changed(mirror: Mirror, tmp_path: Path) -> None:
+    files = await mirror(shim=None).ensure()
+    assert files.share_dir is None
+    assert (files.share_error or "").startswith("vcuda.library_path is not set")
+    assert files.whole_dir is not None
+    assert call_who(files.whole_dir / "lib64", "libcuda.so.1") == [CUDA]
+    assert not (tmp_path / "vdriver" / "nvidia").exists()
+
+    share = share_of(await mirror().ensure()).resolve()
+    assert (await mirror(shim=None).ensure()).share_dir is None
+    assert (tmp_path / "vdriver" / "nvidia").resolve() == share
+    assert call_who(share / "lib64", "libcuda.so.1") == [SHIM]
+
+
+async def test_what_is_wrong_with_the_shim_is_said(mirror: Mirror, tmp_path: Path) -> None:
+    async def error(**more: object) -> str:
+        return (await mirror(**more).ensure()).share_error or ""
+
+    other = tmp_path / "other.so"
+    other.write_bytes(elf("i386"))
+    script = tmp_path / "script"
+    script.write_text("#!/bin/sh\n")
+    assert "none.so: No such file" in await error(shim=tmp_path / "none.so")
+    assert "is not a regular file" in await error(shim=tmp_path)
+    assert "is for i386; it must be a 64-bit library" in await error(shim=other)
+    assert "is not an ELF file; it must be a 64-bit library" in await error(shim=script)
+    assert "vcuda.library_sha256 asks for 00" in await error(shim_sha256="00" * 32)
+    assert "vcuda.client_path is not set" in await error(client=None)
+    assert "vcuda.client_path" in await error(client=tmp_path / "none")
+
+
+async def test_an_installed_client_is_taken_if_none_is_given(mirror: Mirror, root: Path) -> None:
+    installed = root / "usr" / "bin" / "gpu-client"
+    installed.write_bytes(b"#!/bin/sh\n")
+    installed.chmod(0o755)
+    assert (share_of(await mirror(client=None).ensure()) / "bin" / "gpu-client").read_bytes() == b"#!/bin/sh\n"
+
+
+async def test_entries_that_catch_nothing_are_problems(mirror: Mirror, tmp_path: Path, root: Path) -> None:
+    conf = tmp_path / "volume.conf"
+    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libcuda-control.so", "libnvidia-gone.so", size=1)
+    assert (await mirror().ensure()).problems == (
+        f"{conf}: volume[0].size: unknown key, ignored",
+        f"{conf}: volume[1].size: unknown key, ignored",
+        f"{conf}: volume 'nvidia': nothing found below {root} for libnvidia-gone.so",
+        f"{conf}: volume 'origin': nothing found below {root} for libcuda-control.so, libnvidia-gone.so",
+    )
+
+
+async def test_an_incomplete_list_is_completed_with_what_the_driver_needs(mirror: Mirror, tmp_path: Path, root: Path) -> None:
+    needy = elf(MACHINE, needed=[f"libnvidia-gpucomp.so.{DRIVER}"])
+    (root / "usr" / "lib64" / f"libnvidia-eglcore.so.{DRIVER}").write_bytes(needy)
+    (root / "etc" / "ld.so.cache").unlink()
+    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libnvidia-eglcore.so")
+    problems = (await mirror().ensure()).problems
+    assert [problem.partition(":")[0] for problem in problems] == ["volume 'nvidia'", "volume 'origin'"]
+    assert all(f"needs libnvidia-gpucomp.so.{DRIVER}, which no entry" in problem for problem in problems)
+
+
+async def test_a_list_without_the_hijacked_libraries_makes_no_share_volume(mirror: Mirror, tmp_path: Path) -> None:
+    write_conf(tmp_path, "libcuda.so")
+    files = await mirror().ensure()
+    assert files.share_dir is None
+    assert f"no libnvidia-ml.so.{DRIVER}" in (files.share_error or "")
+
+
+async def test_volumes_may_lie_elsewhere_and_be_more(mirror: Mirror, tmp_path: Path) -> None:
+    lists = {"libraries": ["libcuda.so"]}
+    volumes = [{"name": name, "base": str(tmp_path / name), "components": lists} for name in ("first", "second")]
+    (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
+    files = await mirror().ensure()
+    assert (files.share_dir, files.whole_dir) == (None, tmp_path / "second" / "second")
+    assert "has no volume named 'nvidia'" in (files.share_error or "")
+    assert call_who(tmp_path / "first" / "first" / "lib64", "libcuda.so.1") == [CUDA]
+
+
+async def test_containers_get_the_folders_that_the_settings_name(mirror: Mirror, tmp_path: Path) -> None:
+    share_dir, whole_dir = tmp_path / "limited" / "gpu", tmp_path / "whole" / "gpu"
+    clock = [1_000_000.0]
+    mirrored = mirror(share_dir=share_dir, whole_dir=whole_dir, wall_clock=lambda: clock[0])
+    files = await mirrored.ensure()
+    assert (files.share_dir, files.whole_dir, files.problems) == (share_dir, whole_dir, ())
+    assert call_who(share_dir / "lib64", "libcuda.so.1", f"libcuda.so.{DRIVER}") == [SHIM, CUDA]
+    assert call_who(whole_dir / "lib64", "libcuda.so.1") == [CUDA]
+    assert not (tmp_path / "vdriver").exists()
+    clock[0] += 10_000
+    assert await mirrored.prune() == (), "what the folders lead to stays"
+
+    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", base=str(tmp_path / "elsewhere"))
+    files = await mirrored.ensure()
+    assert (files.share_dir, files.whole_dir) == (share_dir, whole_dir)
+    assert files.problems == tuple(
+        f"{tmp_path}/volume.conf: volume {name!r}: its base {tmp_path}/elsewhere has no effect, containers get {folder}"
+        for name, folder in (("nvidia", share_dir), ("origin", whole_dir))
+    )
+    assert not (tmp_path / "elsewhere").exists()
+
+
+async def test_two_volumes_in_one_place_are_refused(mirror: Mirror, tmp_path: Path) -> None:
+    same = tmp_path / "vdriver" / "nvidia"
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'origin' .* would both be at {same}: give them different folders"):
+        await mirror(whole_dir=same).ensure()
+    volumes = [{"name": "nvidia", "base": str(tmp_path / name)} for name in ("a", "b")]
+    (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'nvidia' .* would both be at {same}"):
+        await mirror().ensure()
+    assert not same.exists()
+
+
+async def test_without_a_driver_the_error_names_the_remedy(mirror: Mirror, proc: Path) -> None:
+    version = proc / "driver" / "nvidia" / "version"
+    version.write_text("something else\n")
+    with pytest.raises(DriverFilesError, match="'NVRM version:'"):
+        await mirror().ensure()
+    version.unlink()
+    with pytest.raises(DriverFilesError, match="modprobe nvidia"):
+        await mirror().ensure()
+    assert (await mirror().ensure(DRIVER)).driver_version == DRIVER
+
+
+async def test_a_base_that_cannot_be_written(mirror: Mirror, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DriverFilesError, match=r"can't be mirrored in .*the folder must be writable"):
+        await mirror(share_dir=tmp_path / "file" / "nvidia").ensure()

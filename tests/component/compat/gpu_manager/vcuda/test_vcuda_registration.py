@@ -1,0 +1,255 @@
+"""The socket: both forms of the call, who may, what is garbage, restarts."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.ports import RunningContainer
+from gpumgr.common.rpc import wire
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
+from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+FLAT = {"bus_id": "0000:18:00.0", "pod_uid": TENANT.pod_uid, "container_name": "main"}
+BY_ID = {"bus_id": "", "pod_uid": TENANT.pod_uid, "container_id": CONTAINER.id}
+OTHER = replace(CONTAINER, id="f0" * 32, pod=("demo", "thief"), pod_uid="another", name="main")
+
+
+@pytest.mark.parametrize("form", [FLAT, BY_ID])
+@pytest.mark.parametrize("authority", ["localhost", "%2Fetc%2Fvcuda%2Fvcuda.sock"])
+async def test_both_calls_of_gpu_managers_client(node: Node, backend: VcudaBackend, form: dict[str, str], authority: str) -> None:
+    node.pids = {70001, 70002}
+    options = [("grpc.default_authority", authority)]
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}", options=options) as channel:
+        assert await stub(channel).RegisterVDevice(api.VDeviceRequest(**form)) == api.VDeviceResponse()
+    assert {70001, 70002} < set(node.listed())
+    assert backend.registrations == {"ok": 1}
+
+
+@pytest.mark.usefixtures("backend")
+async def test_our_client_registers_itself_and_all_of_the_container(node: Node, client: Path) -> None:
+    node.pids = {70001}
+    ended = await register(client, node.socket)
+    assert ended == Ended(0, "", "", ended.pid)
+    assert node.listed() == tuple(sorted({70001, ended.pid}))
+
+
+@pytest.mark.usefixtures("backend")
+async def test_the_client_as_the_library_runs_it(node: Node, client: Path, reader: Path) -> None:
+    ended = await run(reader, "register", client, node.place)
+    assert (ended.status, ended.stdout) == (0, "client 0\n")
+    assert ended.pid in node.listed(), "whoever started the client is about to use the GPU"
+
+
+@pytest.mark.usefixtures("backend")
+async def test_an_unreadable_cgroup_removes_no_pid(node: Node, client: Path, reader: Path) -> None:
+    first, second = [await run(reader, "register", client, node.place) for _ in range(2)]
+    assert {1, first.pid, second.pid} <= set(node.listed())
+
+
+@pytest.mark.usefixtures("backend")
+async def test_fifty_at_once(node: Node, client: Path) -> None:
+    all_ended = await asyncio.gather(*(register(client, node.socket) for _ in range(50)))
+    assert [(ended.status, ended.stderr) for ended in all_ended] == [(0, "")] * 50
+    assert {ended.pid for ended in all_ended} <= set(node.listed())
+    assert node.looks <= 50
+
+
+async def gated(client: Path, node: Node) -> asyncio.subprocess.Process:
+    """A client with a pid that is known before it calls: it calls after a line on its stdin."""
+    script = f'read go; exec "{client}" --addr "{node.socket}" --pod-uid u --cont-name main'
+    pipe = subprocess.PIPE
+    return await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+async def test_a_peer_of_another_container_is_refused(node: Node, backend: VcudaBackend, client: Path) -> None:
+    before = node.listed()
+    with capture_logs() as lines:
+        for _ in range(2):
+            thief = await gated(client, node)
+            node.places[thief.pid] = OTHER
+            _, error = await thief.communicate(b"go\n")
+            assert thief.returncode == 255
+            assert error.decode().splitlines() == [
+                f"gpu-client: not registered at {node.socket}: the agent refused (gRPC status 7): process {thief.pid} is in demo/thief "
+                "(main), and this socket belongs to demo/resnet (main)"
+            ]
+    assert node.listed() == before
+    assert backend.registrations == {"permission_denied": 2}
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
+
+
+async def test_every_container_that_uses_a_claim_registers(node: Node, backend: VcudaBackend, client: Path) -> None:
+    """It has the allocation's folder mounted; the processes of the other ones stay listed."""
+    await backend.start(replace(TENANT, claim=True))
+    node.pids, node.inside = {70001}, {OTHER.id: {70002}}
+    first = await register(client, node.socket)
+    thief = await gated(client, node)
+    node.places[thief.pid] = OTHER
+    _, error = await thief.communicate(b"go\n")
+    assert "this socket belongs to demo/resnet (main), and does not have its folder mounted" in error.decode()
+    node.mounted.add(ALLOCATION)
+    second = await gated(client, node)
+    node.places[second.pid] = OTHER
+    await second.communicate(b"go\n")
+    assert second.returncode == 0
+    assert first.status == 0
+    assert {70001, 70002, second.pid} <= set(node.listed())
+    running = RunningContainer(tenant=replace(TENANT, claim=True), container=CONTAINER, others=(OTHER,), pids=(70001, 70002))
+    await backend.adjust([running])
+    assert node.listed() == (70001, 70002)
+
+
+@pytest.mark.usefixtures("backend")
+async def test_a_process_in_no_container_is_refused(node: Node, client: Path) -> None:
+    outsider = await gated(client, node)
+    node.places[outsider.pid] = None
+    _, error = await outsider.communicate(b"go\n")
+    assert outsider.returncode == 255
+    assert f"process {outsider.pid} is in no container" in error.decode()
+
+
+async def test_names_in_the_message_do_not_change_the_registered_container(node: Node, backend: VcudaBackend) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
+        await stub(channel).RegisterVDevice(api.VDeviceRequest(pod_uid="another", container_name="thief"))
+    assert backend.registrations == {"ok": 1}
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("data", "code", "sentence"),
+    [
+        (b"\xff\xff\xff", INVALID, "can't read this request"),
+        (wire.field(2, b"\xff\xfe"), INVALID, "not UTF-8"),
+        (wire.field(1, b"b" * 16), INVALID, "bus_id has 16 bytes and may have 15"),
+        (wire.field(2, b"u" * 48), INVALID, "pod_uid has 48 bytes and may have 47"),
+        (wire.field(3, b"c" * 4096), INVALID, "container_name has 4096 bytes and may have 4095"),
+        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes is above the limit of 16384"),
+        (b"x" * 3_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 3000000 bytes"),
+    ],
+)
+async def test_bad_messages_get_a_status(node: Node, client: Path, data: bytes, code: grpc.StatusCode, sentence: str) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
+        call: Any = channel.unary_unary("/vcuda.VCUDAService/RegisterVDevice")
+        with pytest.raises(grpc.aio.AioRpcError, match=sentence) as caught:
+            await call(data)
+    assert caught.value.code() is code
+    assert (await register(client, node.socket)).status == 0
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(range(256)) * 40,
+        PREFACE + b"\xff" * 300_000,  # one frame of 16 MiB
+        PREFACE + b"\0\0\x04\x01\x05\0\0\0\x01\x40\x01\xfe\x00",  # a header's name that is no ASCII
+        PREFACE + b"\0\0\x01\x01\x05\0\0\0\x01\x83",  # a request without a path
+    ],
+)
+async def test_garbage_ends_its_own_connection_only(node: Node, client: Path, garbage: bytes) -> None:
+    input_, output = await asyncio.open_unix_connection(str(node.socket))
+    output.write(garbage)
+    while await input_.read(4096):  # until the server hangs up
+        pass
+    output.close()
+    assert (await register(client, node.socket)).status == 0
+
+
+@pytest.mark.usefixtures("backend")
+async def test_a_container_with_too_many_connections_hinders_only_itself(node: Node, client: Path) -> None:
+    hogs = [await asyncio.open_unix_connection(str(node.socket)) for _ in range(129)]
+    assert await hogs[-1][0].read() == b"", "turned away"
+    waiting = asyncio.create_task(register(client, node.socket))
+    for _, output in hogs:
+        output.close()
+    assert (await waiting).status == 0, "our client comes again until it is let in"
+
+
+async def test_a_restarted_agent_listens_on_the_same_path(
+    node: Node, backend: VcudaBackend, client: Path, library_sha256: str
+) -> None:
+    node.pids = {70001}
+    await register(client, node.socket)
+    listed = node.listed()
+    await backend.close()
+    assert node.socket.is_socket(), "containers have its folder mounted, not the file"
+    early = asyncio.create_task(register(client, node.socket))
+    (node.place / "vcuda.config").unlink()
+
+    again = node.backend(library_sha256)
+    await again.recover([TENANT])
+    assert node.listed() == listed
+    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_pids=frozenset(listed))
+    assert await again.observe([on_gpu]) == [], "who was listed is taken for registered"
+    assert (node.place / "vcuda.config").exists()
+    assert (await early).status == 0, "who called while the agent was away is answered now"
+    assert (await register(client, node.socket)).status == 0
+    await again.close()
+
+
+async def test_recovery_makes_what_is_missing(node: Node, library_sha256: str, client: Path) -> None:
+    node.place.mkdir()
+    (node.place / "pids.config").write_bytes(b"")
+    again = node.backend(library_sha256)
+    await again.recover([TENANT])
+    assert node.listed() == (1,)
+    assert (await register(client, node.socket)).status == 0
+    await again.close()
+
+
+async def test_a_gone_allocation_has_nothing_to_register_with(node: Node, backend: VcudaBackend) -> None:
+    await backend.cleanup(ALLOCATION)
+    assert not node.socket.exists()
+    assert backend.remains() == set()
+
+
+async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: VcudaBackend, client: Path) -> None:
+    script = f'"{client}" --addr "{node.socket}" --pod-uid u --cont-name main && {{ sleep 60 & echo $!; wait; }}'
+    parent = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=subprocess.PIPE)
+    other = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        assert parent.stdout is not None
+        child_pid = int(await parent.stdout.readline())
+        pids = (parent.pid, child_pid, other.pid)
+        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_pids=frozenset(pids))
+        (finding,) = await backend.observe([running])
+        assert (finding.allocation, finding.code) == (ALLOCATION, "unregistered")
+        assert f"(pid {other.pid})" in finding.message
+        os.kill(child_pid, signal.SIGKILL)
+    finally:
+        for process in (parent, other):
+            process.kill()
+            await process.communicate()
+
+
+async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend) -> None:
+    node.pids = set(range(10, 1510))
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)))
+    await backend.adjust([replace(running, gpu_pids=frozenset({1509}))])
+    assert node.listed() == (*range(10, 1033), 1509)
+    (finding,) = await backend.observe([running])
+    assert finding.code == "broken"
+    assert "1500 processes and pids.config holds 1024" in finding.message
+
+
+async def test_an_image_with_a_newer_cuda_is_reported(node: Node, backend: VcudaBackend) -> None:
+    node.environments[4711] = b"CUDA_VERSION=12.4.1\0"
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(4711,))
+    (finding,) = await backend.observe([running])
+    assert (finding.code, "has CUDA 12.4" in finding.message) == ("broken", True)
+    node.environments.clear()
+    assert await backend.observe([running]) == [finding]
+    await backend.cleanup(ALLOCATION)
+    assert await backend.observe([running]) == ()

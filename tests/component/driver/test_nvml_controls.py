@@ -1,0 +1,227 @@
+"""What may be set on a GPU, and how busy single processes keep it, through the real binding and the simulated library."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from gpumgr.common.errors import NvmlAbsent, NvmlError
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.memory_limits import GetLimits, SetLimits
+from gpumgr.placement.topology.devices import GpuProcess, MemoryLimit
+from gpumgr.sim.control import SimProcess
+from gpumgr.sim.library import SimNode
+
+from .conftest import Prepare, opened, watched
+from .new_driver import NEW_NODE, lay_out_cgroups
+
+MIB = 1024 * 1024
+EXCLUSIVE_PROCESS = 3
+UTILIZATION = "nvmlDeviceGetProcessUtilization"
+
+
+@pytest.fixture
+def new_node(node: Prepare, tmp_path: Path) -> SimNode:
+    (tmp_path / "new.yaml").write_text(NEW_NODE)
+    return node(str(tmp_path / "new.yaml"))
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Path:
+    return lay_out_cgroups(tmp_path / "cgroup")
+
+
+async def ratios(nvml: Nvml) -> list[tuple[int, float | None]]:
+    (sample, *_) = (await nvml.sample(utilization=True)).gpus.values()
+    assert sample.processes is not None
+    return [(process.pid, process.utilization_ratio) for process in sample.processes]
+
+
+# -- utilisation -------------------------------------------------------------------------------------------------------------
+
+
+async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
+    async with opened(sim) as nvml:
+        assert await ratios(nvml) == [(3, 0.0), (20, 0.35)]
+        sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
+        assert await ratios(nvml) == [(20, 0.8)]
+        uuid = sim.description.uuid_of(0)
+        assert (await nvml.sample()).gpus[uuid].processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+
+
+async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+    sim.control.set_result(UTILIZATION, 6)
+    async with opened(sim) as nvml:
+        assert await ratios(nvml) == [(20, 0.0)]
+        sim.control.set_processes(0, [SimProcess(pid=20)])
+        sim.control.set_result(UTILIZATION, 0)
+        assert await ratios(nvml) == [(20, 0.0)]
+        assert nvml.call_errors == {}
+
+
+@pytest.mark.parametrize("code", [3, 13, 7, 999])
+async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepare, code: int) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
+    sim.control.set_result(UTILIZATION, code)
+    async with opened(sim) as nvml:
+        sample = (await nvml.sample(utilization=True)).gpus[sim.description.uuid_of(0)]
+    assert sample.processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+
+
+async def test_the_monitor_watches_processes_when_configured(node: Prepare) -> None:
+    sim = node("mixed-2")
+    uuid = sim.description.uuid_of(0)
+    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+    wanted = False
+    async with watched(sim, process_utilization=lambda: wanted) as (_, listener):
+
+        def latest() -> float | None:
+            processes = listener.samples[-1].gpus[uuid].processes
+            assert processes is not None
+            return processes[0].utilization_ratio
+
+        await listener.rounds(2)
+        assert {process.utilization_ratio for s in listener.samples for process in s.gpus[uuid].processes or ()} == {None}
+        wanted = True
+        await listener.until(lambda: latest() == 0.35)
+        wanted = False
+        await listener.until(lambda: latest() is None)
+
+
+# -- compute mode ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_compute_mode_is_kept_by_the_driver(node: Prepare) -> None:
+    sim = node("mixed-2")
+    uuid = sim.description.uuid_of(1)
+    async with opened(sim) as nvml:
+        assert await nvml.compute_mode(uuid) == 0
+        await nvml.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
+    assert (sim.control.compute_mode(1), sim.control.compute_mode(0)) == (EXCLUSIVE_PROCESS, 0)
+    async with opened(sim) as nvml:
+        assert await nvml.compute_mode(uuid) == EXCLUSIVE_PROCESS
+        sim.control.set_compute_mode(1, 2)
+        assert await nvml.compute_mode(uuid) == 2
+        sim.control.unload_driver()
+        sim.control.load_driver()
+        await nvml.open()
+        assert await nvml.compute_mode(uuid) == 0
+
+
+async def test_errors_name_the_function_and_the_gpu(node: Prepare) -> None:
+    sim = node("mixed-2")
+    uuid = sim.description.uuid_of(0)
+    async with opened(sim) as nvml:
+        sim.control.set_result("nvmlDeviceSetComputeMode", 4)
+        with pytest.raises(NvmlError, match=f"^nvmlDeviceSetComputeMode of {uuid}: .*NVML error 4"):
+            await nvml.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
+        sim.control.set_result("nvmlDeviceGetComputeMode", 3)
+        with pytest.raises(NvmlError, match=f"^nvmlDeviceGetComputeMode of {uuid}: Not Supported"):
+            await nvml.compute_mode(uuid)
+        with pytest.raises(NvmlError, match=r"^nvmlDeviceGetHandleByUUID of GPU-0: Not Found"):
+            await nvml.compute_mode("GPU-0")
+        sim.control.unload_driver()
+        with pytest.raises(NvmlAbsent, match="not loaded"):
+            await nvml.compute_mode(uuid)
+
+
+# -- memory limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_layouts_agree_with_the_binding_of_13_615() -> None:
+    for ours, theirs in ((SetLimits, pynvml.c_nvmlSetMemoryLimits_v1_t), (GetLimits, pynvml.c_nvmlGetMemoryLimits_v1_t)):
+        assert [kind for _, kind in ours._fields_] == [kind for _, kind in theirs._fields_]
+        assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
+
+
+async def test_limits_are_set_and_read_back(new_node: SimNode, cgroups: Path) -> None:
+    uuid, cgroup = new_node.description.uuid_of(1), str(cgroups / "kubepods/container")
+    limit = MemoryLimit(soft_bytes=256 * MIB, hard_bytes=512 * MIB)
+    async with opened(new_node) as nvml:
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(0)
+        assert await nvml.memory_limit(uuid, cgroup) == MemoryLimit()
+        await nvml.set_memory_limit(uuid, cgroup, 256 * MIB, 512 * MIB)
+        assert await nvml.memory_limit(uuid, cgroup) == limit
+        assert await nvml.memory_limit(uuid, f"{cgroup}/child") == limit
+        assert await nvml.memory_limit(new_node.description.uuid_of(0), cgroup) == MemoryLimit()
+        assert new_node.control.memory_limits(1) == {cgroup: limit}
+        await nvml.set_memory_limit(uuid, cgroup, 0, None)
+    assert new_node.control.memory_limits(1) == {cgroup: MemoryLimit()}
+
+
+async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, cgroups: Path) -> None:
+    uuid = new_node.description.uuid_of(0)
+    async with opened(new_node) as nvml:
+        for place in ("kubepods/container/child", "nowhere"):
+            with pytest.raises(NvmlError, match=f"nvmlDeviceSetMemoryLimits_v1 of {uuid}: Not Found"):
+                await nvml.set_memory_limit(uuid, str(cgroups / place), 0, MIB)
+        new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 999)
+        with pytest.raises(NvmlError, match=f"nvmlDeviceGetMemoryLimits_v1 of {uuid}: Unknown"):
+            await nvml.memory_limit(uuid, str(cgroups / "kubepods"))
+        said = "no GPU supports memory limits (nvmlDeviceGetMemoryLimits_v1: Unknown Error (NVML error 999)): see `nvidia-smi`"
+        with pytest.raises(NvmlError, match=re.escape(said)):
+            await nvml.gpu_with_memory_limits()
+        new_node.control.set_result("nvmlDeviceGetUUID", 15, gpu=0)
+        new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 0)
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(1), "the GPU that works"
+
+
+async def test_an_old_driver_has_no_limits(node: Prepare, cgroups: Path) -> None:
+    sim = node("hgx-h100-8")
+    uuid, cgroup = sim.description.uuid_of(0), str(cgroups / "kubepods")
+    async with opened(sim) as nvml:
+        said = (
+            r"^the NVIDIA driver 550\.90\.07 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: .*install driver 615 or newer$"
+        )
+        with pytest.raises(NvmlError, match=said):
+            await nvml.gpu_with_memory_limits()
+        with pytest.raises(NvmlError, match=r"nvmlDeviceSetMemoryLimits_v1 .*Function Not Found"):
+            await nvml.set_memory_limit(uuid, cgroup, 0, MIB)
+        assert nvml.call_errors == {}
+
+
+@pytest.fixture
+def node_without_symbols(new_node: SimNode) -> SimNode:
+    """Its library does not export the functions at all."""
+    library = Path(new_node.library_path)
+    library.write_bytes(library.read_bytes().replace(b"MemoryLimits_v1", b"MemoryLimits_v0"))
+    return new_node
+
+
+async def test_a_library_without_the_symbols(node_without_symbols: SimNode) -> None:
+    uuid = node_without_symbols.description.uuid_of(0)
+    async with opened(node_without_symbols) as nvml:
+        said = r"driver 615.71.09 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: Function Not Found"
+        with pytest.raises(NvmlError, match=said):
+            await nvml.gpu_with_memory_limits()
+        with pytest.raises(NvmlError, match="Function Not Found"):
+            await nvml.set_memory_limit(uuid, "/", 0, MIB)
+
+
+async def test_a_driver_whose_limits_are_off(new_node: SimNode, cgroups: Path) -> None:
+    new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 3)
+    nvml = Nvml(library_path=new_node.library_path, cgroup_root=cgroups)
+    await nvml.open()
+    with pytest.raises(NvmlError, match="keeps no limits in cgroups"):
+        await nvml.gpu_with_memory_limits()
+    await nvml.close()
+    nvml = Nvml(library_path=new_node.library_path, cgroup_root=cgroups / "kubepods/container")
+    await nvml.open()
+    assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(0), "no cgroup there has limits: it says nothing"
+    await nvml.close()
+
+
+async def test_gpus_with_mig_are_left_out(new_node: SimNode) -> None:
+    async with opened(new_node) as nvml:
+        new_node.control.set_mig(0, enabled=True)
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(1)
+        new_node.control.set_mig(1, enabled=True)
+        with pytest.raises(NvmlError, match="MIG is enabled"):
+            await nvml.gpu_with_memory_limits()

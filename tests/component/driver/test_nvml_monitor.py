@@ -1,0 +1,421 @@
+"""The monitor over a simulated node: faults are detected, reported, and end."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import structlog.testing
+
+from gpumgr.common.files import replace_file
+from gpumgr.driver.binding import DriverMismatchError
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.health import HealthRules
+from gpumgr.driver.monitor import Monitor
+from gpumgr.driver.snapshot import read_pci_gpus
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.library import prepare
+
+from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, give_up_after, watched
+
+WELL = ("healthy", None)
+
+
+async def test_a_healthy_node_is_reported_and_sampled(node: Prepare) -> None:
+    async with watched(node("mixed-2")) as (monitor, listener):
+        await listener.rounds(3)
+    assert len(listener.snapshots) == 1
+    assert listener.states == [WELL, WELL]
+    assert listener.history == [monitor.health]
+    assert listener.outages == []
+    assert all(len(sample.gpus) == 2 and not sample.failures for sample in listener.samples)
+
+
+FAULTS: dict[str, tuple[Callable[[SimControl], None], Callable[[SimControl], None], str]] = {
+    "lost": (lambda c: c.lose_gpu(1), lambda c: c.restore_gpu(1), "lost"),
+    "reset required": (
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1),
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
+        "reset",
+    ),
+    "errors": (
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=1),
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
+        "error",
+    ),
+    "mig": (lambda c: c.set_mig(1, enabled=True), lambda c: c.set_mig(1, enabled=False), "mig"),
+    "recovery action": (lambda c: c.set_recovery_action(1, 1), lambda c: c.set_recovery_action(1, 0), "reset"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, name: str) -> None:
+    sim = node("hgx-h100-8")
+    breaks, heals, reason = FAULTS[name]
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        breaks(sim.control)
+        await listener.until(lambda: listener.states[1] == ("unhealthy", reason))
+        await listener.rounds(3)
+        assert listener.states == [WELL, ("unhealthy", reason), *[WELL] * 6]
+        heals(sim.control)
+        await listener.until(lambda: listener.states == [WELL] * 8)
+    assert "probation" in {health[listener.snapshots[0].gpus[1].uuid].state for health in listener.history}
+    assert listener.outages == []
+
+
+async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Prepare) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.xid(2, 31)
+        sim.control.xid(2, 79)
+        await listener.until(lambda: listener.states[2][1] == "xid")
+        assert listener.health[listener.snapshots[0].gpus[2].uuid].message == "XID 79: the GPU has fallen off the bus"
+        await listener.until(lambda: listener.states[2] == WELL)
+
+
+async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlDeviceGetFieldValues", 13)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.double_bit_error(0)
+        await listener.until(lambda: listener.states[0] == ("unhealthy", "ecc"))
+        await listener.rounds(5)
+        assert listener.states[0] == ("unhealthy", "ecc")
+        sim.control.restore_gpu(0)
+        await listener.until(lambda: listener.states[0] == WELL)
+
+
+async def test_an_operator_holds_and_releases(node: Prepare) -> None:
+    sim = node("mixed-2")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        uuid = sim.description.uuid_of(0)
+        monitor.cordon(uuid, "broken fan")
+        await listener.until(lambda: listener.states[0] == ("healthy", "operator"))
+        await listener.rounds(4)
+        assert (listener.health[uuid].cordon_reason, listener.health[uuid].offered) == ("broken fan", False)
+        monitor.uncordon(uuid)
+        await listener.until(lambda: listener.states[0] == WELL)
+
+
+async def test_a_shorter_period_counts_at_once(node: Prepare) -> None:
+    async with watched(node("mixed-2"), sample_period_seconds=3600.0) as (monitor, listener):
+        await listener.rounds(1)
+        monitor.apply(rules=HealthRules(), sample_period_seconds=PERIOD_SECONDS)
+        await listener.rounds(2)
+
+
+async def test_an_xid_of_a_gpu_instance_concerns_its_mig_devices_alone(node: Prepare) -> None:
+    sim = node("mig-4")
+    gpu, devices = sim.description.uuid_of(2), sim.description.mig_instances_of(2)
+    rules = HealthRules(good_readings=3)
+    async with watched(sim, rules=rules) as (_, listener):
+        await listener.rounds(1)
+        sim.control.xid(2, 31, gpu_instance=devices[1].gpu_instance)  # an application's
+        sim.control.xid(2, 95, gpu_instance=devices[1].gpu_instance)
+        await listener.until(lambda: any(devices[1].uuid in health for health in listener.history))
+        await listener.until(lambda: devices[1].uuid not in listener.health)
+        sim.control.xid(2, 95)
+        await listener.until(lambda: any(health[gpu].reason == "xid" for health in listener.history))
+    known = {*map(sim.description.uuid_of, range(4)), devices[1].uuid}
+    assert {uuid for health in listener.history for uuid in health} == known
+    of_device = [health[devices[1].uuid] for health in listener.history if devices[1].uuid in health]
+    assert of_device[0].message == "XID 95: uncontained memory error"
+    assert {each.state for each in of_device} <= {"unhealthy", "probation"}
+    assert {health[gpu].reason for health in listener.history} == {"mig", "xid"}
+    others = (sim.description.uuid_of(index) for index in (0, 1, 3))
+    assert {health[uuid].reason for uuid in others for health in listener.history} == {None, "mig"}
+
+
+async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_mig(0, enabled=True)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+    first = listener.history[0]
+    assert first[sim.description.uuid_of(0)].reason == "mig"
+    assert listener.snapshots[0].gpus[0].mig_enabled
+
+
+async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
+        sim.control.hang()
+        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 8)
+        give_up_after(monitor._nvml, 10)
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 8)
+    assert listener.outages == ["NVML gave no answer within 0.2 s: the driver hangs"]
+    assert listener.snapshots[0] == listener.snapshots[-1]
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues", "*"])
+async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_return(node: Prepare, function: str) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
+        sim.control.hang(function=function, gpu=3)
+        await listener.until(lambda: listener.states[3] == ("unhealthy", "hang"))
+        await listener.rounds(3)
+        assert listener.states == [*[WELL] * 3, ("unhealthy", "hang"), *[WELL] * 4]
+        assert len(listener.samples[-1].gpus) == 7
+        sim.control.xid(5, 79)
+        await listener.until(lambda: listener.states[5][1] == "xid")
+        give_up_after(monitor._nvml, 10)
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 8)
+        sim.control.xid(3, 119)
+        await listener.until(lambda: listener.states[3][1] == "xid")
+    assert listener.outages == []
+
+
+async def test_a_gpu_about_which_a_call_takes_long_keeps_its_health_and_the_others_are_watched(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes of MIG may take half a minute."""
+    monkeypatch.setattr("gpumgr.driver.driver._BUSY_SECONDS", 0.05)
+    sim, release = node("pcie-a10-4"), threading.Event()
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        call = asyncio.create_task(monitor._nvml._worker.call(release.wait, timeout_seconds=60, gpu=0))
+        try:
+            await listener.until(lambda: len(listener.samples[-1].gpus) == 3)
+            sim.control.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1)
+            await listener.until(lambda: listener.states[1][1] == "reset")
+            await listener.rounds(3)
+            assert sim.description.uuid_of(0) not in {**listener.samples[-1].gpus, **listener.samples[-1].failures}
+            assert listener.states == [WELL, ("unhealthy", "reset"), WELL, WELL]
+        finally:
+            release.set()
+        await call
+        await listener.until(lambda: len(listener.samples[-1].gpus) == 4)
+    assert {health[sim.description.uuid_of(0)].state for health in listener.history} == {"healthy"}
+    assert listener.outages == []
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceRegisterEvents", "*"])
+async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(node: Prepare, function: str) -> None:
+    sim = node("pcie-a10-4")
+    sim.control.hang(function=function, gpu=2)
+    async with watched(sim, timeout_seconds=0.2) as (monitor, listener):
+        await listener.rounds(2)
+        assert listener.states.count(WELL) >= 3
+        give_up_after(monitor._nvml, 10)
+        sim.control.release()
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+        uuid = sim.description.uuid_of(2)
+        await listener.until(lambda: listener.health[uuid].state == "healthy")
+        sim.control.xid(2, 119)
+        await listener.until(lambda: listener.health[uuid].reason == "xid")
+    assert listener.outages == []
+
+
+async def test_an_error_of_the_driver_is_recovered_from_while_a_gpu_hangs(node: Prepare) -> None:
+    """The session can't be closed under the call that hangs."""
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
+        sim.control.hang(gpu=2)
+        await listener.until(lambda: listener.states[2][1] == "hang")
+        give_up_after(monitor._nvml, 10)
+        sim.control.set_result("nvmlDeviceGetCount_v2", 999)
+        await listener.until(lambda: bool(listener.outages))
+        sim.control.set_result("nvmlDeviceGetCount_v2", 0)
+        await listener.until(lambda: listener.states == [WELL, WELL, ("unhealthy", "hang"), WELL])
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+
+
+async def test_a_driver_reload(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.unload_driver()
+        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 4)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+        sim.control.xid(3, 119)
+        await listener.until(lambda: listener.states[3][1] == "xid")
+    assert len(listener.outages) == 1
+    assert "driver is not loaded" in listener.outages[0]
+
+
+async def test_a_driver_of_another_version_ends_the_monitor(node: Prepare) -> None:
+    sim = node("mixed-2")
+    listener = Listener()
+    monitor = Monitor(
+        Nvml(library_path=sim.library_path), listener, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS
+    )
+    task = asyncio.create_task(monitor.run())
+    await listener.rounds(1)
+    sim.control.unload_driver()
+    sim.control.load_driver("570.1")
+    with pytest.raises(DriverMismatchError, match="replaced by another version"):
+        await task
+
+
+async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.unload_driver()
+    loads: list[None] = []
+    tried_often = asyncio.Event()
+
+    class Counted(Nvml):
+        tries = 0
+
+        async def open(self) -> None:
+            self.tries += 1
+            if self.tries == 5:
+                tried_often.set()
+            await super().open()
+
+    async def load() -> bool:
+        loads.append(None)
+        return False
+
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim, load_kernel_modules=load, kind=Counted) as (_, listener):
+            await tried_often.wait()
+            assert listener.snapshots == []
+            sim.control.load_driver()
+            await listener.until(lambda: bool(listener.samples))
+    assert listener.outages == ["the NVIDIA driver is not loaded (nvmlInit: NVML error 9)"]
+    assert [line["event"] for line in logs].count("nvml_down") == 1
+    assert len(loads) == 1
+
+
+async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_found(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    folder = sim.sysfs_root.parent
+    source = "about: two of four\ndriver_version: 535.183.01\ncuda_version: 12.2\n"
+    source += "cards: {a10: {model: NVIDIA A10, memory_mib: 23028}}\ngpus:\n"
+    for index in range(2):
+        gpu = sim.description.gpus[index]
+        chain = ", ".join(gpu.pcie)
+        source += f"  - {{card: a10, bus_id: {gpu.bus_id}, pcie: [{chain}], uuid: {sim.description.uuid_of(index)}}}\n"
+    (folder / "two.yaml").write_text(source)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.unload_driver()
+        prepare(str(folder / "two.yaml"), folder)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL, WELL, ("unhealthy", "missing"), ("unhealthy", "missing")])
+        assert len(listener.snapshots[-1].gpus) == 2
+        sim.control.unload_driver()
+        prepare("pcie-a10-4", folder)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+        assert len(listener.snapshots[-1].gpus) == 4
+
+
+@pytest.mark.parametrize("listed", [0, 1])
+async def test_gpus_that_the_driver_lists_late_are_found_and_reported_until_then(node: Prepare, listed: int) -> None:
+    """NVML reads its list when a session begins."""
+    sim = node("pcie-a10-4")
+    addresses = [gpu.bus_id for gpu in sim.description.gpus]
+    facts = sim.sysfs_root.parent / "node.txt"
+    complete = facts.read_text()
+    facts.write_text(
+        "".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu ") or line[4] < str(listed))
+    )
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim) as (_, listener):
+            await listener.rounds(5)
+            (snapshot,) = listener.snapshots
+            assert (len(snapshot.gpus), snapshot.unlisted) == (listed, 4 - listed)
+            missing = ", ".join(addresses[listed:])
+            sentence = f"the driver lists {listed} of the 4 NVIDIA GPUs on the PCI bus, not {missing}: see `dmesg`"
+            assert snapshot.unlisted_sentence == sentence
+            replace_file(facts, complete.encode(), durable=False)
+            await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+            assert listener.snapshots[-1].unlisted_sentence is None
+            sim.control.xid(3, 119)
+            await listener.until(lambda: listener.health[sim.description.uuid_of(3)].reason == "xid")
+    assert listener.outages == []
+    assert [line["reason"] for line in logs if line["event"] == "gpus_not_listed"] == [sentence]
+
+
+async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = node("pcie-a10-4")
+    facts, release = sim.sysfs_root.parent / "node.txt", threading.Event()
+    complete = facts.read_text()
+    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim) as (monitor, listener):
+            await listener.rounds(1)
+            call = asyncio.create_task(monitor._nvml._worker.call(release.wait, timeout_seconds=60, gpu=3))
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr("gpumgr.driver.session._SHUTDOWN_SECONDS", 0.05)
+                    await listener.until(lambda: any(line["event"] in ("nvml_not_reopened", "nvml_down") for line in logs))
+                monitor._relist_at = float("inf")
+                await listener.rounds(2)
+                sim.control.xid(0, 119)
+                await listener.until(lambda: listener.states[0][1] == "xid")
+            finally:
+                release.set()
+            await call
+            replace_file(facts, complete.encode(), durable=False)
+            monitor._relist_at = 0.0
+            await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+    assert listener.outages == []
+
+
+async def test_a_gpu_that_comes_to_the_pci_bus_later_is_found(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    facts, late = sim.sysfs_root.parent / "node.txt", sim.sysfs_root / "bus/pci/devices" / sim.description.gpus[3].bus_id
+    place, complete = late.readlink(), facts.read_text()
+    late.unlink()
+    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
+    async with watched(sim) as (_, listener):
+        await listener.rounds(5)
+        assert (len(listener.snapshots[-1].gpus), listener.snapshots[-1].unlisted) == (3, 0)
+        replace_file(facts, complete.encode(), durable=False)
+        late.symlink_to(place)
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+
+
+async def test_the_pci_bus_has_no_gpus_of_virtual_machines_and_no_virtual_functions(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    devices = [sim.sysfs_root / "bus/pci/devices" / gpu.bus_id for gpu in sim.description.gpus]
+    assert read_pci_gpus(sim.sysfs_root) == tuple(sorted(gpu.bus_id for gpu in sim.description.gpus))
+    (devices[0] / "physfn").symlink_to(devices[1])
+    for number, driver in ((1, "vfio-pci"), (2, "nvidia")):
+        (devices[number] / "driver").symlink_to(sim.sysfs_root / "bus/pci/drivers" / driver)
+        (sim.sysfs_root / "bus/pci/drivers" / driver).mkdir(parents=True)
+    bridge, other = (sim.sysfs_root / "bus/pci/devices" / name for name in ("0000:aa:00.0", "0000:ab:00.0"))
+    for device, vendor, kind in ((bridge, "0x10de", "0x068000"), (other, "0x1002", "0x030200")):
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert read_pci_gpus(sim.sysfs_root) == (devices[2].name, devices[3].name)
+    assert read_pci_gpus(sim.sysfs_root / "nowhere") == ()
+
+
+async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    sim.control.lose_gpu(2)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(2)
+        assert [gpu.index for gpu in listener.snapshots[-1].gpus] == [0, 1, 3]
+        sim.control.restore_gpu(2)
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+    assert len(listener.snapshots) == 2
+
+
+async def test_a_lost_gpu_does_not_cause_snapshot_after_snapshot(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.lose_gpu(2)
+        await listener.rounds(10)
+    assert len(listener.snapshots) == 1

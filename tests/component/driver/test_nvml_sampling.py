@@ -1,0 +1,308 @@
+"""What the GPUs do and how they are, through the real binding and the simulated library."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from gpumgr.driver.binding import Binding
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.health import DoubleBitError, Failed, HealthReading, Observation, Xid
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample
+from gpumgr.sim import library
+from gpumgr.sim.control import SimProcess, SimWork
+
+from .conftest import Prepare, opened
+
+MIB = 1024 * 1024
+_NEWER_CALL: Final = Path(__file__).parents[2] / "data/nvml/processes_utilization.c"
+
+
+async def first_sample(nvml: Nvml) -> GpuSample:
+    uuid = (await nvml.snapshot()).gpus[0].uuid
+    return (await nvml.sample()).gpus[uuid]
+
+
+async def test_an_idle_gpu(node: Prepare) -> None:
+    async with opened(node("hgx-h100-8")) as nvml:
+        sample = await first_sample(nvml)
+    assert sample == GpuSample(
+        uuid=sample.uuid,
+        memory_used_bytes=0,
+        memory_reserved_bytes=551 * MIB,
+        utilization_ratio=0.0,
+        memory_copy_ratio=0.0,
+        temperature_celsius=32.0,
+        power_watts=70.0,
+        processes=(),
+    )
+
+
+async def test_scripted_work(node: Prepare) -> None:
+    sim = node("hgx-h100-8")
+    processes = (SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None))
+    sim.control.set_work({0: SimWork(processes=processes, gpu_percent=87, memory_percent=12, celsius=66, watts=512.5)})
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+        assert sample.processes == (GpuProcess(pid=3, memory_bytes=None), GpuProcess(pid=20, memory_bytes=300 * MIB))
+        assert (sample.utilization_ratio, sample.memory_copy_ratio) == (0.87, 0.12)
+        assert (sample.temperature_celsius, sample.power_watts) == (66.0, 512.5)
+        assert sample.memory_used_bytes == 300 * MIB
+        sim.control.set_memory_used(0, 1000 * MIB)
+        assert (await first_sample(nvml)).memory_used_bytes == 1000 * MIB
+
+
+def seen_by_programs(library_path: str) -> dict[str, list[tuple[int, int]]]:
+    """NVML's own answers about the processes of GPU 0: (pid, bytes), and (pid, percent)."""
+    binding = Binding(library_path)
+    binding.open()
+    gpu = binding.call("nvmlDeviceGetHandleByIndex", 0)
+    lists = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3")
+    answers = {name: sorted((each.pid, each.usedGpuMemory) for each in binding.call(name, gpu)) for name in lists}
+    busy = sorted((each.pid, each.smUtil) for each in binding.call("nvmlDeviceGetProcessUtilization", gpu, 0))
+    binding.close()
+    return {"compute": answers[lists[0]], "mps": answers[lists[1]], "busy": busy}
+
+
+async def test_an_mps_server_is_listed_and_has_the_utilization_of_its_clients(node: Prepare) -> None:
+    """As driver 580 answers on H200 (tests/data/nvml)."""
+    sim = node("hgx-h100-8")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50), SimProcess(pid=3, sm_percent=7)])
+    sim.control.start_mps_server(0, 10)
+    sim.control.attach_mps_client(0, 20, 10)
+    sim.control.attach_mps_client(0, 30, 10)
+    listed = [(3, 0), (10, 66 * MIB), (20, 300 * MIB), (30, 0)]
+    busy = [(3, 7), (10, 50)]
+    assert seen_by_programs(sim.library_path) == {"compute": listed, "mps": [(20, 300 * MIB), (30, 0)], "busy": busy}
+    sim.control.set_processes(0, [SimProcess(pid=30, memory_bytes=5, sm_percent=90), SimProcess(pid=20, sm_percent=80)])
+    assert seen_by_programs(sim.library_path)["busy"] == [(10, 100)]
+    sim.control.end_mps(30)
+    sim.control.end_mps(10)
+    assert seen_by_programs(sim.library_path) == {"compute": [(20, 0), (30, 5)], "mps": [], "busy": [(20, 80), (30, 90)]}
+
+
+async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(node: Prepare) -> None:
+    sim = node("pcie-p40-7")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+    assert sample.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB),)
+    assert (sample.memory_used_bytes, sample.memory_reserved_bytes) == (428 * MIB, None)
+    assert sample.temperature_celsius == 24.0
+
+
+async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare) -> None:
+    sim = node("mixed-2")
+    for function, code in (
+        ("nvmlDeviceGetUtilizationRates", 3),
+        ("nvmlDeviceGetTemperature", 3),
+        ("nvmlDeviceGetTemperatureV", 25),
+        ("nvmlDeviceGetPowerUsage", 3),
+        ("nvmlDeviceGetMemoryInfo", 3),
+        ("nvmlDeviceGetMemoryInfo_v2", 3),
+        ("nvmlDeviceGetComputeRunningProcesses_v2", 13),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", 13),
+    ):
+        sim.control.set_result(function, code, gpu=0)
+    async with opened(sim) as nvml:
+        await nvml.sample()
+        assert (await nvml.sample()).gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
+
+
+@pytest.mark.peer_bug("B38: it reads at most 64 processes of a GPU")
+async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20)])
+    sim.control.grow_processes(0, 100)
+    async with opened(sim) as nvml:
+        processes = (await first_sample(nvml)).processes
+    assert processes is not None
+    assert len(processes) == 101
+
+
+async def test_a_list_that_never_fits_is_unknown(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 7)
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", 13)
+    async with opened(sim) as nvml:
+        assert (await first_sample(nvml)).processes is None
+
+
+@pytest.mark.parametrize("code", [999, 16, 6, 10])
+@pytest.mark.parametrize(
+    ("functions", "unknown"),
+    [
+        ({"nvmlDeviceGetPowerUsage"}, {"power_watts"}),
+        ({"nvmlDeviceGetTemperatureV"}, {"temperature_celsius"}),
+        ({"nvmlDeviceGetUtilizationRates"}, {"utilization_ratio", "memory_copy_ratio"}),
+        ({"nvmlDeviceGetMemoryInfo_v2"}, {"memory_used_bytes", "memory_reserved_bytes"}),
+        ({"nvmlDeviceGetGraphicsRunningProcesses_v3"}, set()),
+    ],
+)
+async def test_an_error_of_one_reading_costs_no_other(node: Prepare, functions: set[str], unknown: set[str], code: int) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        good = (await nvml.sample(utilization=True)).gpus[uuid]
+        for function in functions:
+            sim.control.set_result(function, code, gpu=0)
+        sample = await nvml.sample(utilization=True)
+    assert good.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB, utilization_ratio=0.5),)
+    lost: dict[str, Any] = dict.fromkeys(unknown)
+    assert sample.failures == {}
+    assert sample.gpus[uuid] == replace(good, **lost)
+
+
+async def test_processes_are_unknown_where_their_list_fails(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 999, gpu=0)
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+        assert (sample.processes, sample.memory_used_bytes, sample.power_watts) == (None, 300 * MIB, 34.0)
+        sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 0, gpu=0)
+        sim.control.set_result("nvmlDeviceGetGraphicsRunningProcesses_v3", 999, gpu=0)
+        assert await nvml.processes(sample.uuid) is None, "what needs all processes does not rely on a part of them"
+
+
+@pytest.mark.parametrize("function", ["*", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetGraphicsRunningProcesses_v3"])
+async def test_a_lost_gpu_is_missing_from_a_sample_alone(node: Prepare, function: str) -> None:
+    """Also one that is lost between two readings."""
+    sim = node("pcie-a10-4")
+    uuids = [sim.description.uuid_of(index) for index in range(4)]
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.set_result(function, 15, gpu=1)
+        sample = await nvml.sample()
+    assert set(sample.gpus) == {uuids[0], uuids[2], uuids[3]}
+    assert sample.failures.keys() == {uuids[1]}
+    assert "NVML error 15" in sample.failures[uuids[1]]
+
+
+async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prepare) -> None:
+    """The driver reports it as the server's."""
+    sim = node("mixed-2")
+    client = SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)
+    sim.control.set_processes(0, [client, SimProcess(pid=3), SimProcess(pid=4, sm_percent=7)])
+    sim.control.start_mps_server(0, 10)
+    sim.control.attach_mps_client(0, 20, 10)
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        ratios = await busy(nvml, uuid)
+        assert ratios == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
+        sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
+        assert await busy(nvml, uuid) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
+
+
+@pytest.mark.parametrize("code", [3, 13, 26])
+async def test_utilization_by_the_newer_call_where_the_older_is_not_supported(
+    node: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    source = tmp_path / "nvml.c"
+    source.write_text(library._SOURCE.read_text() + _NEWER_CALL.read_text())
+    monkeypatch.setattr(library, "_SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sim = node("hgx-h100-8")
+    sim.control.set_result("nvmlDeviceGetProcessUtilization", code)
+    async with opened(sim) as nvml:
+        uuid = (await nvml.snapshot()).gpus[0].uuid
+        assert await busy(nvml, uuid) == {}
+        sim.control.set_processes(0, [SimProcess(pid=3)])
+        assert await busy(nvml, uuid) == {3: 0.0}
+        sim.control.set_processes(0, [SimProcess(pid=3), *(SimProcess(pid=pid, sm_percent=pid) for pid in (30, 60))])
+        assert await busy(nvml, uuid) == {3: 0.0, 30: 0.3, 60: 0.6}
+        assert nvml.call_errors == {}, "that nothing ran is no failure"
+        sim.control.set_result("nvmlDeviceGetProcessesUtilizationInfo", 3)
+        assert await busy(nvml, uuid) == {3: None, 30: None, 60: None}
+
+
+async def busy(nvml: Nvml, uuid: str) -> dict[int, float | None]:
+    processes = (await nvml.sample(utilization=True)).gpus[uuid].processes
+    return {process.pid: process.utilization_ratio for process in processes or ()}
+
+
+async def test_looks(node: Prepare) -> None:
+    sim = node("hgx-h100-8")
+    uuids = [sim.description.uuid_of(index) for index in range(8)]
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.lose_gpu(0)
+        sim.control.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1)
+        sim.control.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=2)
+        sim.control.set_mig(3, enabled=True)
+        sim.control.double_bit_error(4, count=2)
+        sim.control.set_recovery_action(5, 4)
+        sim.control.set_result("nvmlDeviceGetFieldValues", 13, gpu=6)
+        sim.control.set_result("nvmlDeviceGetTotalEccErrors", 3, gpu=6)
+        looks = await nvml.read_health()
+    faults = [look.reason for look in (looks[uuid] for uuid in uuids[:3]) if isinstance(look, Failed)]
+    assert faults == ["lost", "reset", "error"]
+    well = HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=0)
+    assert [looks[uuid] for uuid in uuids[3:]] == [
+        HealthReading(mig_enabled=True, double_bit_errors=0, recovery_action=0),
+        HealthReading(mig_enabled=False, double_bit_errors=2, recovery_action=0),
+        HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=4),
+        HealthReading(mig_enabled=False, double_bit_errors=None, recovery_action=None),
+        well,
+    ]
+
+
+class Events:
+    """What was reported, to be awaited one by one."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[tuple[str | None, Observation]] = asyncio.Queue()
+
+    def __call__(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
+        self.queue.put_nowait((uuid, event))
+
+    async def next(self) -> tuple[str | None, Observation]:
+        async with asyncio.timeout(20):
+            return await self.queue.get()
+
+
+async def test_events_are_delivered_once_and_old_ones_never(node: Prepare) -> None:
+    sim = node("hgx-h100-8")
+    uuids = [sim.description.uuid_of(index) for index in range(8)]
+    sim.control.xid(0, 13)
+    events = Events()
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        assert await nvml.watch_events(events) == frozenset()
+        sim.control.xid(3, 79)
+        sim.control.double_bit_error(5)
+        assert [await events.next(), await events.next()] == [(uuids[3], Xid(number=79)), (uuids[5], DoubleBitError())]
+        await nvml.watch_events(events)
+        sim.control.xid(7, 31)
+        assert await events.next() == (uuids[7], Xid(number=31))
+    assert events.queue.empty()
+
+
+async def test_gpus_without_events_are_named(node: Prepare) -> None:
+    sim = node("pcie-a10-4")
+    uuids = [sim.description.uuid_of(index) for index in range(4)]
+    events = Events()
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.set_result("nvmlDeviceRegisterEvents", 3, gpu=0)
+        sim.control.set_result("nvmlDeviceRegisterEvents", 999, gpu=1)
+        assert await nvml.watch_events(events) == {uuids[0], uuids[1]}
+        sim.control.xid(2, 48)
+        assert await events.next() == (uuids[2], Xid(number=48))
+        sim.control.set_result("nvmlEventSetCreate", 13)
+        assert await nvml.watch_events(events) == set(uuids)
+
+
+async def test_errors_of_the_wait_are_waited_out(node: Prepare) -> None:
+    sim = node("mixed-2")
+    events = Events()
+    sim.control.set_result("nvmlEventSetWait_v2", 999)
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        await nvml.watch_events(events)
+        sim.control.set_result("nvmlEventSetWait_v2", 0)
+        sim.control.xid(1, 94)
+        assert await events.next() == (sim.description.uuid_of(1), Xid(number=94))

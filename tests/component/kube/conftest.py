@@ -1,0 +1,101 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import WatchTimes
+from gpumgr.ledger.pods import PodView
+from gpumgr.sim.apiserver import SimApiServer
+
+from .fake_api_server import FakeApiServer
+from .stage import Stage, staged
+
+FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
+
+Change = tuple[PodView | None, PodView | None]
+
+
+def write_kubeconfig(path: Path, server: str, token: str = "secret") -> Path:
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "one", "user": "me"}}],
+        "clusters": [{"name": "one", "cluster": {"server": server}}],
+        "users": [{"name": "me", "user": {"token": token}}],
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[FakeApiServer]:
+    fake = FakeApiServer()
+    runner = await fake.start()
+    yield fake
+    await fake.end_watches()
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def server(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[ApiServer]:
+    connection = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", api.url))
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A publisher in front of `sim`."""
+    async with staged(sim.kubeconfig(tmp_path / "kubeconfig")) as made:
+        yield made
+
+
+@pytest.fixture
+async def odd(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A publisher in front of `api`."""
+    async with staged(write_kubeconfig(tmp_path / "kubeconfig", api.url)) as made:
+        yield made
+
+
+class Running:
+    """A pod cache that runs, and the changes that its listener received."""
+
+    def __init__(self, cache: PodCache) -> None:
+        self.cache = cache
+        self.changes: asyncio.Queue[Change] = asyncio.Queue()
+        cache.subscribe(lambda before, after: self.changes.put_nowait((before, after)))
+
+    async def next(self) -> Change:
+        async with asyncio.timeout(5):
+            return await self.changes.get()
+
+    async def synced(self) -> PodCache:
+        async with asyncio.timeout(5):
+            await self.cache.wait_synced()
+        return self.cache
+
+
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def start(server: ApiServer) -> Start:
+    @asynccontextmanager
+    async def started(watch_times: WatchTimes = FAST) -> AsyncIterator[Running]:
+        running = Running(PodCache(server, "node-1", watch_times=watch_times))
+        task = asyncio.create_task(running.cache.run())
+        try:
+            yield running
+            assert not task.done(), task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    return started

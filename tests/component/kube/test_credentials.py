@@ -1,0 +1,130 @@
+"""Sources of credentials, and how they are read again."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpumgr.common.errors import SettingsError
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.client import ApiServer
+
+from .conftest import FAST, write_kubeconfig
+from .fake_api_server import FakeApiServer, status
+
+
+async def test_a_refused_token_is_read_again(api: FakeApiServer, tmp_path: Path) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, token="old")
+    server = await ApiServer.connect(kubeconfig)
+    write_kubeconfig(kubeconfig, api.url, token="new")
+    api.lists.append(status(401, "expired"))
+    cache = PodCache(server, "node-1", watch_times=FAST)
+    task = asyncio.create_task(cache.run())
+    async with asyncio.timeout(5):
+        await cache.wait_synced()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await server.close()
+    assert api.tokens[:2] == ["Bearer old", "Bearer new"]
+
+
+async def test_credentials_that_became_unreadable_are_retried(api: FakeApiServer, tmp_path: Path) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, token="old")
+    server = await ApiServer.connect(kubeconfig)
+    kubeconfig.write_text("half a fi")
+    api.lists.append(status(401, "expired"))
+    cache = PodCache(server, "node-1", watch_times=FAST)
+    task = asyncio.create_task(cache.run())
+    async with asyncio.timeout(5):
+        await cache.wait_synced()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await server.close()
+    assert api.tokens[1] == "Bearer old"
+
+
+WHOLE = """
+current-context: here
+contexts: [{name: here, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: {server: "https://127.0.0.1"}}]
+users: [{name: u, user: {tokenFile: /nowhere/token}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file or directory"),
+        ("", "it is not a kubeconfig (kind: Config, "),
+        ("garbage", "it is not a kubeconfig (kind: Config, "),
+        ("- current-context", "it is not a kubeconfig (kind: Config, "),
+        ("[", "it is not YAML (while parsing a flow node "),
+        ("a: [secret", "it is not YAML (while parsing a flow sequence in "),
+        ("\0", "it is not YAML (unacceptable character "),
+        ("clusters: 7", "it does not have the structure of a kubeconfig;"),
+        ("{}", "Invalid kube-config file. Expected key current-context in "),
+        ("current-context: here\ncontexts: []\n", "Invalid kube-config file. Expected object with name here in "),
+        (WHOLE, "/nowhere/token: No such file or directory;"),
+    ],
+)
+async def test_a_kubeconfig_that_cannot_be_used_is_a_clear_error(
+    content: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError) as caught:
+        await ApiServer.connect(path)
+    assert str(caught.value).startswith(f"the kubeconfig {path} can't be used: {said}")
+    assert "; set kubernetes.kubeconfig to an existing kubeconfig file, or " in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert caplog.records == []
+
+
+async def test_a_path_that_is_not_a_file_is_no_kubeconfig(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(SettingsError, match="it is not a regular file"):
+            await ApiServer.connect(path)
+    with pytest.raises(SettingsError, match="a path with a colon means several paths"):
+        await ApiServer.connect(write_kubeconfig(tmp_path / "a:b", "http://127.0.0.1"))
+
+
+async def test_the_caller_may_give_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"No such file or directory; look elsewhere$"):
+        await ApiServer.connect(tmp_path / "none", remedy="look elsewhere")
+
+
+async def test_no_kubeconfig_outside_a_pod_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(SettingsError, match=r"pod's service account .* can't be used: .*; set kubernetes\.kubeconfig"):
+        await ApiServer.connect(None)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_library_is_loaded_without_its_generated_code() -> None:
+    code = """
+import sys
+from gpumgr.kube.library import load_library
+assert load_library() is load_library()
+print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio.client")), load_library().__name__)
+"""
+    assert run_python(code) == "['kubernetes_asyncio.client'] load_kube_config"
+
+
+def test_where_the_whole_library_is_imported_its_own_modules_are_used() -> None:
+    code = """
+import kubernetes_asyncio.config
+from gpumgr.kube.library import load_library
+print(load_library() is kubernetes_asyncio.config.load_kube_config)
+"""
+    assert run_python(code) == "True"

@@ -1,0 +1,247 @@
+"""The node's labels and its condition: written on change, kept up, and removed again without touching those of others."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.kube.publisher.condition import Condition
+from gpumgr.sim.apiserver import SimApiServer
+
+from .stage import Stage, staged
+
+LABELS = {"gaia.tencent.com/gpu-model": "H100", "nvidia.com/gpu.product": "NVIDIA-H100"}
+TROUBLE = Condition(trouble=True, reason="GpuUnhealthy", message="GPU3: XID 79")
+HEALTHY = Condition(trouble=False, reason="GpusWork", message="8 GPUs, none in trouble")
+#: Of the kubelet.
+READY = {"type": "Ready", "status": "True"}
+
+
+# -- labels and annotations --------------------------------------------------------------------------------------------------
+
+
+async def test_annotations_of_the_node_are_set_and_removed(sim: SimApiServer, stage: Stage) -> None:
+    sim.written.annotations.update({"theirs": "kept", "gpumgr.io/old": "1"})
+    stage.begin()
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    stage.node.annotate("gpumgr.io/old", None)
+    await stage.written()
+    assert sim.written.annotations == {"theirs": "kept", "gpumgr.io/enforcement": "mps"}
+    assert sim.requests == ["annotate"]
+
+
+async def test_an_annotation_of_another_program_is_removed_once(sim: SimApiServer, stage: Stage) -> None:
+    sim.written.annotations["hami.io/mutex.lock"] = "first"
+    stage.begin()
+    stage.node.remove_once("hami.io/mutex.lock")
+    await stage.written()
+    assert sim.written.annotations == {}
+    sim.written.annotations["hami.io/mutex.lock"] = "second"
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    await stage.written()
+    assert sim.written.annotations == {"hami.io/mutex.lock": "second", "gpumgr.io/enforcement": "mps"}
+
+
+async def test_a_removal_does_not_write_the_other_annotations_again(sim: SimApiServer, stage: Stage) -> None:
+    """The inventory has thousands of bytes, and HAMi's scheduler sets its lock for each pod."""
+    stage.begin()
+    stage.node.annotate("gpumgr.io/inventory", "long")
+    await stage.written()
+    sim.written.annotations |= {"gpumgr.io/inventory": "as another wrote it", "hami.io/mutex.lock": "first"}
+    stage.node.remove_once("hami.io/mutex.lock")
+    await stage.written()
+    assert sim.written.annotations == {"gpumgr.io/inventory": "as another wrote it"}
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    await stage.written()
+    assert sim.written.annotations == {"gpumgr.io/inventory": "long", "gpumgr.io/enforcement": "mps"}
+    assert sim.requests == ["annotate"] * 3
+
+
+async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:
+    sim.written.labels.update({"zone": "a", "nvidia.com/gpu.count": "of-others"})
+    stage.begin()
+    stage.node.label({**LABELS, "nvidia.com/gpu.count": "8"})
+    await stage.written()
+    assert sim.written.labels == {"zone": "a", "nvidia.com/gpu.count": "of-others", **LABELS}
+    assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model,nvidia.com/gpu.product"}
+    stage.node.label({"gaia.tencent.com/gpu-model": "H200"})
+    await stage.written()
+    assert sim.written.labels == {"zone": "a", "nvidia.com/gpu.count": "of-others", "gaia.tencent.com/gpu-model": "H200"}
+    assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model"}
+    assert sim.requests == ["node", "label"] * 2
+
+
+async def test_labels_that_were_removed_are_written_again_with_the_next_resync(sim: SimApiServer, stage: Stage) -> None:
+    stage.begin()
+    for _ in range(11):
+        stage.node.label(LABELS)
+        await stage.written()
+        assert sim.written.labels == (LABELS if stage.time.now in (0, 600) else {})
+        sim.written.labels.clear()
+        stage.time.now += 60
+    assert sim.requests == ["node", "label"] * 2
+
+
+@pytest.mark.parametrize(
+    ("labels", "managers"), [({"nvidia.com/gfd.timestamp": "1"}, []), ({}, ["kubelet", "gpu-feature-discovery"])]
+)
+async def test_where_gpu_feature_discovery_labels_the_node_its_labels_are_left_alone(
+    labels: dict[str, str], managers: list[str], sim: SimApiServer, stage: Stage
+) -> None:
+    present = {"nvidia.com/gpu.product": "theirs", "nvidia.com/gpu.count": "was-ours", **labels}
+    sim.written.labels.update(present)
+    sim.written.managers += managers
+    sim.written.annotations["gpumgr.io/labels"] = "nvidia.com/gpu.count"
+    stage.begin()
+    stage.node.label({**LABELS, "nvidia.com/gpu.memory": "1"})
+    await stage.written()
+    assert sim.written.labels == {**present, "gaia.tencent.com/gpu-model": "H100"}
+    assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model"}
+
+
+# -- the condition -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: SimApiServer, stage: Stage) -> None:
+    sim.written.conditions["Ready"] = READY
+    stage.begin()
+    stage.node.set_condition(TROUBLE)
+    await stage.written()
+    assert sim.written.conditions["GpuTrouble"] == {
+        "type": "GpuTrouble",
+        "status": "True",
+        "reason": "GpuUnhealthy",
+        "message": "GPU3: XID 79",
+        "lastHeartbeatTime": "2027-01-15T08:00:00Z",
+        "lastTransitionTime": "2027-01-15T08:00:00Z",
+    }
+    for _ in range(20):
+        stage.time.now += 60
+        stage.node.set_condition(TROUBLE)
+        await stage.written()
+    condition = sim.written.conditions["GpuTrouble"]
+    assert (condition["lastHeartbeatTime"], condition["lastTransitionTime"]) == ("2027-01-15T08:20:00Z", "2027-01-15T08:00:00Z")
+    stage.node.set_condition(HEALTHY)
+    await stage.written()
+    assert (condition["status"], condition["lastTransitionTime"]) == ("False", "2027-01-15T08:20:00Z")
+    assert sim.requests == ["node"] + ["condition"] * 4
+    assert sim.written.conditions["Ready"] == READY
+
+
+async def test_a_text_that_changes_each_second_is_written_every_ten_seconds_and_another_status_at_once(
+    sim: SimApiServer, stage: Stage
+) -> None:
+    stage.begin()
+    for second in range(120):
+        stage.node.set_condition(Condition(trouble=True, reason="GpuUnhealthy", message=f"{second} errors"))
+        await asyncio.sleep(0.001)
+        stage.time.now += 1
+    assert 2 <= sim.requests.count("condition") <= stage.time.now / 10 + 2
+    slept = stage.time.now
+    stage.node.set_condition(HEALTHY)
+    await stage.until(lambda: sim.written.conditions["GpuTrouble"]["status"] == "False")
+    assert stage.time.now - slept < 1
+
+
+async def test_the_condition_of_an_earlier_process_goes_on(sim: SimApiServer, stage: Stage) -> None:
+    before = {
+        "type": "GpuTrouble",
+        "status": "True",
+        "reason": "GpuUnhealthy",
+        "message": "GPU3: XID 79",
+        "lastHeartbeatTime": "2027-01-15T07:59:00Z",
+        "lastTransitionTime": "2027-01-14T08:00:00Z",
+    }
+    sim.written.conditions["GpuTrouble"] = dict(before)
+    stage.begin()
+    stage.node.set_condition(TROUBLE)
+    await stage.written()
+    assert sim.written.conditions["GpuTrouble"] == before
+    stage.node.set_condition(Condition(trouble=True, reason="GpuLost", message="GPU3 is gone"))
+    await stage.written()
+    condition = sim.written.conditions["GpuTrouble"]
+    assert (condition["reason"], condition["lastTransitionTime"]) == ("GpuLost", "2027-01-14T08:00:00Z")
+    assert sim.requests == ["node", "condition"]
+
+
+@pytest.mark.parametrize("forged", [{"status": "Unknown"}, {"lastTransitionTime": "yesterday"}, {"lastHeartbeatTime": None}])
+async def test_a_malformed_condition_is_replaced(forged: dict[str, str | None], sim: SimApiServer, stage: Stage) -> None:
+    times = dict.fromkeys(("lastHeartbeatTime", "lastTransitionTime"), "2027-01-15T07:59:00Z")
+    sim.written.conditions["GpuTrouble"] = {"type": "GpuTrouble", "status": "True", **times, **forged}
+    stage.begin()
+    stage.node.set_condition(TROUBLE)
+    await stage.written()
+    condition = sim.written.conditions["GpuTrouble"]
+    assert (condition["status"], condition["lastTransitionTime"]) == ("True", "2027-01-15T08:00:00Z")
+
+
+# -- removal -----------------------------------------------------------------------------------------------------------------
+
+
+async def describe(sim: SimApiServer, stage: Stage) -> None:
+    stage.node.label(LABELS)
+    stage.node.set_condition(TROUBLE)
+    await stage.written()
+    assert "GpuTrouble" in sim.written.conditions
+    assert sim.written.labels == {"zone": "a", **LABELS}
+
+
+async def remove(stage: Stage) -> None:
+    stage.node.set_condition(None)
+    stage.node.label({})
+    await stage.written()
+
+
+def others(sim: SimApiServer) -> None:
+    sim.written.labels["zone"] = "a"
+    sim.written.annotations["theirs"] = "1"
+    sim.written.conditions["Ready"] = READY
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the same process", "a later process"])
+async def test_labels_annotation_and_condition_are_removed_with_a_line_in_the_log(
+    later: bool, sim: SimApiServer, stage: Stage, tmp_path: Path
+) -> None:
+    others(sim)
+    stage.begin()
+    await describe(sim, stage)
+    async with staged(sim.kubeconfig(tmp_path / "again")) as again:
+        with capture_logs() as logs:
+            again.begin()
+            await remove(again if later else stage)
+    written = sim.written
+    assert (written.labels, written.annotations, written.conditions) == ({"zone": "a"}, {"theirs": "1"}, {"Ready": READY})
+    assert [(line["event"], line["what"]) for line in logs] == [
+        ("node_description_removed", "labels"),
+        ("node_description_removed", "condition"),
+    ]
+    if not later:
+        await describe(sim, stage)
+
+
+async def test_where_nothing_is_to_be_removed_nothing_is_written(sim: SimApiServer, stage: Stage) -> None:
+    stage.begin()
+    with capture_logs() as logs:
+        await remove(stage)
+        await remove(stage)
+    assert sim.requests == ["node"] * 2
+    assert logs == []
+
+
+@pytest.mark.parametrize("forbidden", [{("get", "nodes")}, {("patch", "nodes"), ("patch", "nodes/status")}])
+async def test_a_removal_without_the_right_is_no_warning(
+    forbidden: set[tuple[str, str]], sim: SimApiServer, stage: Stage
+) -> None:
+    others(sim)
+    stage.begin()
+    await describe(sim, stage)
+    sim.forbidden |= forbidden
+    with capture_logs() as logs:
+        await remove(stage)
+    assert "GpuTrouble" in sim.written.conditions
+    assert [(line["event"], line["what"], line["log_level"]) for line in logs] == [
+        ("node_description_left", "labels", "info"),
+        ("node_description_left", "condition", "info"),
+    ]
+    assert ("node", "refused") not in stage.publisher.state().written

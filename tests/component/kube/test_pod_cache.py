@@ -1,0 +1,352 @@
+"""The pod cache follows the API server through outages and malformed answers."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gpumgr.common.errors import GpumgrError
+from gpumgr.kube.cache import NoPods, PodCache
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import WatchTimes
+from gpumgr.ledger.pods import PodView
+
+from .conftest import FAST, Start, write_kubeconfig
+from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, status
+
+
+async def test_lists_this_nodes_pods_then_follows_changes(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    async with start() as running:
+        cache = await running.synced()
+        a = cache.get(("default", "a"))
+        assert a is not None
+        assert a.containers[0].cores == 10
+        assert cache.by_uid("uid-a") is a
+        assert api.seen[0]["fieldSelector"] == "spec.nodeName=node-1"
+        assert await running.next() == (None, a)
+
+        await api.put(pod("b", "uid-b"))
+        before, b = await running.next()
+        assert (before, b) == (None, cache.get(("default", "b")))
+
+        await api.put(pod("b", "uid-b", phase="Failed"))
+        before, after = await running.next()
+        assert before == b
+        assert after is not None
+        assert after.ended
+
+        await api.remove("uid-b")
+        assert await running.next() == (after, None)
+        assert [view.uid for view in cache.all()] == ["uid-a"]
+        assert cache.by_uid("uid-b") is None
+
+
+async def test_reads_a_long_list_page_by_page(api: FakeApiServer, start: Start) -> None:
+    api.page_size = 3
+    for n in range(8):
+        await api.put(pod(f"p{n}", f"uid-{n}"))
+    async with start() as running:
+        cache = await running.synced()
+        assert {view.uid for view in cache.all()} == {f"uid-{n}" for n in range(8)}
+        assert api.count(watch=False) == 3
+
+
+async def test_synced_only_after_the_whole_list(api: FakeApiServer, start: Start) -> None:
+    api.lists.extend([status(500, "etcd is away")] * 3)
+    async with start() as running:
+        assert not running.cache.synced
+        await running.synced()
+        assert api.count(watch=False) == 4
+
+
+async def test_a_name_that_recurs_belongs_to_the_later_incarnation(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("web-0", "uid-1"))
+    async with start() as running:
+        cache = await running.synced()
+        await running.next()
+        await api.put(pod("web-0", "uid-2"))
+        await running.next()
+        await api.remove("uid-1")
+        await running.next()
+        now = cache.get(("default", "web-0"))
+        assert now is not None
+        assert now.uid == "uid-2"
+
+
+async def test_after_an_expired_version_a_list_reports_deletions(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("stays", "uid-s"))
+    await api.put(pod("goes", "uid-g"))
+    async with start() as running:
+        cache = await running.synced()
+        await running.next()
+        await running.next()
+        await api.until(lambda: api.count(watch=True) == 1)
+        del api.pods["uid-g"]  # without an event
+        await api.put(pod("new", "uid-n"))
+        assert (await running.next())[1] == cache.by_uid("uid-n")
+        await api.expire_history()
+        gone, nothing = await running.next()
+        assert nothing is None
+        assert gone is not None
+        assert gone.uid == "uid-g"
+        assert {view.uid for view in cache.all()} == {"uid-s", "uid-n"}
+
+
+async def test_a_relist_without_differences_reports_nothing(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    async with start() as running:
+        await running.synced()
+        await running.next()
+        api.watches.append(raw(event("ERROR", {"code": 410, "reason": "Expired", "message": "too old"})))
+        await api.end_watches()
+        await api.until(lambda: api.count(watch=False) == 2 and api.count(watch=True) >= 2)
+        await api.put(pod("b", "uid-b"))
+        before, after = await running.next()
+        assert before is None
+        assert after is not None
+        assert after.uid == "uid-b"
+
+
+BIG = pod("big", "uid-big", annotations={"notes": "x" * 3_000_000}, resourceVersion="9")
+WORD = pod("späße", "uid-w", resourceVersion="9")
+WORD_LINE = json.dumps({"type": "ADDED", "object": WORD}, ensure_ascii=False).encode() + b"\n"
+
+FAILURES = {
+    "410 as a status": status(410, "gone"),
+    "429": status(429, "slow down", {"Retry-After": "0"}),
+    "500": status(500, "no"),
+    "503": status(503, "no", {"Retry-After": "Fri, 31 Dec 2027 23:59:59 GMT"}),
+    "403": status(403, "pods is forbidden"),
+    "410 as an event": raw(event("ERROR", {"code": 410, "reason": "Expired", "message": "too old"})),
+    "500 as an event": raw(event("ERROR", {"code": 500, "message": "no reason"})),
+    "an event that is no JSON": raw(b'{"type": "ADDED", "obj\n'),
+    "an event that is a list": raw(b"[1]\n"),
+    "an event without an object": raw(b'{"type": "ADDED"}\n'),
+    "an object without metadata": raw(b'{"type": "ADDED", "object": {}}\n'),
+    "an object that is null": raw(b'{"type": "MODIFIED", "object": null}\n'),
+    "no UTF-8": raw(b'{"type": "\xff\xfe"}\n'),
+    "an end at once": raw(),
+    "a truncated line": raw(event("ADDED", BIG)[:1000]),
+    "a reset before the first byte": cut(),
+    "a reset amid a line": cut(event("ADDED", BIG)[:1000]),
+    "a page of HTML": raw(b"<html>\n<body>proxy</body>\n"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_a_watch_that_fails_is_resumed(failure: str, api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    api.watches.extend([FAILURES[failure]] * 2)
+    async with start() as running:
+        cache = await running.synced()
+        await running.next()
+        await api.until(lambda: api.count(watch=True) >= 3)
+        await api.put(pod("later", "uid-l"))
+        before, after = await running.next()
+        assert before is None
+        assert after == cache.by_uid("uid-l")
+        assert cache.by_uid("uid-a") is not None
+
+
+LIST_FAILURES: dict[str, Answer] = {
+    "401": status(401, "who are you"),
+    "429": status(429, "slow down", {"Retry-After": "0"}),
+    "no JSON": raw(b"<html>"),
+    "no list": raw(b"[]"),
+    "no metadata": raw(b'{"items": []}'),
+    "a reset": cut(b'{"metadata": '),
+    "no answer at all": cut(),
+}
+
+
+@pytest.mark.parametrize("failure", LIST_FAILURES)
+async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    api.lists.append(LIST_FAILURES[failure])
+    async with start() as running:
+        cache = await running.synced()
+        assert cache.by_uid("uid-a") is not None
+
+
+@pytest.mark.parametrize(
+    ("parts", "uid"),
+    [
+        pytest.param((event("ADDED", BIG),), "uid-big", id="3 MB"),
+        pytest.param(tuple(WORD_LINE[n : n + 1] for n in range(len(WORD_LINE))), "uid-w", id="byte by byte"),
+        pytest.param((b"\n\n" + WORD_LINE + b"\n",), "uid-w", id="empty lines"),
+    ],
+)
+async def test_lines_may_be_split_anywhere(parts: tuple[bytes, ...], uid: str, api: FakeApiServer, start: Start) -> None:
+    api.watches.append(raw(*parts))
+    async with start() as running:
+        _, after = await running.next()
+        assert after is not None
+        assert after.uid == uid
+
+
+async def test_a_silent_connection_is_closed_after_a_bounded_time(api: FakeApiServer, start: Start) -> None:
+    async def silent(request: web.Request) -> web.StreamResponse:
+        response = await raw(b"\n")(request)
+        await asyncio.Event().wait()
+        return response
+
+    api.watches.append(silent)
+    async with start(WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)) as running:
+        await running.synced()
+        await api.until(lambda: api.count(watch=True) >= 2)
+
+
+async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        await running.synced()
+        await api.until(lambda: api.count(watch=True) == 1)
+        api.version = 70
+        await api.bookmark()
+        await api.put(pod("a", "uid-a"))
+        await running.next()
+        await api.end_watches()
+        await api.until(lambda: api.count(watch=True) == 2)
+        assert api.seen[-1]["resourceVersion"] == "72"
+        assert api.count(watch=False) == 1
+
+
+async def test_a_pod_that_cannot_be_read_is_reported_and_never_counts_as_deleted(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    await api.put(pod("odd", "uid-odd", cores="many"))
+    async with start() as running:
+        cache = await running.synced()
+        assert [view.uid for view in cache.all()] == ["uid-a"]
+        await api.put(pod("a", "uid-a", cores="1.5"))
+        await api.put(pod("b", "uid-b"))
+        await running.next()
+        assert (await running.next())[1] == cache.by_uid("uid-b")
+        kept = cache.by_uid("uid-a")
+        assert kept is not None
+        assert kept.containers[0].cores == 10
+
+
+async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        cache = await running.synced()
+        assert await cache.wait_for(("default", "a"), 0) is None
+        assert await cache.wait_for(("default", "a"), 0.01) is None
+        waiting = [asyncio.create_task(cache.wait_for(("default", "a"), 5)) for _ in range(2)]
+        given_up = asyncio.create_task(cache.wait_for(("default", "a"), 5))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await api.put(pod("a", "uid-a"))
+        found = await asyncio.gather(*waiting)
+        assert found[0] is found[1]
+        assert found[0] is cache.get(("default", "a"))
+        assert await cache.wait_for(("default", "a"), 5) is found[0]
+        assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is found[0]
+
+
+async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        cache = await running.synced()
+        await api.put(pod("a", "uid-a"))
+        assert await cache.wait_for(("default", "a"), 5) is not None
+        assert await cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
+        assert await cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
+        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 5, uid="uid-a3"))
+        await api.put(pod("a", "uid-a2"))
+        assert await cache.wait_for(("default", "a"), 5, uid="uid-a2") is not None
+        assert not waiting.done()
+        await api.put(pod("a", "uid-a3"))
+        assert await waiting is cache.by_uid("uid-a3")
+
+
+@pytest.mark.parametrize("end", ["ended", "deleted"])
+async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: Start) -> None:
+    for name in ("a", "b", "c"):
+        await api.put(pod(name, f"uid-{name}"))
+    async with start() as running:
+        cache = await running.synced()
+        await cache.wait_ended({"uid-a"}, 0.01)
+        await cache.wait_ended({"unknown"}, 60)
+        waiting = asyncio.create_task(cache.wait_ended({"uid-a", "uid-b"}, 60))
+        for number, name in enumerate(("c", "a", "b"), start=1):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await (api.put(pod(name, f"uid-{name}", phase="Succeeded")) if end == "ended" else api.remove(f"uid-{name}"))
+            for _ in range(4 if number == 1 else 1):  # three changes are the list's
+                await running.next()
+        await waiting
+
+
+async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        assert not running.cache.reachable
+        cache = await running.synced()
+        assert cache.reachable
+        await api.until(lambda: api.count(watch=True) == 1)
+        down = asyncio.Event()
+
+        async def away(request: web.Request) -> web.StreamResponse:
+            down.set()
+            return await status(503, "the API server is shutting down")(request)
+
+        api.watches.extend([away] * 3)
+        await api.end_watches()
+        await down.wait()
+        await api.until(lambda: api.count(watch=True) >= 3)
+        assert not cache.reachable
+        await api.until(lambda: api.count(watch=True) >= 5)
+        await api.put(pod("a", "uid-a"))
+        await running.next()
+        assert cache.reachable
+
+
+@pytest.mark.peer_bug("B2: its wait ends with a successful patch only")
+async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(tmp_path: Path) -> None:
+    silent = asyncio.Event()
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        await silent.wait()
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    connection = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", f"http://{host}:{port}"))
+    cache = PodCache(connection, "node-1")
+    running = asyncio.create_task(cache.run())
+    assert await cache.wait_for(("team", "late"), 0.02) is None
+    assert not cache.synced
+    running.cancel()
+    await asyncio.wait([running])
+    await connection.close()
+    silent.set()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_deletes_one_incarnation_of_a_pod(api: FakeApiServer, server: ApiServer) -> None:
+    cache = PodCache(server, "node-1", watch_times=FAST)
+    victim = PodView(namespace="ns", name="web-0", uid="uid-1")
+    assert await cache.delete_pod(victim)
+    path, body = api.deleted[0]
+    assert path == "/api/v1/namespaces/ns/pods/web-0"
+    assert body["preconditions"] == {"uid": "uid-1"}
+    api.deletions.append(status(404, "not found"))
+    api.deletions.append(status(409, "the UID in the precondition does not match"))
+    assert not await cache.delete_pod(victim)
+    assert not await cache.delete_pod(victim)
+    api.deletions.append(status(403, "pods is forbidden"))
+    with pytest.raises(GpumgrError, match=r"HTTP 403: .*forbidden"):
+        await cache.delete_pod(victim)
+
+
+async def test_without_an_api_server_there_are_no_pods() -> None:
+    empty = NoPods()
+    assert not empty.synced
+    assert not empty.reachable
+    assert empty.get(("a", "b")) is None
+    assert empty.by_uid("u") is None
+    assert list(empty.all()) == []
+    assert await empty.wait_for(("a", "b"), 5) is None
+    await empty.wait_ended({"u"}, 60)

@@ -1,0 +1,200 @@
+"""Which parts of a pod's JSON are used."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.common.units import Amounts
+from gpumgr.kube.pods import parse_pod, parse_quantity
+from gpumgr.ledger.pods import ContainerSpec, PodView
+
+METADATA = {"namespace": "ns", "name": "web-0", "uid": "u-1"}
+
+
+def container(
+    name: str, limits: dict[str, Any] | None = None, requests: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    return {"name": name, "resources": {"limits": limits, "requests": requests}, **more}
+
+
+def env(name: str, value: str) -> dict[str, Any]:
+    return {"name": "app", "env": [{"name": name, "value": value}]}
+
+
+def test_containers_are_in_the_kubelets_order_with_their_kind() -> None:
+    view = parse_pod(
+        {
+            "metadata": {**METADATA, "creationTimestamp": "1970-01-01T00:01:00Z"},
+            "spec": {
+                "containers": [
+                    container("app", {"tencent.com/vcuda-core": "50", "tencent.com/vcuda-memory": "1k"}),
+                    {"name": "plain"},
+                ],
+                "initContainers": [
+                    container("first", {"tencent.com/vcuda-core": 200}),
+                    container("side", None, {"tencent.com/vcuda-memory": "3"}, restartPolicy="Always"),
+                ],
+                "ephemeralContainers": [container("debug", {"tencent.com/vcuda-core": "7"})],
+            },
+            "status": {"phase": "Running"},
+        }
+    )
+    assert (view.key, view.uid, view.phase, view.created_at) == (("ns", "web-0"), "u-1", "Running", 60.0)
+    assert view.containers == (
+        ContainerSpec(name="first", kind="init", cores=200),
+        ContainerSpec(name="side", kind="sidecar", memory_blocks=3),
+        ContainerSpec(name="app", cores=50, memory_blocks=1000),
+        ContainerSpec(name="plain"),
+    )
+
+
+def test_limits_come_before_requests() -> None:
+    both = container("app", {"tencent.com/vcuda-core": "20"}, {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "2"})
+    (spec,) = parse_pod({"metadata": METADATA, "spec": {"containers": [both]}}).containers
+    assert (spec.cores, spec.memory_blocks) == (20, 2)
+
+
+def test_a_pod_without_gpu_keeps_its_name_and_phase_only() -> None:
+    view = parse_pod(
+        {"metadata": METADATA, "spec": {"containers": [container("app", {"cpu": "500m"})]}, "status": {"phase": "Failed"}}
+    )
+    assert view.containers == ()
+    assert view.ended
+    assert not view.wants_gpu
+
+
+def test_a_pod_without_status_is_pending() -> None:
+    assert parse_pod({"metadata": METADATA}).phase == "Pending"
+
+
+def test_the_kubelets_reason_for_a_refusal_is_in_the_status() -> None:
+    status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400"}
+    view = parse_pod({"metadata": METADATA, "status": status})
+    assert (view.reason, view.message) == ("UnexpectedAdmissionError", "Allocate failed due to Requested: 400")
+    long = parse_pod({"metadata": METADATA, "status": {"reason": "r" * 5000, "message": "m" * 5000}})
+    assert (long.reason, long.message) == ("r" * 253, "m" * 1024)
+    odd = parse_pod({"metadata": METADATA, "status": {"reason": "", "message": 5}})
+    assert (odd.reason, odd.message) == (None, None)
+
+
+def test_a_pod_runs_under_a_service_account() -> None:
+    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": "trainer"}}).service_account == "trainer"
+    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": ""}}).service_account is None
+    assert parse_pod({"metadata": METADATA}).service_account is None
+
+
+@pytest.mark.parametrize(
+    ("text", "percent"),
+    [
+        ("0", 0),
+        ("60", 60),
+        ("0100", 100),
+        ("101", 100),
+        ("999999999999999999", 100),
+        *((text, None) for text in ("", "-1", "+5", "1.5", " 5", "1_0", "٣", "9" * 5000, "many", None, 7)),
+    ],
+)
+def test_the_core_limit_is_a_percentage_or_nothing(text: object, percent: int | None) -> None:
+    metadata = {**METADATA, "annotations": {"tencent.com/vcuda-core-limit": text}}
+    assert parse_pod({"metadata": metadata}).core_limit == percent
+
+
+@pytest.mark.parametrize("annotations", [{}, {"annotations": None}, {"annotations": {}}])
+def test_without_the_annotation_there_is_no_core_limit(annotations: dict[str, Any]) -> None:
+    assert parse_pod({"metadata": {**METADATA, **annotations}}).core_limit is None
+
+
+def test_further_fields_of_gpu_managers_usage() -> None:
+    first = {"name": "app", "env": [{"name": "OTHER", "value": "x"}, {"name": "SUBMITTER", "value": "ana"}]}
+    spec = {"initContainers": [env("SUBMITTER", "init")], "containers": [first, env("SUBMITTER", "second")]}
+    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": "west"}}, "spec": spec})
+    assert (view.submitter, view.cluster) == ("ana", "west")
+
+
+@pytest.mark.parametrize(
+    "containers",
+    [
+        None,
+        [],
+        [{"name": "app"}],
+        [{"name": "app", "env": None}],
+        [{"name": "app", "env": [{"name": "SUBMITTER", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]}],
+        [{"name": "app", "env": [{"name": "SUBMITTER", "value": ""}]}],
+        [{"name": "app"}, {"name": "b", "env": [{"name": "SUBMITTER", "value": "second"}]}],
+    ],
+)
+def test_without_the_variable_there_is_no_submitter(containers: list[dict[str, Any]] | None) -> None:
+    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": ""}}, "spec": {"containers": containers}})
+    assert (view.submitter, view.cluster) == (None, None)
+
+
+def test_long_texts_of_pods_are_cut() -> None:
+    long = "x" * 100_000
+    view = parse_pod(
+        {"metadata": {**METADATA, "annotations": {"clusterName": long}}, "spec": {"containers": [env("SUBMITTER", long)]}}
+    )
+    assert (view.submitter, view.cluster) == ("x" * 253, "x" * 253)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("10", 10), ("1k", 1000), ("2Ki", 2048), ("1e3", 1000), ("1E", 10**18), ("3000m", 3), ("1.5k", 1500), ("+4", 4)],
+)
+def test_quantities(text: str, value: int) -> None:
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0.5", "1500m", "k", "NaN", "Infinity", "1e30", "1e999999999", "10E", "1 0"])
+def test_texts_that_are_not_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="quantity"):
+        parse_quantity(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_whole_quantity_or_a_value_error(text: str) -> None:
+    try:
+        assert 0 <= parse_quantity(text) < 1 << 63
+    except ValueError:
+        return
+
+
+def placed(text: object, node: str | None = "node-1") -> PodView:
+    spec = {"containers": [container("app", {"tencent.com/vcuda-core": "50"})], "nodeName": node}
+    return parse_pod({"metadata": {**METADATA, "annotations": {"gpumgr.io/placement": text}}, "spec": spec})
+
+
+def test_the_schedulers_placement_names_gpus_of_this_node() -> None:
+    view = placed('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":1}')
+    assert (view.placed, view.placement_ignored) == ((("app", (("GPU-a", Amounts(50, 1024)),)),), None)
+    assert placed('{"containers":{},"node":"node-1","version":1}').placed == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "reason"),
+    [
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-2","version":1}', "node-1", "it is about node node-2"),
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":1}', None, "the pod is bound to none"),
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":2}', "node-1", "version 2 is not supported"),
+        ('{"containers":{"app":[["GPU-a",5000,1024]]},"node":"node-1","version":1}', "node-1", "not valid"),
+        ("[" * 100_000, "node-1", "not valid"),
+        ("", "node-1", "not valid"),
+        (7, "node-1", "not valid"),
+        (f'{{"node":"{"n" * 5000}","version":1}}', "node-1", "not valid"),
+    ],
+)
+def test_a_placement_that_is_not_meant_for_this_node_is_ignored_with_the_reason(
+    text: object, node: str | None, reason: str
+) -> None:
+    view = placed(text, node)
+    assert (view.placed, view.containers[0].cores) == ((), 50)
+    assert view.placement_ignored is not None
+    assert view.placement_ignored.startswith("the annotation gpumgr.io/placement is ignored: ")
+    assert reason in view.placement_ignored
+    assert len(view.placement_ignored) < 400
+
+
+@given(st.text())
+def test_no_text_of_the_placement_makes_a_pod_unreadable(text: str) -> None:
+    assert placed(text).placed == ()

@@ -1,0 +1,284 @@
+"""Renewed credentials while requests run, and files of credentials that change or hang."""
+
+import asyncio
+import os
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from gpumgr.common.errors import GpumgrError, SettingsError
+from gpumgr.kube import credentials as module
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kube.credentials import CredentialFiles
+from gpumgr.kube.pods import parse_pod
+from gpumgr.kube.reflector import Reflector
+from tests.component.web.scene import CERTIFICATES
+
+from .conftest import FAST, write_kubeconfig
+
+
+class Guarded:
+    """An API server that accepts one token, and has no watches. `held` requests wait for `release`."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self._kubeconfig = kubeconfig
+        self.token = "0"
+        self.release = asyncio.Event()
+        self.held = 0
+        self.changed = asyncio.Condition()
+        self.url = ""
+
+    def rotate(self) -> None:
+        self.token = str(int(self.token) + 1)
+        write_kubeconfig(self._kubeconfig, self.url, token=self.token)
+
+    async def pods(self, request: web.Request) -> web.StreamResponse:
+        if request.headers["Authorization"] != f"Bearer {self.token}":
+            return web.json_response({"message": "expired"}, status=401)
+        if "watch" in request.query:
+            return web.json_response({"message": "list again"}, status=410)
+        if "hold" in request.query:
+            async with self.changed:
+                self.held += 1
+                self.changed.notify_all()
+            await self.release.wait()
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+
+    async def until_held(self, number: int) -> None:
+        async with asyncio.timeout(5), self.changed:
+            await self.changed.wait_for(lambda: self.held == number)
+
+
+@asynccontextmanager
+async def guarded(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Guarded, ApiServer]]:
+    made = Guarded(folder / "kubeconfig")
+    app = web.Application()
+    app.router.add_get("/api/v1/pods", made.pods)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
+    try:
+        yield made, server
+    finally:
+        made.release.set()
+        await server.close()
+        await runner.cleanup()
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one for each time that the credentials are read."""
+    reads: list[None] = []
+    read = CredentialFiles.read
+
+    async def counted(files: CredentialFiles) -> Any:
+        reads.append(None)
+        return await read(files)
+
+    monkeypatch.setattr(CredentialFiles, "read", counted)
+    return reads
+
+
+async def test_all_requests_that_were_refused_wait_for_one_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(tmp_path) as (api, server):
+        reads = count_reads(monkeypatch)
+        refused, everyone = list[None](), asyncio.Event()
+
+        async def request() -> None:
+            with pytest.raises(AnswerError, match="expired"):
+                await server.read("GET", "/api/v1/pods")
+            refused.append(None)
+            await everyone.wait()
+            await server.read("GET", "/api/v1/pods")
+
+        api.rotate()
+        tasks = [asyncio.create_task(request()) for _ in range(8)]
+        async with asyncio.timeout(5):
+            while len(refused) < 8:  # noqa: ASYNC110 (the answers of all eight)
+                await asyncio.sleep(0.001)
+        everyone.set()
+        await asyncio.gather(*tasks)
+        assert len(reads) == 1
+
+
+async def test_refused_credentials_are_read_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may start a program. The request after the refused one renews: no watch is needed."""
+    now = [0.0]
+    async with guarded(tmp_path, lambda: now[0]) as (api, server):
+        reads = count_reads(monkeypatch)
+        api.token = "1"  # and the file still has the old one
+        for _ in range(5):
+            with pytest.raises(AnswerError, match="expired"):
+                await server.read("GET", "/api/v1/pods")
+        assert len(reads) == 1
+        (tmp_path / "kubeconfig").write_text("half a fi")
+        now[0] += 5
+        for _ in range(3):
+            with pytest.raises(AnswerError, match=r"HTTP 401, and new credentials can't be read: the kubeconfig") as caught:
+                await server.read("GET", "/api/v1/pods")
+            assert caught.value.status == 401
+        assert len(reads) == 2
+        api.rotate()
+        now[0] += 5
+        assert await server.read("GET", "/api/v1/pods")
+        assert len(reads) == 3
+
+
+async def test_a_renewal_goes_on_after_the_request_that_began_it_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of a kubeconfig may take longer than a binding or a Lease waits."""
+    async with guarded(tmp_path) as (api, server):
+        read, slow, release = CredentialFiles.read, asyncio.Event(), asyncio.Event()
+
+        async def held(files: CredentialFiles) -> Any:
+            slow.set()
+            await release.wait()
+            return await read(files)
+
+        monkeypatch.setattr(CredentialFiles, "read", held)
+        api.rotate()
+        with pytest.raises(AnswerError):
+            await server.read("GET", "/api/v1/pods")
+        waiting = asyncio.create_task(server.read("GET", "/api/v1/pods"))
+        await slow.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        release.set()
+        assert await server.read("GET", "/api/v1/pods")
+
+
+async def test_a_renewal_ends_no_running_request_and_closes_its_connection_after_the_last(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as (api, server):
+        running = [asyncio.create_task(server.read("GET", "/api/v1/pods", query={"hold": "1"})) for _ in range(3)]
+        await api.until_held(3)
+        before = server._current.session
+        api.rotate()
+        with pytest.raises(AnswerError):
+            await server.read("GET", "/api/v1/pods")
+        assert await server.read("GET", "/api/v1/pods")
+        assert not before.closed
+        api.release.set()
+        assert [found["items"] for found in await asyncio.gather(*running)] == [[], [], []]
+        assert before.closed
+        assert not server._current.session.closed
+
+
+async def test_watches_survive_rotations_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reflector connects, is refused, and renews at other moments than the others."""
+    monkeypatch.setattr("gpumgr.kube.client._RENEW_SECONDS", 0.0)
+    async with guarded(tmp_path) as (api, server):
+        found = [
+            Reflector(server, "/api/v1/pods", {}, parse=parse_pod, on_change=lambda *_: None, watch_times=FAST) for _ in range(8)
+        ]
+        tasks = [asyncio.create_task(each.run()) for each in found]
+        for _ in range(20):
+            for each in found:
+                async with asyncio.timeout(5):
+                    await each.synced.wait()
+                each.synced.clear()  # its watch is refused, and it lists again
+            api.rotate()
+        assert not any(task.done() for task in tasks), tasks
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_whatever_the_http_client_raises_is_a_failure_of_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(tmp_path) as (_, server):
+        for error in (
+            AssertionError(),
+            RuntimeError("Session is closed"),
+            KeyError("x"),
+            ValueError("a header has a line break"),
+        ):
+
+            async def fails(*_: object, error: Exception = error, **__: object) -> None:
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(server._current.session, "request", fails)
+                with pytest.raises(API_FAILURES, match=type(error).__name__):
+                    await server.read("GET", "/api/v1/pods")
+    with pytest.raises(GpumgrError, match="Session is closed"):
+        await server.read("GET", "/api/v1/pods")
+
+
+# -- the service account of a pod --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    (tmp_path / "token").write_text("first\n")
+    shutil.copy(CERTIFICATES / "ca.crt", tmp_path / "ca.crt")
+    return tmp_path
+
+
+async def test_the_token_of_a_pod_is_read_again_and_stays_in_use_while_it_cannot_be_read(
+    account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = CredentialFiles(None, "a remedy", service_account=account)
+    found = await files.read()
+    assert (found.host, found.headers()) == ("https://[fd00::1]:6443", {"Authorization": "Bearer first"})
+    assert found.context is not None
+    (account / "token").write_text("second")
+    await files.refresh(found)
+    assert found.headers() == {"Authorization": "Bearer first"}  # not a minute later yet
+    monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.0)
+    found = await files.read()
+    (account / "token").write_text("third")
+    await files.refresh(found)
+    assert found.headers() == {"Authorization": "Bearer third"}
+    (account / "token").unlink()
+    with capture_logs() as logs:
+        await files.refresh(found)
+    assert found.headers() == {"Authorization": "Bearer third"}
+    assert [(each["event"], each["error"]) for each in logs] == [
+        (
+            "credentials_not_renewed",
+            f"the pod's service account (kubernetes.kubeconfig is not set) can't be used: {account}/token: No such file or directory",
+        )
+    ]
+
+
+@pytest.mark.parametrize(("file", "content"), [("token", " \n"), ("token", None), ("ca.crt", "no certificate"), ("ca.crt", None)])
+async def test_a_service_account_that_cannot_be_used_is_a_clear_error(account: Path, file: str, content: str | None) -> None:
+    (account / file).unlink() if content is None else (account / file).write_text(content)
+    with pytest.raises(SettingsError, match=r"^the pod's service account .* can't be used: .+; a remedy$"):
+        await CredentialFiles(None, "a remedy", service_account=account).read()
+
+
+async def test_files_that_hang_do_not_stop_the_event_loop(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FILES_SECONDS", 0.05)
+    (account / "token").unlink()
+    os.mkfifo(account / "token")  # opening it blocks until there is a writer
+    files = CredentialFiles(None, "a remedy", service_account=account)
+    with pytest.raises(SettingsError, match="its files could not be read in time"):
+        await files.read()
+    (account / "token").write_text("late")  # ends the thread
+    with suppress(SettingsError):
+        await files.read()
+
+
+# -- kubeconfig files --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_kubeconfig_is_read_on_a_thread_with_its_plugin(tmp_path: Path) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")
+    answer = '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "made"}}'
+    user = f"user: {{exec: {{apiVersion: client.authentication.k8s.io/v1, command: echo, args: ['{answer}']}}}}"
+    kubeconfig.write_text(kubeconfig.read_text().replace("user:\n    token: secret", user))
+    files = CredentialFiles(kubeconfig, "a remedy")
+    assert (await files.read()).headers() == {"Authorization": "Bearer made"}
+    assert any(thread.name == "api-credentials" for thread in threading.enumerate())

@@ -1,0 +1,184 @@
+"""A server that answers neither watches nor lists, or only one of them: when the copy counts as outdated. The clock is the test's."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.pods import parse_pod
+from gpumgr.kube.reflector import Reflector, prompt_watches
+
+from .fake_api_server import Answer, FakeApiServer, pod, raw, status
+
+SLOW = status(429, "slow down", {"Retry-After": "1"})
+
+
+class Silence:
+    """A reflector. `now` moves as it sleeps; `slept` are its pauses. After `most_sleeps` it sleeps for good. `outdated_at`: when it was
+    first outdated."""
+
+    def __init__(self, server: ApiServer, most_sleeps: int) -> None:
+        self.now, self.slept, self._most_sleeps = 0.0, list[float](), most_sleeps
+        self.outdated_at: float | None = None
+        self.reflector: Reflector[Any] = Reflector(
+            server,
+            "/api/v1/pods",
+            {},
+            parse=parse_pod,
+            on_change=lambda *_: None,
+            watch_times=replace(prompt_watches(30.0), silence_seconds=1e6),
+            sleep=self._sleep,
+            jitter=lambda: 0.5,
+            clock=lambda: self.now,
+        )
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if len(self.slept) > self._most_sleeps:
+            await asyncio.Event().wait()
+        self.now += seconds
+        if self.outdated_at is None and self.reflector.outdated is not None:
+            self.outdated_at = self.now
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterator[Silence]:
+    found = Silence(server, most_sleeps)
+    task = asyncio.create_task(found.reflector.run())
+    try:
+        async with asyncio.timeout(5):
+            await found.reflector.synced.wait()
+        yield found
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (a condition of any kind)
+            await asyncio.sleep(0.001)
+
+
+def test_a_silent_server_is_noticed_in_time() -> None:
+    """The watch with the latest end, its silence, and the list after it."""
+    for seconds in (15.0, 30.0, 600.0):
+        times = prompt_watches(seconds)
+        low, high = times.watch_seconds
+        assert 4 < low <= high, "the bookmark is sent 2 s before the end"
+        assert high + times.silence_seconds + 4 <= times.outdated_seconds == seconds
+    assert prompt_watches(30.0).watch_seconds == (18, 20)
+
+
+async def test_a_watch_asks_for_a_short_time_and_for_bookmarks(api: FakeApiServer, server: ApiServer) -> None:
+    async with watched(server):
+        await api.until(lambda: api.count(watch=True) == 1)
+        query = api.seen[-1]
+        assert (query["timeoutSeconds"], query["allowWatchBookmarks"]) == ("19", "true")
+
+
+async def test_events_and_bookmarks_keep_the_copy_current(api: FakeApiServer, server: ApiServer) -> None:
+    async with watched(server) as found:
+        await api.until(lambda: api.count(watch=True) == 1)
+        for number in range(200):
+            found.now += 29.9
+            assert found.reflector.outdated is None
+            await (api.put(pod(f"p{number}", f"uid-{number}")) if number % 2 else api.bookmark())
+            await until(lambda: found.reflector.silent_seconds == 0)
+        assert (api.count(watch=False), api.count(watch=True)) == (1, 1)
+
+
+async def test_the_end_of_a_watch_in_time_keeps_the_copy_current(api: FakeApiServer, server: ApiServer) -> None:
+    """The API server sends no bookmark if nothing has changed since the watch began."""
+    async with watched(server) as found:
+        for number in range(1, 50):
+            await until(partial(lambda number: api.count(watch=True) == number, number))
+            await until(lambda: found.reflector._watching_since == found.now)
+            found.now += 19
+            assert found.reflector.outdated is None
+            await api.end_watches()
+        assert api.count(watch=False) == 1
+
+
+@pytest.mark.parametrize("watch", [SLOW, raw(), status(500, "no")], ids=["429", "early ends", "500"])
+async def test_while_a_list_works_the_copy_is_current_whatever_the_watches_do(
+    watch: Answer, api: FakeApiServer, server: ApiServer
+) -> None:
+    api.watches.extend([watch] * 1000)
+    async with watched(server) as found:
+        for number in range(1, 5):
+            await api.put(pod(f"p{number}", f"uid-{number}"))
+            before = api.count(watch=False)
+            await until(partial(lambda before: api.count(watch=False) > before + 1, before))
+            assert found.reflector.outdated is None
+            assert len(found.reflector._objects) == number
+        # One list in 18 s, not one at each failure.
+        assert api.count(watch=False) <= 2 + found.now / 18
+        assert api.count(watch=True) > 3 * api.count(watch=False)
+
+
+async def test_without_watches_and_lists_the_copy_is_outdated_in_time_and_says_why(api: FakeApiServer, server: ApiServer) -> None:
+    with capture_logs() as logs:
+        async with watched(server) as found:
+            await api.until(lambda: api.count(watch=True) == 1)
+            api.watches.extend([SLOW] * 1000)
+            api.lists.extend([SLOW] * 1000)
+            await api.end_watches()
+            await until(lambda: found.reflector.outdated is not None)
+            assert found.outdated_at is not None
+            assert 30 <= found.outdated_at <= 35, "a pause after the last failure may pass the limit"
+            assert found.reflector.outdated is not None
+            assert found.reflector.outdated.startswith("the API server has sent nothing about pods for 3")
+            assert found.reflector.outdated.endswith("s, and a list has failed (HTTP 429: slow down)")
+            await until(lambda: any(line["event"] == "objects_outdated" for line in logs))
+            lists, watches = api.count(watch=False), api.count(watch=True)
+            await api.until(lambda: api.count(watch=False) > lists and api.count(watch=True) > watches)
+            api.watches.clear()  # one of the two is enough
+            await api.bookmark()
+            await until(lambda: found.reflector.outdated is None)
+            assert [line["event"] for line in logs if line["event"].startswith("objects_")] == [
+                "objects_outdated",
+                "objects_current_again",
+            ]
+
+
+async def test_a_list_that_hangs_counts_as_failed(api: FakeApiServer, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.kube.reflector._SHORTEST_LIST", 0.05)
+
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("the event is never set")
+
+    reset = asyncio.Event()
+
+    async def until_reset(request: web.Request) -> web.StreamResponse:
+        response = await raw()(request)
+        await reset.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    api.watches.extend([until_reset, *[SLOW] * 1000])
+    async with watched(server, most_sleeps=1) as found:
+        await until(lambda: found.reflector._watching_since is not None)
+        api.lists.append(hang)
+        found.now = 29.99
+        reset.set()
+        await until(lambda: found.reflector.outdated is not None)
+
+
+async def test_retry_after_is_kept_to_up_to_the_time_of_the_next_list(api: FakeApiServer, server: ApiServer) -> None:
+    api.watches.extend([status(429, "slow down", {"Retry-After": "60"})] * 3)
+    async with watched(server, most_sleeps=3) as found:
+        api.lists.append(status(429, "slow down", {"Retry-After": "60"}))
+        await until(lambda: len(found.slept) == 4)
+        assert found.slept[:3] == pytest.approx([18, 60, 60]), "the first one ends for a list, which fails"

@@ -1,0 +1,298 @@
+"""Objects of the API server that are nested without end, or that can't be read: none of them hides the others."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from gpumgr.cli.live_snapshot import read_cluster
+from gpumgr.cluster.claims.watches import ClaimWatches
+from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.unreadable import REASON
+from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.settings.schema import SchedulerSettings
+
+from .conftest import FAST, Start, write_kubeconfig
+from .fake_api_server import FakeApiServer, event, pod, raw
+
+NESTED = '{"f:a":' * 100_000 + "{}" + "}" * 100_000
+CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
+
+
+def listed(*items: str, version: str = "5") -> str:
+    return f'{{"metadata": {{"resourceVersion": "{version}"}}, "items": [{", ".join(items)}]}}'
+
+
+def with_managed_fields(item: Mapping[str, Any], fields: str = NESTED) -> str:
+    text = json.dumps({**item, "metadata": {**item["metadata"], "managedFields": [{"fieldsV1": "@"}]}})
+    return text.replace('"@"', fields)
+
+
+def broken(name: str, **metadata: Any) -> dict[str, Any]:
+    """A pod with a structure that no API server would store."""
+    return {**pod(name, f"uid-{name}", **metadata), "spec": {"containers": 7}}
+
+
+@contextmanager
+def named_once(*names: str) -> Iterator[None]:
+    with capture_logs() as logs:
+        yield
+    assert [each["name"] for each in logs if each["event"] == "api_object_unreadable"] == list(names)
+
+
+# -- the agent's pods --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pod_that_is_nested_without_end_is_read_as_others_are(api: FakeApiServer, start: Start) -> None:
+    items = with_managed_fields(pod("deep", "uid-deep")), json.dumps(pod("a", "uid-a"))
+    later = with_managed_fields(pod("deep", "uid-deep", phase="Succeeded", resourceVersion="6"))
+    api.lists.append(raw(listed(*items).encode()))
+    api.watches.append(raw(f'{{"type": "MODIFIED", "object": {later}}}\n'.encode()))
+    with named_once():
+        async with start() as running:
+            cache = await running.synced()
+            assert {view.uid for view in cache.all()} == {"uid-deep", "uid-a"}
+            while (change := await running.next())[0] is None:  # the list
+                pass
+            before, after = change
+            assert before is not None
+            assert after is not None
+            assert (before.phase, after.phase) == ("Running", "Succeeded")
+            assert cache.unreadable == 0
+
+
+TEXTS: dict[str, str] = {
+    "nesting": with_managed_fields(pod("odd", "uid-odd")),
+    "10 MiB": json.dumps(pod("odd", "uid-odd", annotations={"notes": "x" * (10 << 20)})),
+    "wrong types": json.dumps(broken("odd")),
+    "NaN": json.dumps(pod("odd", "uid-odd", annotations={"notes": float("nan")})),
+    "a number of 5,000 digits": with_managed_fields(pod("odd", "uid-odd"), "1" * 5000),
+    "duplicate keys": '{"metadata": 7, "spec": 7, ' + json.dumps(pod("odd", "uid-odd"))[1:],
+    "half a surrogate pair": json.dumps(pod("odd", "uid-odd", annotations={"notes": "\ud800"})),
+    "no object": "7",
+    "metadata of a wrong type": '{"metadata": {"uid": 7, "name": []}}',
+    "no metadata": "{}",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+async def test_the_other_pods_of_a_list_are_known(text: str, api: FakeApiServer, start: Start) -> None:
+    api.lists.append(raw(listed(json.dumps(pod("a", "uid-a")), text, json.dumps(pod("b", "uid-b"))).encode()))
+    async with start() as running:
+        cache = await running.synced()
+        assert {view.uid for view in cache.all()} - {"uid-odd"} == {"uid-a", "uid-b"}
+        assert cache.unreadable == ("uid-odd" not in {view.uid for view in cache.all()})
+
+
+async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a"))
+    with named_once("default/a"):
+        async with start() as running:
+            cache = await running.synced()
+            known = cache.by_uid("uid-a")
+            assert known is not None
+            for _ in range(2):
+                await api.put(broken("a"))
+                await api.put(pod("b", "uid-b", phase=f"Running{len(api.history)}"))
+                while (await running.next())[1] != cache.by_uid("uid-b"):
+                    pass
+                assert (cache.by_uid("uid-a"), cache.unreadable) == (known, 1)
+            await api.expire_history()
+            await api.until(lambda: api.count(watch=False) == 2)
+            await api.until(lambda: len(api.written) == 1)
+            assert (cache.by_uid("uid-a"), cache.unreadable) == (known, 1)
+            await api.remove("uid-a")
+            assert (await running.next()) == (known, None)
+            assert cache.unreadable == 0
+    ((method, path, body),) = api.written
+    assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
+    assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
+    assert (body["reason"], body["type"]) == (REASON, "Warning")
+    assert body["message"].startswith("gpumgr can't read this object (TypeError: 'int' object is not iterable) and continues ")
+
+
+async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: FakeApiServer, server: ApiServer) -> None:
+    for number in range(30):
+        await api.put(broken(f"pod-{number}"))
+    for write_events in (True, False):
+        api.written.clear()
+        cache = PodCache(server, "node-1", watch_times=FAST, write_events=write_events)
+        task = asyncio.create_task(cache.run())
+        async with asyncio.timeout(5):
+            await cache.wait_synced()
+        assert cache.unreadable == 30
+        if write_events:
+            await api.until(lambda: len(api.written) == 20)
+        await api.put(pod("last", "uid-last"))
+        async with asyncio.timeout(5):
+            await cache.wait_for(("default", "last"), 5)
+        assert len(api.written) == (20 if write_events else 0)
+        await api.remove("uid-last")
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_pod_that_can_be_read_again_is_used(api: FakeApiServer, start: Start) -> None:
+    await api.put(broken("a"))
+    async with start() as running:
+        cache = await running.synced()
+        assert (list(cache.all()), cache.unreadable) == ([], 1)
+        await api.put(pod("a", "uid-a"))
+        assert (await running.next())[1] == cache.by_uid("uid-a")
+        assert cache.unreadable == 0
+
+
+async def test_a_list_that_fails_leaves_no_annotations(api: FakeApiServer, start: Start) -> None:
+    """The second page never comes, so the pods of the first are not known."""
+    first = listed(json.dumps(pod("gone", "uid-gone", annotations={"gpumgr.io/placement": "x"})))
+    api.lists.append(raw(first.replace('"5"}', '"5", "continue": "more"}').encode()))
+    api.lists.append(raw(b"<html>"))
+    async with start() as running:
+        cache = await running.synced()
+        assert list(cache.all()) == []
+        assert cache.annotations("uid-gone") == {}
+
+
+async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "1", "other": "x"}))
+    async with start() as running:
+        cache = await running.synced()
+        await running.next()
+        assert cache.annotations("uid-a") == {"gpumgr.io/allocations": "1"}
+        await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "2"}))
+        await api.put(pod("b", "uid-b"))
+        assert (await running.next())[1] == cache.by_uid("uid-b")
+        assert cache.annotations("uid-a") == {"gpumgr.io/allocations": "2"}
+        await api.put(pod("a", "uid-a", phase="Succeeded"))
+        await running.next()
+        assert cache.annotations("uid-a") == {}
+
+
+# -- scheduler, claims, simulate ---------------------------------------------------------------------------------------------
+
+
+class Lists:
+    """An API server that lists these texts of objects, by path; its watches are silent."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, list[str]] = {}
+        self.url = ""
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await asyncio.Event().wait()
+        return web.Response(text=listed(*self.items.get(request.path, ())), content_type="application/json")
+
+
+@pytest.fixture
+async def lists() -> AsyncIterator[Lists]:
+    made = Lists()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", made.get)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def watching(lists: Lists, folder: Path, *, claims: bool) -> AsyncIterator[ClusterWatches | ClaimWatches]:
+    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", lists.url))
+    settings, hami = SchedulerSettings(quota_configmap="kube-system/gpuquota"), ReplicaResources()
+    watches: ClusterWatches | ClaimWatches
+    if claims:
+        watches = ClaimWatches(server, settings, hami=hami, watch_times=FAST)
+    else:
+        quotas = Quotas()
+        watches = ClusterWatches(server, ClusterIndex([quotas]), quotas, settings, hami=hami, watch_times=FAST)
+    task = asyncio.create_task(watches.run())
+    try:
+        async with asyncio.timeout(10):
+            while not watches.synced:
+                assert not task.done(), task
+                await asyncio.sleep(0.01)
+        yield watches
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await server.close()
+
+
+def any_object(name: str, **more: Any) -> dict[str, Any]:
+    return {"metadata": {"namespace": "default", "name": name, "uid": f"uid-{name}"}, "spec": {}, "status": {}, **more}
+
+
+CLUSTER = (
+    "/api/v1/nodes",
+    "/api/v1/pods",
+    "/api/v1/resourcequotas",
+    "/api/v1/namespaces/kube-system/configmaps",
+)
+OF_CLAIMS = tuple(f"/apis/resource.k8s.io/v1/resource{kind}" for kind in ("claims", "claimtemplates", "slices"))
+
+
+def opaque(name: str, parameters: str) -> str:
+    """A claim with these parameters for another driver."""
+    config = [{"opaque": {"driver": "dra.example.com", "parameters": "@"}}]
+    return json.dumps(any_object(name, spec={"devices": {"config": config}})).replace('"@"', parameters)
+
+
+@pytest.mark.parametrize("claims", [False, True])
+async def test_scheduler_and_claims_read_objects_that_are_nested_without_end(claims: bool, lists: Lists, tmp_path: Path) -> None:
+    for path in (*CLUSTER, *OF_CLAIMS):
+        lists.items[path] = [with_managed_fields(any_object("deep")), json.dumps(any_object("a"))]
+    lists.items[CLAIMS].append(opaque("claim", '{"a":' + "[" * 5000 + "]" * 5000 + "}"))
+    with named_once():
+        async with watching(lists, tmp_path, claims=claims) as watches:
+            assert watches.unreadable == 0
+            if isinstance(watches, ClaimWatches):
+                assert {key[1] for key in watches._claims} == {"deep", "a", "claim"}
+            else:
+                assert set(watches.nodes) == {"deep", "a"}
+
+
+@pytest.mark.parametrize("claims", [False, True])
+async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: bool, lists: Lists, tmp_path: Path) -> None:
+    wrong = {"spec": 7, "status": 7, "data": 7}
+    for path in (*CLUSTER, *OF_CLAIMS):
+        lists.items[path] = [json.dumps(any_object("odd", **wrong)), "7", json.dumps(any_object("a"))]
+    async with watching(lists, tmp_path, claims=claims) as watches:
+        assert watches.unreadable > 4
+        if isinstance(watches, ClaimWatches):
+            assert {key[1] for key in watches._claims} == {"a"}
+            assert "a" in {key[1] for key in watches.templates}
+        else:
+            assert set(watches.nodes) == {"a"}
+
+
+async def test_a_snapshot_of_a_cluster_has_the_other_objects(lists: Lists, tmp_path: Path) -> None:
+    for path in (*CLUSTER[:2], "/apis/policy/v1/poddisruptionbudgets"):
+        lists.items[path] = [with_managed_fields(any_object("deep")), "7", json.dumps(any_object("a"))]
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", lists.url)
+    document = await asyncio.to_thread(read_cluster, kubeconfig)
+    assert [each["metadata"]["name"] for each in document["nodes"] if each] == ["deep", "a"]
+
+
+async def test_an_event_of_a_watch_without_a_uid_lists_again(api: FakeApiServer, start: Start) -> None:
+    api.watches.append(raw(event("ADDED", {"metadata": {}})))
+    async with start() as running:
+        await running.synced()
+        await api.put(pod("a", "uid-a"))
+        await api.until(lambda: api.count(watch=False) == 2)
+        assert (await running.next())[1] is not None

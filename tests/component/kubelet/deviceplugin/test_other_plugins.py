@@ -1,0 +1,45 @@
+"""Another plugin for the same GPUs comes, stays and goes while the agent runs."""
+
+from pathlib import Path
+
+from structlog.testing import capture_logs
+
+from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
+from tests.component.cli.examination.conftest import listening
+
+
+async def test_another_plugin_is_reported_once_when_present_and_once_when_gone(folder: Path) -> None:
+    plugins = OtherDevicePlugins(folder)
+    with capture_logs() as logs:
+        await plugins.check()
+        assert not logs
+        with listening(folder / "nvidia-gpu.sock"), listening(folder / "gpumgr-core.sock"):
+            await plugins.check()
+            await plugins.check()
+        await plugins.check()  # its socket still exists, and no server answers
+        await plugins.check()
+    came, went = logs
+    assert (came["event"], came["log_level"]) == ("gpus_given_out_twice", "warning")
+    assert f"answers at {folder}/nvidia-gpu.sock: it allocates these GPUs as nvidia.com/gpu" in came["problem"]
+    assert came["remedy"].startswith("keep it off this node")
+    assert (went["event"], went["log_level"]) == ("gpus_given_out_once", "info")
+
+
+async def test_a_second_plugin_is_reported(folder: Path) -> None:
+    plugins = OtherDevicePlugins(folder)
+    with capture_logs() as logs, listening(folder / "nvidia-gpu.sock"):
+        await plugins.check()
+        with listening(folder / "vcore.sock"):
+            await plugins.check()
+    assert [line["problem"].partition(" answers")[0] for line in logs] == ["NVIDIA's device plugin, or HAMi's,", "gpu-manager"]
+
+
+async def test_only_gpu_manager_is_in_our_place(folder: Path) -> None:
+    plugins = OtherDevicePlugins(folder)
+    with listening(folder / "nvidia-gpu.sock"):
+        assert await plugins.gpu_manager() is None
+        with listening(folder / "vmemory.sock"):
+            reason = str(await plugins.gpu_manager())
+        assert reason.startswith(f"gpu-manager answers at {folder}/vmemory.sock: ")
+        assert "; stop it first; " in reason
+        assert await plugins.gpu_manager() is None

@@ -1,0 +1,201 @@
+"""Every call of the device plugin API as the kubelet makes it, through grpcio."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.common.errors import Refusal, RefusalCode
+from tests.component.kubelet.deviceplugin.harness import RESPONSE, Served, device_list, kubelet_stub
+from tests.kubelet_api import deviceplugin as pb
+
+
+def allocate_request(*ids: str) -> Any:
+    return pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def test_options(stub: Any) -> None:
+    options = await stub.GetDevicePluginOptions(pb.Empty())
+    assert options.pre_start_required
+    assert options.get_preferred_allocation_available
+
+
+async def test_allocate(stub: Any, served: Served) -> None:
+    answer = await stub.Allocate(allocate_request("a-m0", "a-m1"))
+    [container] = answer.container_responses
+    assert dict(container.envs) == RESPONSE.envs
+    assert [(mount.container_path, mount.host_path, mount.read_only) for mount in container.mounts] == [
+        ("/usr/local/nvidia", "/run/x", True)
+    ]
+    assert served.allocator.calls == [("allocate", "memory", ("a-m0", "a-m1"))]
+    assert served.outcomes == [("Allocate", "ok")]
+
+
+async def test_two_containers_in_one_call(stub: Any, served: Served) -> None:
+    requests = [pb.ContainerAllocateRequest(devices_ids=[device_id]) for device_id in ("a-m0", "a-m1")]
+    answer = await stub.Allocate(pb.AllocateRequest(container_requests=requests))
+    assert len(answer.container_responses) == 2
+    assert [call[2] for call in served.allocator.calls] == [("a-m0",), ("a-m1",)]
+
+
+async def test_preference(stub: Any) -> None:
+    wanted = pb.ContainerPreferredAllocationRequest(
+        available_deviceIDs=["a-m2", "a-m0", "a-m1"], must_include_deviceIDs=["a-m2"], allocation_size=2
+    )
+    answer = await stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted]))
+    assert [list(each.deviceIDs) for each in answer.container_responses] == [["a-m2", "a-m0"]]
+
+
+async def test_pre_start(stub: Any, served: Served) -> None:
+    await stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a-m0"]), timeout=30)
+    assert served.allocator.calls == [("pre_start", "memory", ("a-m0",))]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("invalid_request", grpc.StatusCode.INVALID_ARGUMENT),
+        ("no_fit", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ("gpu_unhealthy", grpc.StatusCode.FAILED_PRECONDITION),
+        ("conflict", grpc.StatusCode.ABORTED),
+        ("unknown_device", grpc.StatusCode.NOT_FOUND),
+        ("internal", grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_refusals_keep_their_sentence(stub: Any, served: Served, code: RefusalCode, status: grpc.StatusCode) -> None:
+    sentence = "no GPU has 30 free cores and 12 free blocks: GPU 0 has 20 and 320 – «100 %»\n"
+    served.allocator.failure = Refusal(code, sentence)
+    assert await refusal(stub.Allocate(allocate_request("a-m0"))) == (status, sentence)
+    assert await refusal(stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a-m0"]))) == (status, sentence)
+    assert served.outcomes == [("Allocate", code), ("PreStartContainer", code)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        pytest.param(pb.AllocateRequest(), "names no id of tencent.com/vcuda-memory", id="no container"),
+        pytest.param(allocate_request(), "names no id of tencent.com/vcuda-memory", id="no id"),
+        pytest.param(allocate_request("a-m0", "a-m1", "a-m0"), "names a-m0 twice", id="one id twice"),
+        pytest.param(
+            pb.AllocateRequest(
+                container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"]), pb.ContainerAllocateRequest()]
+            ),
+            "a container without any id",
+            id="an empty second container",
+        ),
+    ],
+)
+async def test_requests_that_make_no_sense(stub: Any, served: Served, request_: Any, sentence: str) -> None:
+    status, text = await refusal(stub.Allocate(request_))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert sentence in text
+    assert served.allocator.calls == []
+
+
+async def test_a_negative_preference(stub: Any) -> None:
+    wanted = pb.ContainerPreferredAllocationRequest(allocation_size=-1)
+    status, text = await refusal(stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted])))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert "-1 devices" in text
+
+
+async def test_a_hundred_thousand_ids(stub: Any, served: Served) -> None:
+    ids = [f"5f3a9c01-m{number}" for number in range(100_000)]
+    await stub.Allocate(allocate_request(*ids))
+    assert served.allocator.calls == [("allocate", "memory", tuple(ids))]
+
+
+async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
+        for rpc in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):
+            call = channel.unary_unary(f"/v1beta1.DevicePlugin/{rpc}")(b"\x0a\x7fgarbage")
+            status, text = await refusal(call)
+            assert status is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"can't read this {rpc} request: the message is truncated" in text
+    async with kubelet_stub(served.path) as stub:
+        await stub.Allocate(allocate_request("a-m0"))
+
+
+@pytest.mark.parametrize("path", ["/v1beta1.DevicePlugin/Deallocate", "/v2.DevicePlugin/Allocate"])
+async def test_unknown_methods_are_unimplemented(served: Served, path: str) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
+        assert await refusal(channel.unary_unary(path)(b"")) == (grpc.StatusCode.UNIMPLEMENTED, f"unknown method {path}")
+
+
+async def test_compressed_messages_are_unimplemented(served: Served) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{served.path}", compression=grpc.Compression.Gzip) as channel:
+        call = channel.unary_unary("/v1beta1.DevicePlugin/PreStartContainer")(b"\x0a\x04a-m0" * 100)
+        assert (await refusal(call))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_bug_is_logged_once_and_named_to_the_kubelet(stub: Any, served: Served) -> None:
+    served.allocator.failure = ZeroDivisionError("division by zero")
+    with capture_logs() as logs:
+        status, text = await refusal(stub.Allocate(allocate_request("a-m0")))
+    assert status is grpc.StatusCode.INTERNAL
+    assert "Allocate (ZeroDivisionError: division by zero)" in text
+    assert [line["event"] for line in logs] == ["call_failed"]
+    served.allocator.failure = None
+    await stub.Allocate(allocate_request("a-m0"))
+
+
+async def test_a_kubelet_that_hangs_up_cuts_no_decision_in_half(stub: Any, served: Served) -> None:
+    served.allocator.hold = asyncio.Event()
+    call = stub.Allocate(allocate_request("a-m0"))
+    await served.allocator.began.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    served.allocator.hold.set()
+    await served.allocator.ended.wait()
+
+
+async def test_a_deadline_passes_to_the_client_and_the_decision_ends(stub: Any, served: Served) -> None:
+    served.allocator.hold = asyncio.Event()
+    while not served.allocator.began.is_set():  # of a call that comes too late nothing is begun
+        call = stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a-m0"]), timeout=0.05)
+        assert (await refusal(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    served.allocator.hold.set()
+    await served.allocator.ended.wait()
+
+
+async def test_many_calls_at_once_on_one_connection(stub: Any, served: Served) -> None:
+    await asyncio.gather(*(stub.Allocate(allocate_request(f"a-m{number}")) for number in range(300)))
+    assert len(served.allocator.calls) == 300
+
+
+async def test_the_list_comes_first_and_again_on_change_only(stub: Any, served: Served) -> None:
+    stream = stub.ListAndWatch(pb.Empty())
+    first = await stream.read()
+    assert [(device.ID, device.health, device.topology.nodes[0].ID) for device in first.devices] == [
+        (f"5f3a9c01-m{number}", "Healthy", 0) for number in range(4)
+    ]
+    served.devices.set(device_list(4))
+    served.devices.set(device_list(4, sick=1))
+    second = await stream.read()
+    assert [device.health for device in second.devices] == ["Unhealthy", "Healthy", "Healthy", "Healthy"]
+    stream.cancel()
+
+
+async def test_an_unread_list_holds_up_nothing_and_leaves_no_trace(stub: Any, served: Served) -> None:
+    served.devices.set(device_list(20_000))
+    streams = [stub.ListAndWatch(pb.Empty()) for _ in range(10)]
+    for stream in streams:
+        await stream.read()
+    for sick in range(1, 30):
+        served.devices.set(device_list(20_000, sick=sick))
+        await stub.Allocate(allocate_request("a-m0"))
+    assert served.devices.readers == 10
+    for stream in streams:
+        stream.cancel()
+    async with asyncio.timeout(10):
+        while served.devices.readers:
+            await stub.GetDevicePluginOptions(pb.Empty())

@@ -1,0 +1,281 @@
+"""Staying registered: with kubelets that restart, refuse, hang, come late, or drop us."""
+
+import asyncio
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.files import FileIdentity
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
+from gpumgr.kubelet.deviceplugin.codec import encode_devices
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink, LinkTiming
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, kubelet_stub
+from tests.kubelet_api import deviceplugin as pb
+
+QUICK = LinkTiming(
+    poll_seconds=0.01,
+    register_timeout_seconds=30,
+    first_retry_seconds=0.01,
+    last_retry_seconds=0.05,
+    unwatched_seconds=0.2,
+    handover_seconds=30,
+    held_back_seconds=0.01,
+)
+
+
+class Link:
+    """A running KubeletLink, and its reports."""
+
+    def __init__(self, folder: Path, timing: LinkTiming, reasons: Sequence[str] = ()) -> None:
+        """`reasons`: what holds it back, one after the other."""
+        self.allocator = ScriptedAllocator()
+        self.devices: dict[Resource, LatestValue[bytes]] = {
+            "core": LatestValue(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
+            "memory": LatestValue(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
+        }
+        self.history: list[tuple[str, LinkState]] = []
+        self.states = LatestValue(0)
+        self.link = KubeletLink(
+            folder, self.allocator, self.devices, timing=timing, on_state=self._told, held_back_by=self._held_back_by
+        )
+        self.reasons, self.asked = list(reasons), 0
+
+    async def _held_back_by(self) -> str | None:
+        self.asked += 1
+        return self.reasons.pop(0) if self.reasons else None
+
+    def _told(self, kind: str, state: LinkState) -> None:
+        self.history.append((kind, state))
+        self.states.set(len(self.history))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with self.states.subscribe() as states:
+            async for _ in states:
+                if condition():
+                    return
+
+    @property
+    def registered(self) -> bool:
+        return all(state.registered for state in self.link.states.values())
+
+    async def until_registrations(self, count: int) -> None:
+        await self.until(lambda: all(state.registrations >= count for state in self.link.states.values()))
+
+
+@asynccontextmanager
+async def linked(folder: Path, timing: LinkTiming = QUICK, *, held_back: Sequence[str] = ()) -> AsyncIterator[Link]:
+    link = Link(folder, timing, held_back)
+    running = asyncio.create_task(link.link.run())
+    try:
+        async with asyncio.timeout(30):
+            yield link
+    finally:
+        await link.link.stop(0.1)
+        await running
+
+
+async def offered(kubelet: SimKubelet) -> None:
+    await kubelet.until_allocatable(CORE_RESOURCE, 100)
+    await kubelet.until_allocatable(MEMORY_RESOURCE, 40)
+
+
+async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await link.until(lambda: link.registered)
+        await offered(kubelet)
+        assert link.registered
+        assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
+        assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
+
+
+async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
+            await link.until(lambda: all(state.error == "second" for state in link.link.states.values()))
+            assert kubelet.registrations == []
+            await link.until(lambda: link.registered)
+            await offered(kubelet)
+            assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
+            assert link.asked == 4
+            link.reasons.append("later")
+            await kubelet.restart()
+            await link.until_registrations(2)
+    waits = [line for line in logs if line["event"] == "registration_waits"]
+    assert [(line["reason"], line["log_level"]) for line in waits] == [("first", "warning"), ("second", "warning")]
+
+
+async def test_a_link_that_is_held_back_can_be_stopped(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder, held_back=["first"] * 10_000) as link:
+        await link.until(lambda: all(state.error == "first" for state in link.link.states.values()))
+    assert kubelet.registrations == []
+
+
+async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        await link.link.stop(1)
+        await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
+        assert not link.registered
+        assert sorted(path.name for path in kubelet.plugin_folder.iterdir()) == ["kubelet.sock", "kubelet_internal_checkpoint"]
+        assert [link.devices[kind].readers for kind in RESOURCES] == [0, 0]
+
+
+async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKubelet) -> None:
+    """A pod that is admitted needs both: with the end of the first stream the kubelet refuses pods."""
+    async with linked(kubelet.plugin_folder) as link, kubelet_stub(kubelet.plugin_folder / "gpumgr-memory.sock") as stub:
+        await offered(kubelet)
+        link.allocator.hold = asyncio.Event()
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
+        call = stub.Allocate(request)
+        await link.allocator.began.wait()
+        stopping = asyncio.create_task(link.link.stop(30))
+        await asyncio.sleep(0.2)  # longer than the pause after a call
+        assert kubelet.node_status()[CORE_RESOURCE].allocatable == 100
+        link.allocator.hold.set()
+        await call
+        await stopping
+        await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
+
+
+async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        for restart in range(2, 4):
+            removed = FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock")
+            await kubelet.restart()
+            await link.until_registrations(restart)
+            await offered(kubelet)
+            assert FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock") not in (None, removed)
+        assert link.registered
+
+
+async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_back_off(kubelet: SimKubelet) -> None:
+    patient = LinkTiming(
+        poll_seconds=0.01, first_retry_seconds=60, last_retry_seconds=60, unwatched_seconds=0.05, first_watch_seconds=0.5
+    )
+    async with linked(kubelet.plugin_folder, patient) as link:
+        await offered(kubelet)
+        await kubelet.kill()
+        await link.until(lambda: len({kind for kind, state in link.history if state.error is not None}) == 2)
+        await kubelet.start()
+        await offered(kubelet)
+
+
+async def test_a_removed_socket_is_made_again(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        core_socket = kubelet.plugin_folder / "gpumgr-core.sock"
+        core_socket.unlink()
+        await link.until(lambda: link.link.states["core"].registrations == 2)
+        assert stat.S_ISSOCK(core_socket.stat().st_mode)
+        await offered(kubelet)
+        assert link.link.states["memory"].registrations == 1
+        status = await kubelet.run(pod("after"))
+        assert status.phase == "Running"
+
+
+async def test_an_allocation_in_flight_survives_the_removal_of_the_socket(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        link.allocator.hold = asyncio.Event()
+        admission = asyncio.create_task(kubelet.admit(pod("busy", memory_blocks=0)))
+        await link.allocator.began.wait()
+        (kubelet.plugin_folder / "gpumgr-core.sock").unlink()
+        await link.until(lambda: not link.link.states["core"].registered)
+        link.allocator.hold.set()
+        assert (await admission).phase == "Pending"
+        await offered(kubelet)
+
+
+async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder, replace(QUICK, first_watch_seconds=0.5)) as link:
+        await offered(kubelet)
+        await kubelet.stop_stream(CORE_RESOURCE)
+        await link.until(lambda: link.link.states["core"].registrations == 2)
+        await offered(kubelet)
+
+
+async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> None:
+    kubelet.register_error = "the ResourceName is invalid"
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder) as link:
+            await kubelet.until(lambda: len(kubelet.registrations) >= 8)
+            kubelet.register_error = None
+            await offered(kubelet)
+            await link.until(lambda: link.registered)
+            assert all(state.error is None for state in link.link.states.values())
+    failures = [line for line in logs if line["event"] == "registration_failed"]
+    assert len(failures) == 2
+    assert "the answer was UNKNOWN: the ResourceName is invalid" in failures[0]["error"]
+
+
+async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet) -> None:
+    kubelet.register_hangs = True
+    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.3, first_retry_seconds=0.01, last_retry_seconds=0.05)
+    async with linked(kubelet.plugin_folder, timing) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        assert all("there was no answer in time" in str(state.error) for state in link.link.states.values())
+        kubelet.register_hangs = False
+        await offered(kubelet)
+
+
+async def test_a_node_without_kubelet_and_then_with_one(folder: Path) -> None:
+    kubelet = SimKubelet(folder)
+    async with linked(kubelet.plugin_folder) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        async with kubelet:
+            await offered(kubelet)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        pytest.param(None, "no process listens there", id="stale socket"),
+        pytest.param(b"", "hung up in the middle", id="hangs up"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "hung up in the middle", id="speaks another protocol"),
+    ],
+)
+async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sentence: str, folder: Path) -> None:
+    async def reply(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer or b"")
+        writer.close()
+        await writer.wait_closed()
+
+    path = folder / "kubelet.sock"
+    if answer is None:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+        server = None
+    else:
+        server = await asyncio.start_unix_server(reply, path)
+    async with linked(folder) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        assert all(sentence in str(state.error) for state in link.link.states.values())
+    if server is not None:
+        server.close()
+        await server.wait_closed()
+
+
+async def test_run_can_be_cancelled(kubelet: SimKubelet) -> None:
+    link = Link(kubelet.plugin_folder, QUICK)
+    running = asyncio.create_task(link.link.run())
+    await offered(kubelet)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await link.link.stop(1)
+    assert not (kubelet.plugin_folder / "gpumgr-core.sock").exists()
+
+
+def pod(name: str, cores: int = 20, memory_blocks: int = 4) -> SimPod:
+    container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+    return SimPod(namespace="default", name=name, uid=f"uid-{name}", containers=(container,))

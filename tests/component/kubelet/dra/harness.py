@@ -1,0 +1,196 @@
+"""What the component tests share: a scripted port, a kubelet that registers what appears in a folder, a link that runs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.units import Amounts
+from gpumgr.common.unix_socket import is_served
+from gpumgr.kubelet.dra.health import DraHealth
+from gpumgr.kubelet.dra.registration import DraLink, LinkTiming
+from gpumgr.kubelet.dra.service import Claims, DraPlugin
+from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
+from tests.kubelet_api import dra as pb
+from tests.kubelet_api import pluginregistration, pluginregistration_services
+
+DRIVER = "gpu.gpumgr.io"
+POOL = "node-1"
+GPU = "0a1b2c30"
+HELD = Allocation(
+    id="a1",
+    gpus={GPU: Amounts(30, 512)},
+    claim=ClaimRequest(namespace="team-a", name="a", uid="uid-a", request="main", share_ids={GPU: "s-1"}),
+)
+QUICK = LinkTiming(poll_seconds=0.01, patience_seconds=60, unconnected_seconds=0.1)
+
+
+def claim(name: str) -> ClaimRef:
+    return ClaimRef(namespace="team-a", name=name, uid=f"uid-{name}")
+
+
+@dataclass
+class ScriptedClaims:
+    """Answers at once, unless `hold` is set (then when it is cleared); `failures` are raised, by the claim's name."""
+
+    failures: dict[str, Exception] = field(default_factory=dict)
+    hold: asyncio.Event | None = None
+    running: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
+    ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
+    calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
+
+    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:  # noqa: ARG002
+        await self._turn("prepare", claim)
+        return [HELD]
+
+    async def unprepare(self, claim: ClaimRef) -> None:
+        await self._turn("unprepare", claim)
+
+    async def _turn(self, name: str, claim: ClaimRef) -> None:
+        self.calls.append((name, claim))
+        self.running.set(self.running.value + 1)
+        if self.hold is not None:
+            await self.hold.wait()
+        self.ended.set(self.ended.value + 1)
+        if failure := self.failures.get(claim.name):
+            raise failure
+
+
+def plugin_of(claims: Claims) -> DraPlugin:
+    plugin = DraPlugin(POOL)
+    plugin.decide_with(claims)
+    return plugin
+
+
+async def until(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
+    with value.subscribe() as values:
+        async for each in values:
+            if condition(each):
+                return
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (files have no event)
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def channel_to(path: Path) -> AsyncIterator[Any]:
+    """As the kubelet dials: unix socket, no TLS, authority "localhost"."""
+    async with grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.default_authority", "localhost")]) as channel:
+        yield channel
+
+
+class Caller:
+    """Calls one version of the DRA service. The messages of v1beta1 are those of v1 without a field."""
+
+    def __init__(self, channel: Any, version: str = "v1") -> None:
+        self._channel, self._service = channel, f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
+
+    def prepare(self, *claims: ClaimRef) -> Any:
+        return self._call("Prepare", claims)
+
+    def unprepare(self, *claims: ClaimRef) -> Any:
+        return self._call("Unprepare", claims)
+
+    def _call(self, verb: str, claims: Sequence[ClaimRef]) -> Any:
+        wanted = [pb.Claim(namespace=each.namespace, name=each.name, uid=each.uid) for each in claims]
+        request = getattr(pb, f"Node{verb}ResourcesRequest")(claims=wanted)
+        response = getattr(pb, f"Node{verb}ResourcesResponse")
+        return self._channel.unary_unary(
+            f"{self._service}Node{verb}Resources", request.__class__.SerializeToString, response.FromString
+        )(request)
+
+
+class StubKubelet:
+    """Registers the driver's sockets as a kubelet does: GetInfo, a lasting connection to the endpoint, then Notify."""
+
+    def __init__(self, root: Path) -> None:
+        self.plugins, self.registry = root / "plugins", root / "plugins_registry"
+        for each in (self.plugins, self.registry):
+            each.mkdir(exist_ok=True)
+        self._channels: list[Any] = []
+
+    def sockets(self) -> list[str]:
+        return sorted(
+            path.name for folder in (self.registry, self.plugins / DRIVER) if folder.is_dir() for path in folder.iterdir()
+        )
+
+    def served(self) -> list[str]:
+        """The driver's registration sockets on which a process listens."""
+        return [path.name for path in self.registry.glob(f"{DRIVER}-*reg.sock") if is_served(path)]
+
+    async def info(self, name: str = f"{DRIVER}-reg.sock") -> Any:
+        async with channel_to(self.registry / name) as channel:
+            stub = pluginregistration_services.RegistrationStub(channel)
+            return await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
+
+    async def register(self, name: str | None = None, *, connect: bool = True, hang_up: bool = False, error: str = "") -> Any:
+        """Waits for the registration socket: of this name, or one that is served. Returns the connection to the endpoint; with `hang_up` it
+        ends before Notify."""
+        if name is None:
+            await soon(lambda: bool(self.served()))
+            (name,) = self.served()
+        await soon((self.registry / name).exists)
+        info = await self.info(name)
+        connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
+        self._channels.append(connection)
+        if connect:
+            connection.get_state(try_to_connect=True)
+            await connection.channel_ready()
+        if hang_up:
+            await self.end()
+        status = pluginregistration.RegistrationStatus(plugin_registered=not error, error=error)
+        async with channel_to(self.registry / name) as channel:
+            await pluginregistration_services.RegistrationStub(channel).NotifyRegistrationStatus(status)
+        return connection
+
+    async def end(self) -> None:
+        while self._channels:
+            await self._channels.pop().close()
+
+
+@dataclass
+class Linked:
+    """A running DraLink, and its reports."""
+
+    link: DraLink
+    kubelet: StubKubelet
+    claims: ScriptedClaims
+    state: LatestValue[LinkState]
+
+    async def until(self, condition: Callable[[LinkState], bool]) -> None:
+        await until(self.state, condition)
+
+
+@asynccontextmanager
+async def linked(
+    root: Path,
+    *,
+    timing: LinkTiming = QUICK,
+    instance: str | None = None,
+    services: Callable[[ScriptedClaims], Sequence[DraPlugin | DraHealth]] = lambda claims: [plugin_of(claims)],
+) -> AsyncIterator[Linked]:
+    kubelet, claims, state = StubKubelet(root), ScriptedClaims(), LatestValue(LinkState())
+    link = DraLink(
+        kubelet.plugins,
+        kubelet.registry,
+        services(claims),
+        instance=instance,
+        timing=timing,
+    )
+    link.on_state = state.set
+    running = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(30):
+            yield Linked(link, kubelet, claims, state)
+    finally:
+        await link.stop(0.1)
+        await running
+        await kubelet.end()

@@ -1,0 +1,301 @@
+"""The registration, with kubelets that come late, restart, refuse, hang, and with sockets that others remove."""
+
+import asyncio
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr._pb.pluginregistration import RegistrationStatus
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.kubelet.dra.health import DraHealth
+from gpumgr.kubelet.dra.registration import DraLink
+from tests.component.kubelet.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, plugin_of, soon, until
+
+REGISTRATION = f"{DRIVER}-reg.sock"
+
+
+def dead_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+
+async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
+    async with linked(folder, services=lambda claims: [plugin_of(claims), DraHealth(POOL, LatestValue({}))]) as one:
+        connection = await one.kubelet.register()
+        info = await one.kubelet.info()
+        assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, f"{one.kubelet.plugins}/{DRIVER}/dra.sock")
+        assert list(info.supported_versions) == [
+            "v1.DRAPlugin",
+            "v1beta1.DRAPlugin",
+            "v1.DRAResourceHealth",
+            "v1alpha1.DRAResourceHealth",
+        ]
+        assert one.link.state == LinkState(registered=True, registrations=1)
+        assert one.state.value == one.link.state
+        assert list((await Caller(connection).prepare(claim("a"))).claims) == ["uid-a"]
+        await one.link.stop(1)
+        assert one.kubelet.sockets() == []
+        assert one.state.value == LinkState(registered=False, registrations=1)
+
+
+async def test_a_restarted_kubelet_registers_again(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register()
+        with capture_logs() as logs:
+            await one.kubelet.end()
+            await one.until(lambda state: not state.registered)
+        assert "the kubelet closed its connection to" in str(one.link.state.error)
+        assert [(line["event"], line["reason"]) for line in logs] == [("registration_lost", one.link.state.error)]
+        await one.kubelet.register()
+        assert one.link.state == LinkState(registered=True, registrations=2)
+        assert one.state.value == one.link.state
+
+
+async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> None:
+    async with linked(folder) as one:
+        connection = await one.kubelet.register()
+        await one.kubelet.end()
+        await one.until(lambda state: not state.registered)
+        connection = grpc.aio.insecure_channel(f"unix:{one.kubelet.plugins}/{DRIVER}/dra.sock")
+        await Caller(connection).prepare()
+        await one.until(lambda state: state == LinkState(registered=True, registrations=1))
+        await connection.close()
+
+
+async def test_a_kubelet_that_ends_at_once_is_noticed(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register(hang_up=True)
+        await one.until(lambda state: not state.registered)
+
+
+async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register(connect=False)
+        await asyncio.sleep(2 * QUICK.unconnected_seconds)
+        assert one.link.state.registered
+
+
+async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Path) -> None:
+    sentence = 'none of services supported by the plugin (["v1.DRAPlugin"]) are supported by the kubelet (["v2.DRAPlugin"])'
+    async with linked(folder) as one:
+        with capture_logs() as logs:
+            for _ in range(3):
+                await one.kubelet.register(error=sentence)
+        [line] = logs
+        assert (line["event"], line["error"]) == ("registration_failed", one.link.state.error)
+        assert f"refuses the driver {DRIVER}: {sentence}; the node needs Kubernetes 1.32 or newer" in line["error"]
+        assert not one.link.state.registered
+        await one.kubelet.register()
+        assert one.link.state == LinkState(registered=True, registrations=1)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_kubelet_that_does_not_call_is_reported_once(folder: Path, asked: bool) -> None:
+    with capture_logs() as logs:
+        async with linked(folder, timing=replace(QUICK, patience_seconds=0.1)) as one:
+            if asked:
+                await soon(lambda: REGISTRATION in one.kubelet.sockets())
+                await one.kubelet.info()
+                await one.until(lambda state: "has not reported the result" in str(state.error))
+            else:
+                await one.until(lambda state: "has not called GetInfo" in str(state.error))
+            await asyncio.sleep(0.1)
+            assert "start the kubelet, or give gpumgr the folders" in str(one.link.state.error)
+            await one.kubelet.register()
+            assert one.link.state == LinkState(registered=True, registrations=1)
+    failures = [line["error"] for line in logs if line["event"] == "registration_failed"]
+    assert len(failures) == len(set(failures)) <= 2
+
+
+async def test_a_link_that_is_continued_reports_no_removed_socket(folder: Path) -> None:
+    kubelet = StubKubelet(folder)
+    link = DraLink(kubelet.plugins, kubelet.registry, [], timing=QUICK)
+    with capture_logs() as logs:
+        for _ in range(2):
+            running = asyncio.create_task(link.run())
+            await kubelet.register(connect=False)
+            await link.suspend()
+            await asyncio.wait([running])
+    await link.stop(0)
+    assert "socket_made_again" not in {line["event"] for line in logs}
+
+
+async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path) -> None:
+    """The kubelet takes an error of this answer for that of the driver."""
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context["exception"]))
+    link = DraLink(folder, folder, [])
+    link.on_state = lambda _state: 1 / 0  # type: ignore[assignment]
+    assert await link._notified(bytes(RegistrationStatus(plugin_registered=True))) == b""
+    await asyncio.sleep(0)
+    assert [type(each) for each in reported] == [ZeroDivisionError]
+    assert link.state.registered
+
+
+async def test_the_registration_socket_is_made_again_and_registered(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register()
+        (one.kubelet.registry / REGISTRATION).unlink()
+        with capture_logs() as logs:
+            await one.until(lambda state: not state.registered)
+        assert [line["event"] for line in logs] == ["socket_made_again", "registration_lost"]
+        await one.kubelet.register()
+        assert one.link.state == LinkState(registered=True, registrations=2)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "folder removed"])
+async def test_the_dra_socket_is_made_again_and_calls_go_on(folder: Path, how: str) -> None:
+    async with linked(folder) as one:
+        connection = await one.kubelet.register()
+        one.claims.hold = asyncio.Event()
+        running = asyncio.ensure_future(_result(Caller(connection).prepare(claim("a"))))
+        await until(one.claims.running, lambda count: count == 1)
+        path = one.kubelet.plugins / DRIVER / "dra.sock"
+        path.unlink()
+        if how == "replaced":
+            dead_socket(path)
+        if how == "folder removed":
+            path.parent.rmdir()
+        await soon(lambda: one.link._dra.in_place)
+        one.claims.hold.set()
+        assert list((await running).claims) == ["uid-a"]
+        async with grpc.aio.insecure_channel(f"unix:{path}") as second:
+            assert list((await Caller(second).prepare(claim("b"))).claims) == ["uid-b"]
+        assert one.link.state == LinkState(registered=True, registrations=1)
+
+
+async def _result(call: Any) -> Any:
+    return await call
+
+
+@pytest.mark.parametrize("place", [f"plugins_registry/{REGISTRATION}", f"plugins/{DRIVER}/dra.sock"])
+async def test_other_files_are_kept_and_reported(folder: Path, place: str) -> None:
+    StubKubelet(folder)
+    path = folder / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("precious")
+    with capture_logs() as logs:
+        async with linked(folder) as one:
+            await one.until(
+                lambda state: f"can't listen on {path}: a file that is no socket is there; remove it" in str(state.error)
+            )
+            assert path.read_text() == "precious"
+            path.unlink()
+            await one.kubelet.register()
+            await one.until(lambda state: state == LinkState(registered=True, registrations=1))
+    assert [line["event"] for line in logs].count("registration_failed") == 1
+
+
+@pytest.mark.parametrize("name", ["plugins", "plugins_registry"])
+async def test_a_missing_folder_is_reported_until_it_is_there(folder: Path, name: str) -> None:
+    async with linked(folder) as one:
+        (folder / name).rmdir()  # the link has not run yet
+        await one.until(lambda state: f"the folder {folder / name} does not exist; start the kubelet" in str(state.error))
+        (folder / name).mkdir()
+        await one.kubelet.register()
+        await one.until(lambda state: state.registered and state.error is None)
+
+
+async def test_a_file_in_place_of_the_drivers_folder_is_reported(folder: Path) -> None:
+    async with linked(folder) as one:
+        (one.kubelet.plugins / DRIVER).write_text("precious")
+        await one.until(lambda state: f"can't make the folder {one.kubelet.plugins / DRIVER}: File exists" in str(state.error))
+
+
+async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> None:
+    kubelet = StubKubelet(folder)
+    async with linked(folder, instance="old") as old:
+        await old.kubelet.register(f"{DRIVER}-old-reg.sock")
+        for name in ("dra.sock", "dra-gone.sock"):
+            dead_socket(kubelet.plugins / DRIVER / name)
+        others = ["other.io-reg.sock", f"{DRIVER}x-reg.sock"]
+        for name in (REGISTRATION, f"{DRIVER}-gone-reg.sock", *others):
+            dead_socket(kubelet.registry / name)
+        async with linked(folder, instance="new") as new:
+            await new.kubelet.register(f"{DRIVER}-new-reg.sock")
+            mine = ["dra-new.sock", "dra-old.sock", f"{DRIVER}-new-reg.sock", f"{DRIVER}-old-reg.sock"]
+            assert kubelet.sockets() == sorted([*mine, *others])
+            assert old.link.state.registered
+            assert new.link.state.registered
+            info = [await kubelet.info(f"{DRIVER}-{each}-reg.sock") for each in ("old", "new")]
+            assert [Path(each.endpoint).name for each in info] == ["dra-old.sock", "dra-new.sock"]
+        assert kubelet.sockets() == sorted(["dra-old.sock", f"{DRIVER}-old-reg.sock", *others])
+
+
+@pytest.mark.parametrize(("instance", "suffix"), [(None, ""), ("pod", "-pod")])
+async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(
+    folder: Path, instance: str | None, suffix: str
+) -> None:
+    """Under another name, for one look of the kubelet is enough then; the next process has the first name again."""
+    kubelet = StubKubelet(folder)
+    (kubelet.plugins / DRIVER).mkdir()
+    former, later = ([f"dra{each}.sock", f"{DRIVER}{each}-reg.sock"] for each in (suffix, f"{suffix}-again"))
+    for left, made in ((former, later), (later, former)):
+        for path in (kubelet.plugins / DRIVER / left[0], kubelet.registry / left[1]):
+            path.unlink(missing_ok=True)
+            dead_socket(path)
+        async with linked(folder, instance=instance) as one:
+            await one.kubelet.register(made[1])
+            assert one.link.state.registered
+            assert os.stat(kubelet.registry / made[1]).st_mode & 0o777 == 0o600
+            daemon = one.link._daemon
+            assert daemon is not None
+            daemon.cancel()
+            await asyncio.wait([daemon])
+            assert kubelet.sockets() == made
+
+
+@pytest.mark.parametrize("place", [f"plugins/{DRIVER}/dra-again.sock", f"plugins_registry/{DRIVER}-again-reg.sock"])
+async def test_another_file_at_the_second_name_leaves_the_first(folder: Path, place: str) -> None:
+    kubelet = StubKubelet(folder)
+    (kubelet.plugins / DRIVER).mkdir()
+    dead_socket(kubelet.registry / REGISTRATION)
+    (folder / place).write_text("precious")
+    async with linked(folder) as one:
+        await one.kubelet.register(REGISTRATION)
+        await one.until(lambda state: state.registered)
+    assert (folder / place).read_text() == "precious"
+
+
+async def test_a_killed_process_is_followed_where_no_longer_name_has_room(folder: Path) -> None:
+    root = folder / ("r" * (107 - len(f"{folder}//plugins_registry/{REGISTRATION}")))
+    root.mkdir()
+    kubelet = StubKubelet(root)
+    dead_socket(kubelet.registry / REGISTRATION)
+    async with linked(root) as one:
+        await one.kubelet.register(REGISTRATION)
+        await one.until(lambda state: state.registered)
+
+
+async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None:
+    async with linked(folder) as one:
+        connection = await one.kubelet.register()
+        one.claims.hold = asyncio.Event()
+        running = asyncio.ensure_future(_result(Caller(connection).prepare(claim("a"))))
+        await until(one.claims.running, lambda count: count == 1)
+        stopping = asyncio.create_task(one.link.stop(30))
+        await soon(lambda: not one.kubelet.sockets())
+        await one.until(lambda state: not state.registered)
+        assert not stopping.done()
+        one.claims.hold.set()
+        assert list((await running).claims) == ["uid-a"]
+        with capture_logs() as logs:
+            await stopping
+        assert (one.link.state.registered, logs) == (False, [])
+
+
+async def test_malformed_bytes_and_a_link_that_never_ran(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register()
+        async with grpc.aio.insecure_channel(f"unix:{one.kubelet.registry / REGISTRATION}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/pluginregistration.Registration/NotifyRegistrationStatus")(b"\x12\x7f")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert one.link.state.registered

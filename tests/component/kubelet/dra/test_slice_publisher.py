@@ -1,0 +1,427 @@
+"""The publisher in front of the simulated API server."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.reflector import WatchTimes
+from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
+from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
+from gpumgr.placement.topology.devices import Gpu
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_written import failure
+
+from .resources import Resources
+
+NODE, NAME = "node-1", slice_name("node-1")
+WATCH = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
+#: Nothing waits, except where a test says so.
+AT_ONCE = PublishTimes(change_seconds=0.0, notify_seconds=0.0, retry_seconds=(0.01, 0.02), probe_seconds=0.05)
+LONG = 3600.0
+SICK = Taint(key="gpu.gpumgr.io/xid")
+
+
+def device(number: int, **more: Any) -> SliceDevice:
+    gpu = Gpu(index=number, uuid=f"GPU-{number:08x}", minor=None, bus_id=None, model=None, memory_bytes=80 << 30)
+    return SliceDevice(name=f"gpu-{number:08x}", gpu=gpu, island="i", pair="p", enforcement="mps", **more)
+
+
+DEVICES = (device(0), device(1))
+
+
+class Stage:
+    """`devices` and `registration` are what the publisher follows."""
+
+    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, times: PublishTimes) -> None:
+        self.sim, self.resources = sim, resources
+        self.devices: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(DEVICES)
+        self.registration = LatestValue(LinkState())
+        self.publisher = SlicePublisher(server, NODE, self.devices, self.registration, times=times, watch_times=WATCH)
+
+    def register(self, registrations: int) -> None:
+        """0: the registration is over."""
+        self.registration.set(LinkState(registered=bool(registrations), registrations=registrations))
+
+    @property
+    def slice(self) -> Any:
+        return self.resources.named(NAME)
+
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.resources.writes]
+
+    def published(self) -> list[str]:
+        return [each["name"] for each in self.slice["spec"]["devices"]] if self.slice is not None else []
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 (state of several tasks)
+                await asyncio.sleep(0.005)
+
+    async def settled(self, *names: str) -> None:
+        await self.until(lambda: self.publisher.state.published and self.published() == list(names))
+
+
+def names(*devices: SliceDevice) -> list[str]:
+    return [each.name for each in devices]
+
+
+@asynccontextmanager
+async def staged(
+    folder: Path, times: PublishTimes = AT_ONCE, *, prepare: Callable[[Resources], object] = id
+) -> AsyncIterator[Stage]:
+    sim = SimApiServer(NODE)
+    resources = Resources(sim)
+    prepare(resources)
+    async with sim:
+        server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
+        stage = Stage(sim, resources, server, times)
+        task = asyncio.create_task(stage.publisher.run())
+        try:
+            yield stage
+            assert not task.done(), task
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await server.close()
+
+
+async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.devices.set((*DEVICES, device(2)))
+        await stage.until(stage.publisher._reflector.synced.is_set)
+        assert (stage.methods, stage.publisher.state.published) == ([], False)
+        stage.register(1)
+        await stage.settled(*names(*DEVICES, device(2)))
+        (owner,) = stage.slice["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
+        assert stage.publisher.state.devices == 3
+        stage.register(2)
+        stage.devices.set((device(3),))
+        await stage.settled(device(3).name)
+        assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
+
+
+async def test_no_devices_is_an_empty_list_and_unknown_hardware_is_nothing(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.devices.set(None)
+        stage.register(1)
+        stage.devices.set(())
+        await stage.settled()
+        assert stage.slice["spec"]["devices"] == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_path: Path, same: bool) -> None:
+    def before(resources: Resources) -> None:
+        resources.put(resource_slice(NODE, "uid-node-1", DEVICES if same else DEVICES[:1], generation=7))
+
+    async with staged(tmp_path, prepare=before) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        assert stage.slice["spec"]["pool"]["generation"] == 7
+        # The watch may not have listed it yet: then it is found by a POST that is refused.
+        assert [method for method in stage.methods if method == "PUT"] == ([] if same else ["PUT"])
+
+
+# -- deletions and changes by others -----------------------------------------------------------------------------------------
+
+
+async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp_path: Path) -> None:
+    """Whichever comes first. The end of `notify_seconds` is far away."""
+    async with staged(tmp_path, replace(AT_ONCE, notify_seconds=LONG)) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.remove(NAME)  # the registration was lately
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")  # it was long ago
+        stage.resources.remove(NAME)
+        await stage.until(lambda: not stage.publisher._stored)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stage.slice is None
+        stage.register(2)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_what_others_delete_is_back_without_a_registration(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")
+        stage.resources.remove(NAME)
+        await stage.until(lambda: stage.methods == ["POST", "POST"])
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_while_the_driver_is_not_registered_nothing_is_written(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.register(0)
+        stage.resources.remove(NAME)
+        await stage.until(lambda: not stage.publisher._stored)
+        assert stage.methods == ["POST"]
+        stage.register(2)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        asked.append(path)
+        stage.register(0)
+        return await found(self, path, query=query)
+
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        found = ApiServer.find
+        monkeypatch.setattr(ApiServer, "find", find)
+        asked.clear()
+        stage.devices.set(DEVICES[:1])
+        stage.publisher._listed()
+        await stage.until(lambda: asked and not stage.publisher._writing.locked())
+        assert stage.methods == ["POST"]
+        monkeypatch.undo()
+        stage.register(2)
+        await stage.settled(*names(*DEVICES[:1]))
+
+
+async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.put({**stage.slice, "spec": {**stage.slice["spec"], "devices": []}})
+        await stage.settled(*names(*DEVICES))
+        assert stage.methods == ["POST", "PUT"]
+
+
+async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.answers += [failure(409, "Conflict", "modified")]
+        stage.devices.set(DEVICES[:1])
+        await stage.settled(*names(*DEVICES[:1]))
+        assert (stage.methods, stage.publisher.state.error) == (["POST", "PUT", "PUT"], None)
+
+
+async def test_an_expired_watch_finds_the_deletion(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        await stage.until(lambda: stage.publisher._reflector._objects)
+        await stage.sim.stop()
+        stage.resources.remove(NAME)
+        stage.resources.forget()
+        await stage.sim.start()
+        await stage.until(lambda: stage.slice is not None)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_path: Path) -> None:
+    """The connection breaks between the answer to the write and its event, and the history is lost."""
+    async with staged(tmp_path) as stage:
+        await stage.until(stage.publisher._reflector.synced.is_set)
+        stage.resources.send_events(False)
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        assert not stage.publisher._reflector._objects
+        await stage.sim.stop()
+        stage.resources.send_events(True)
+        stage.resources.remove(NAME)
+        stage.resources.forget()
+        await stage.sim.start()
+        await stage.until(lambda: stage.slice is not None)
+        await stage.settled(*names(*DEVICES))
+        assert stage.methods == ["POST", "POST"]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    asked = list[bool]()
+
+    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        asked.append(stage.publisher.state.published)
+        if len(asked) <= failures:
+            raise AnswerError("HTTP 500: etcd has no leader", status=500)
+        return await found(self, path, query=query)
+
+    found = ApiServer.find
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        await stage.until(lambda: 0 < stage.publisher._compared == stage.publisher._lists)
+        monkeypatch.setattr(ApiServer, "find", find)
+        with capture_logs() as logs:
+            stage.publisher._listed()
+            await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
+        assert [each["event"] for each in logs] == ["slice_not_looked_up"]
+        assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
+        assert stage.methods == ["POST"]
+
+
+async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")
+        stage.registration.set(LinkState(registered=True, registrations=1, error="the folder is read-only"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stage.publisher._registered_at == float("-inf")
+        stage.register(2)
+        await stage.until(lambda: stage.publisher._registered_at > float("-inf"))
+
+
+async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, permitted = asyncio.Event(), asyncio.Event()
+
+    async def write(*_: object) -> None:
+        entered.set()
+        await permitted.wait()
+
+    async with staged(tmp_path) as stage:
+        monkeypatch.setattr(stage.publisher, "_write", write)
+        stage.register(1)
+        await entered.wait()
+        withdrawal = asyncio.create_task(stage.publisher.withdraw(timeout_seconds=30))
+        await asyncio.sleep(0)
+        permitted.set()
+        assert await withdrawal
+        assert stage.publisher.state.published is False
+
+
+# -- pace and failures -------------------------------------------------------------------------------------------------------
+
+
+async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Path) -> None:
+    """The clock stands still, so the second change is due when the test says so."""
+    now = [100.0]
+    async with staged(tmp_path, replace(AT_ONCE, change_seconds=2.0)) as stage:
+        stage.publisher._clock = lambda: now[0]
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        for number in range(5):
+            stage.devices.set((device(number + 5),))
+            await asyncio.sleep(0.01)
+        assert stage.methods == ["POST"]
+        now[0] += 2.0
+        stage.publisher._wake.set()
+        await stage.settled(device(9).name)
+        assert stage.methods == ["POST", "PUT"]
+        now[0] += 2.0
+        stage.devices.set(DEVICES)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) -> None:
+    sentence = 'ResourceSlice "x" is invalid: spec.devices[0].name: Invalid value'
+    with capture_logs() as logs:
+        async with staged(tmp_path) as stage:
+            stage.resources.answers += [failure(422, "Invalid", sentence) for _ in range(3)]
+            stage.register(1)
+            await stage.until(lambda: len(stage.methods) == 3)
+            assert stage.publisher.state.error == f"HTTP 422: {sentence}"
+            await stage.settled(*names(*DEVICES))
+            assert stage.publisher.state.error is None
+    assert [each["error"] for each in logs if each["event"] == "slice_not_published"] == [f"HTTP 422: {sentence}"]
+
+
+async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with staged(tmp_path) as stage:
+            stage.devices.set(tuple(device(n) for n in range(65)))
+            stage.register(1)
+            await stage.until(lambda: stage.publisher.state.error)
+            assert not stage.methods
+            most = tuple(device(n) for n in range(64))
+            stage.devices.set(most)
+            await stage.settled(*names(*most))
+    (error,) = [each["error"] for each in logs if each["event"] == "slice_not_published"]
+    assert "this node has 65 GPUs, and a ResourceSlice can have 64 devices" in error
+
+
+async def test_the_api_server_comes_back(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        await stage.sim.stop()
+        stage.register(1)
+        await stage.until(lambda: stage.publisher.state.error)
+        await stage.sim.start()
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
+    async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
+        stage.register(1)
+        await stage.until(lambda: stage.publisher.state.error)
+        assert "use Kubernetes 1.34 or later" in str(stage.publisher.state.error)
+
+
+# -- feature gates -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gate", "left"), [("DRAConsumableCapacity", ()), ("DRADeviceTaints", DEVICES[:1])])
+async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate: str, left: tuple[SliceDevice, ...]) -> None:
+    def off(resources: Resources) -> None:
+        resources.without = {gate}
+
+    with capture_logs() as logs:
+        async with staged(tmp_path, prepare=off) as stage:
+            wanted = (DEVICES[0], device(1, taints=(SICK,)))
+            stage.devices.set(wanted)
+            stage.register(1)
+            await stage.settled(*names(*left))
+            assert gate in str(stage.publisher.state.dropped)
+            assert all(names(*left) == [each["name"] for each in sent["spec"]["devices"]] for _, sent in stage.resources.writes)
+            probes = stage.resources.probes
+            await stage.until(lambda: stage.resources.probes > probes)
+            stage.resources.without = set()
+            await stage.settled(*names(*wanted))
+            await stage.until(lambda: stage.publisher.state.dropped is None)
+    assert len([each for each in logs if each["event"] == "slice_fields_dropped"]) == 1
+
+
+async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tmp_path: Path) -> None:
+    async with staged(tmp_path, replace(AT_ONCE, probe_seconds=LONG)) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.without = {"DRAConsumableCapacity"}
+        stage.devices.set(DEVICES[:1])
+        await stage.settled()
+        await stage.until(lambda: stage.publisher.state.dropped is not None)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
+        stage.devices.set(())
+        stage.register(2)
+        await stage.until(lambda: not stage.publisher._stored)
+        assert (stage.slice, stage.publisher.state.published) == (None, False)
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
+        assert stage.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
+        await stage.sim.stop()
+        assert await stage.publisher.withdraw(timeout_seconds=5.0) is False

@@ -1,0 +1,375 @@
+"""From the kubelet's calls to what `kubectl describe` shows: one patch and one event for a pod, for the right incarnation."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.publisher import decisions
+from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
+from gpumgr.ledger.annotations import pod_annotations
+from gpumgr.ledger.history import HISTORY_ENTRIES
+from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.topology.devices import NodeSnapshot, Topology
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import Refused, World
+
+from .cluster import Cluster, announced
+
+UUIDS = [gpu.uuid for gpu in snapshot(2, 16).gpus]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with announced(await World.made(snapshot(2, 16)), tmp_path) as made:
+        yield made
+
+
+def app(name: str = "main", cores: int = 30, blocks: int = 4) -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+
+
+# -- placed ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Cluster) -> None:
+    containers = (app("fetch"), SimContainer(name="log"), app("main", 20), app("side", 10, 1))
+    pod = await cluster.run(cluster.world.pod("web", replace(containers[0], kind="init"), *containers[1:]))
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    listed = cluster.allocations(pod)
+    assert [(each["container"], each["cores"], each["memory_mebibytes"]) for each in listed] == [
+        ("fetch", 30, 1024),
+        ("main", 20, 1024),
+        ("side", 10, 256),
+    ]
+    assert {each["allocation"] for each in listed} == set(cluster.world.ledger.allocations)
+    assert [each.get("evaluator") for each in listed] == ["share", None, "share"]  # the second has the first one's ids
+    annotations = cluster.annotations(pod)
+    assert annotations["tencent.com/predicate-gpu-idx-1"] == annotations["tencent.com/predicate-gpu-idx-2"] == "0"
+    assert "tencent.com/predicate-gpu-idx-0" not in annotations
+    assert (annotations["tencent.com/gpu-assigned"], annotations["tencent.com/predicate-node"]) == ("true", "node-1")
+    (event,) = cluster.events
+    names = [each["allocation"] for each in listed]
+    assert (event["type"], event["reason"], event["involvedObject"]["uid"]) == ("Normal", "GpuPlaced", pod.uid)
+    assert set(event["metadata"]["annotations"]["gpumgr.io/allocation"].split(",")) == set(names)
+    assert "main: GPU0 (00000000), 20 cores, 1024 MiB" in event["message"]
+    await cluster.look(60)
+    assert cluster.writes == ["pod", "event"]
+
+
+async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: Cluster) -> None:
+    await cluster.run(cluster.world.pod("web", app()))
+    cluster.world.clock.now -= 2  # its containers took that long to start
+    await cluster.look(SETTLE_SECONDS / 2)
+    assert cluster.writes == []
+    await cluster.look(SETTLE_SECONDS)
+    assert cluster.writes == ["pod", "event"]
+
+
+async def test_the_daemon_writes_a_pods_annotations_and_event_by_itself(cluster: Cluster) -> None:
+    cluster.decisions = cluster.reporter(asyncio.get_running_loop().time)
+    daemon = asyncio.create_task(cluster.decisions.run())
+    await asyncio.sleep(0.01)
+    await cluster.run(cluster.world.pod("web", app()))
+    async with asyncio.timeout(5):
+        await cluster.until(lambda: bool(cluster.events))
+    daemon.cancel()
+    await asyncio.wait([daemon])
+    assert cluster.writes == ["pod", "event"]
+
+
+async def test_each_of_many_pods_is_reported_once(cluster: Cluster) -> None:
+    pods = [await cluster.run(cluster.world.pod(f"web-{number}", app(cores=5, blocks=1))) for number in range(20)]
+    await cluster.look()
+    assert sorted(cluster.writes) == ["event"] * 20 + ["pod"] * 20
+    for pod in pods:
+        (one,) = cluster.allocations(pod)
+        assert one["gpus"][0] in UUIDS
+
+
+async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
+    world = await World.made(snapshot(2, 16))
+    async with announced(world, tmp_path, annotate_pods=False, write_events=False) as cluster:
+        await cluster.run(cluster.world.pod("web", app()))
+        cluster.add(what="gpu", code="lost", gpus=("00000000",))
+        await cluster.look()
+        assert cluster.writes == []
+
+
+# -- the right pod -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pod_that_the_api_server_shows_late_is_reported_late(cluster: Cluster) -> None:
+    pod = await cluster.world.run(cluster.world.pod("web", app()))
+    await cluster.look(30)
+    assert cluster.writes == []
+    await cluster.shown(pod)
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    assert cluster.allocations(pod)[0]["container"] == "main"
+
+
+async def test_another_incarnation_of_the_name_gets_nothing(cluster: Cluster) -> None:
+    first = await cluster.run(cluster.world.pod("web-0", app()))
+    second = replace(first, uid="uid-99")
+    cluster.api.remove(first.uid)
+    await cluster.shown(second)
+    await cluster.look()
+    assert cluster.writes == []
+    assert cluster.annotations(second) == {}
+
+
+async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) -> None:
+    await cluster.api.stop()
+    pod = await cluster.world.run(cluster.world.pod("web", app()))
+    view = cluster.world.view(pod)
+    cluster.cache._change(None, view)
+    cluster.world.clock.now += 1
+    cluster.decisions.report()
+    assert cluster.publisher.state().waiting == 2
+    cluster.cache._change(view, None)
+    assert cluster.publisher.state().waiting == 1
+
+
+async def test_the_annotations_follow_an_allocation_that_is_moved_to_another_pod(cluster: Cluster) -> None:
+    world = cluster.world
+    one, other = await cluster.shown(world.pod("one", app())), await cluster.shown(world.pod("other", app()))
+    await world.run(one)
+    await cluster.look()
+    assert "gpumgr.io/allocations" in cluster.annotations(one)
+    (held,) = world.ledger.allocations.values()
+    world.agent_state.put(world.ledger.occupy(replace(held, pod=("team", "other"), uid=other.uid)))
+    await cluster.look()
+    await cluster.look()
+    assert cluster.annotations(one) == {}
+    assert cluster.allocations(other)[0]["allocation"] == held.id
+    assert cluster.writes.count("event") == 1
+
+
+async def test_a_schedulers_own_keys_stay_where_we_wrote_nothing(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app()))
+    theirs = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/predicate-gpu-idx-7": "1", "tencent.com/gpu-assigned": "false"}
+    cluster.publisher.annotate_pod(("team", "web"), pod.uid, theirs)
+    await cluster.until(lambda: cluster.cache.annotations(pod.uid) == theirs)
+    await cluster.world.run(pod)
+    await cluster.look()
+    annotations = cluster.annotations(pod)
+    assert annotations["tencent.com/gpu-assigned"] == "true"
+    assert (annotations["tencent.com/predicate-gpu-idx-0"], annotations["tencent.com/predicate-gpu-idx-7"]) == ("0", "1")
+
+
+# -- restarts and repairs ----------------------------------------------------------------------------------------------------
+
+
+async def test_after_a_restart_only_what_is_missing_is_written(cluster: Cluster) -> None:
+    written = await cluster.run(cluster.world.pod("written", app()))
+    await cluster.look()
+    await cluster.until(lambda: bool(cluster.cache.annotations(written.uid)))
+    unwritten = await cluster.run(cluster.world.pod("unwritten", app()))
+    cluster.decisions = cluster.reporter()
+    await cluster.look()
+    await cluster.look()
+    assert cluster.writes == ["pod", "event", "pod"]
+    assert cluster.allocations(unwritten)[0]["evaluator"] == "share"
+
+
+async def test_annotations_that_were_removed_are_written_again(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    await cluster.look()
+    await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
+    before = dict(cluster.annotations(pod))
+    cluster.publisher.annotate_pod(("team", "web"), pod.uid, dict.fromkeys(before))
+    await cluster.until(lambda: not cluster.cache.annotations(pod.uid))
+    await cluster.look(CHECK_SECONDS)
+    await cluster.look()
+    assert cluster.annotations(pod) == before
+
+
+async def test_a_container_on_a_gpu_that_the_driver_does_not_show_waits(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    await cluster.world.agent_state.set_snapshot(NodeSnapshot(gpus=(), topology=Topology((), ())))
+    await cluster.look()
+    assert cluster.writes == []
+    await cluster.world.agent_state.set_snapshot(cluster.world.node)
+    await cluster.look()
+    assert cluster.allocations(pod)[0]["indices"] == [0]
+
+
+async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
+    world, reporter = cluster.world, cluster.decisions
+    for number in range(5):
+        pod = await cluster.run(world.pod(f"web-{number}", app()))
+        await cluster.look()
+        world.end(pod)
+        await world.sweep(2)
+        await world.sweep(2)
+        cluster.api.remove(pod.uid)
+        await cluster.until(lambda uid=pod.uid: cluster.cache.by_uid(uid) is None)  # type: ignore[misc]
+    await cluster.look()
+    assert not world.ledger.allocations
+    kept = (
+        reporter._due,
+        reporter._unreported,
+        reporter._evaluators,
+        reporter._published,
+        reporter._late,
+        reporter._renamed,
+    )
+    assert [len(each) for each in kept] == [0] * 6
+    assert cluster.writes.count("pod") == cluster.writes.count("event") == 5
+
+
+async def test_the_evaluator_of_a_running_pod_is_kept_after_many_events(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    await cluster.look()
+    await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
+    for number in range(2 * HISTORY_ENTRIES):
+        cluster.add(what="freed", id=f"other-{number}")
+    cluster.decisions = cluster.reporter()
+    await cluster.look()
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    assert cluster.allocations(pod)[0]["evaluator"] == "share"
+
+
+# -- bugs --------------------------------------------------------------------------------------------------------------------
+
+
+class BuggyPods(PodCache):
+    """Raises an error for one pod."""
+
+    def get(self, pod: PodKey) -> PodView | None:
+        if pod == ("team", "odd"):
+            raise LookupError("a bug")
+        return super().get(pod)
+
+
+async def test_a_bug_does_not_fail_the_caller(cluster: Cluster) -> None:
+    cluster.cache.__class__ = BuggyPods
+    with capture_logs() as logs:
+        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
+        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="b")
+    assert [(line["event"], line["daemon"]) for line in logs] == [("daemon_failed", "decision_reporter")]
+    cluster.add(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
+    await cluster.written()
+    assert [event["reason"] for event in cluster.events] == ["GpuLost"]
+
+
+async def test_a_bug_with_one_pod_does_not_stop_the_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(view: PodView, *arguments: Any, **named: Any) -> dict[str, str]:
+        if view.name == "odd":
+            raise LookupError("a bug")
+        return pod_annotations(view, *arguments, **named)
+
+    monkeypatch.setattr(decisions, "pod_annotations", odd)
+    await cluster.run(cluster.world.pod("odd", app()))
+    web = await cluster.run(cluster.world.pod("web", app()))
+    with pytest.raises(LookupError):
+        await cluster.look()
+    await cluster.look()
+    assert cluster.allocations(web)[0]["container"] == "main"
+
+
+# -- refusals and other events------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_pod_gets_the_reason_and_no_event_of_a_placement(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app("one"), app("two", 40, 0)))
+    with pytest.raises(Refused):
+        await cluster.world.run(pod)
+    await cluster.shown(pod, PodStatus(phase="Failed", reason="UnexpectedAdmissionError"))
+    await cluster.look()
+    assert cluster.writes == ["event"]
+    (event,) = cluster.events
+    assert (event["type"], event["reason"]) == ("Warning", "GpuRefused")
+    assert event["message"].startswith("container two: 40 cores asked without memory")
+    refused = cluster.history.entries()[-1]
+    assert event["metadata"]["annotations"] == {"gpumgr.io/allocation": refused.id}
+    assert event["message"].endswith(f"[allocation {refused.id}]")
+
+
+async def test_other_events_of_pods(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    (held,) = cluster.world.ledger.allocations.values()
+    await cluster.look()
+    cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuMemoryOverLimit", why="too much")
+    cluster.add(what="event", id=held.id, code="GpuLimitBroken", why="without a name, but of its allocation")
+    await cluster.written()
+    assert [(event["reason"], event["type"], event["involvedObject"]["uid"]) for event in cluster.events[1:]] == [
+        ("GpuMemoryOverLimit", "Warning", pod.uid),
+        ("GpuLimitBroken", "Warning", pod.uid),
+    ]
+
+
+async def test_missing_limits_are_in_the_event_of_the_placement(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    (held,) = cluster.world.ledger.allocations.values()
+    assert held.mechanisms == ("none",)
+    cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuLimitNotEnforced", why="nothing keeps it")
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    (event,) = cluster.events
+    assert (event["reason"], event["type"]) == ("GpuPlaced", "Normal")
+    assert "; GpuLimitNotEnforced: nothing on this node keeps container main within its share" in event["message"]
+
+
+async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app()))
+    cluster.api.forbidden.add(("create", "pods/eviction"))
+    for number in range(2):
+        cluster.publisher.evict(f"drain {number}", [Eviction(uid=pod.uid, pod=("team", "web"), reason="GPU0 is drained")])
+        await cluster.written()
+        await cluster.look()
+    (entry,) = cluster.history.entries()
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
+    assert entry.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
+    assert entry.why.endswith("create on pods/eviction")
+    assert [(event["reason"], event["type"]) for event in cluster.events] == [("GpuPodNotEvicted", "Warning")]
+
+
+async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) -> None:
+    view = replace(cluster.world.view(cluster.world.pod("web", app())), runtime_uid="of-the-kubelet")
+    cluster.cache._change(None, view)
+    cluster.add(what="event", pod=view.key, pod_uid="of-the-kubelet", code="GpuLimitBroken", why="a")
+    cluster.add(what="event", pod=view.key, pod_uid=view.uid, code="GpuLimitBroken", why="b")
+    await cluster.written()
+    assert [event["involvedObject"]["uid"] for event in cluster.events] == ["of-the-kubelet"] * 2
+
+
+async def test_events_of_an_unknown_pod_wait_for_a_while(cluster: Cluster) -> None:
+    pod = cluster.world.pod("web", app())
+    cluster.add(what="refused", id="r1", pod=("team", "web"), code="no_fit", why="no room")
+    cluster.add(what="refused", id="r2", pod=("team", "never"), code="no_fit", why="no room")
+    cluster.add(what="refused", id="r3", code="no_fit", why="its pod is never known")
+    await cluster.look()
+    assert cluster.writes == []
+    await cluster.shown(pod)
+    await cluster.look()
+    assert [event["involvedObject"]["uid"] for event in cluster.events] == [pod.uid]
+    await cluster.look(LATE_SECONDS)
+    assert cluster.publisher.state().dropped == 1
+    for number in range(MAX_LATE + 3):
+        cluster.add(what="refused", id=f"r{number}", pod=("team", f"never-{number}"), code="no_fit", why="no room")
+    assert cluster.publisher.state().dropped == 4
+
+
+async def test_events_of_gpus_are_the_nodes(cluster: Cluster) -> None:
+    for code, why in (("lost", "XID 79: the GPU has fallen off the bus"), ("back", "it is well again"), ("cordoned", "")):
+        cluster.add(what="gpu", code=code, gpus=("00000001",), why=why)
+    await cluster.written()
+    assert [(event["type"], event["reason"], event["message"]) for event in cluster.events] == [
+        ("Warning", "GpuLost", "GPU1 (00000001): XID 79: the GPU has fallen off the bus"),
+        ("Normal", "GpuBack", "GPU1 (00000001): it is well again"),
+        ("Normal", "GpuCordoned", "GPU1 (00000001): cordoned"),
+    ]
+    assert {(namespace, event["involvedObject"]["uid"]) for (namespace, _), event in cluster.api.written.events.items()} == {
+        ("default", "node-1")
+    }

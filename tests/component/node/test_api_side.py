@@ -1,0 +1,147 @@
+"""The API server's side as the agent starts it: the publisher with the history, and a bug in a reporter."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodView
+from gpumgr.node import api_side
+from gpumgr.node.api_side import ApiSide
+from gpumgr.node.assembly import make_components, make_maintenance
+from gpumgr.node.components import Components, Hardware, make_enforcement
+from gpumgr.node.node_enforcement import NodeEnforcement
+from gpumgr.node.read_model import ReadModel
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import (
+    CheckpointSettings,
+    ContainerSettings,
+    CriSettings,
+    EnforcementSettings,
+    KubernetesSettings,
+    NodeSettings,
+)
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.component.stage.stage import MemoryCheckpoint
+
+POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))
+
+
+@asynccontextmanager
+async def started(
+    sim: SimApiServer, folder: Path, *, pods_known: bool = False, profile: Literal["tencent", "both"] = "tencent"
+) -> AsyncIterator[tuple[ApiSide, Components]]:
+    """Only its daemons run. `pods_known`: the pods are listed before, as they are before a takeover from another agent."""
+    settings = Settings(
+        node=NodeSettings(name="node-1", profile=profile),
+        kubernetes=KubernetesSettings(kubeconfig=sim.kubeconfig(folder / "kubeconfig")),
+        checkpoint=CheckpointSettings(dir=folder),
+        container=ContainerSettings(allocation_dir=folder / "vm"),
+        cri=CriSettings(socket=folder / "none.sock"),
+        enforcement=EnforcementSettings(backend="none", run_dir=folder / "run"),
+    )
+    checkpoint = MemoryCheckpoint()
+    async with ApiSide.open(settings) as side:
+        if pods_known:
+            side.watch()
+            await side.wait_synced(60)
+        hardware = Hardware(simulated=True)
+        enforcement = make_enforcement(settings, hardware, side.pods, side.publisher)
+        components = make_components(settings, hardware, Loaded(), checkpoint, side, None, enforcement)
+        readers = ReadModel(
+            components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
+        )
+        async with asyncio.TaskGroup() as group:
+            daemons = side.start(group, components, readers)
+            yield side, components
+            assert not any(daemon.done() for daemon in daemons), daemons
+            for daemon in daemons:
+                daemon.cancel()
+        await components.close()
+
+
+async def test_an_eviction_that_the_api_server_refuses_is_in_the_history(sim: SimApiServer, tmp_path: Path) -> None:
+    sim.put(POD)
+    sim.forbidden.add(("create", "pods/eviction"))
+    async with started(sim, tmp_path) as (side, components):
+        assert side.publisher is not None
+        added: asyncio.Queue[HistoryEntry] = asyncio.Queue()
+        components.agent_state.history.subscribe(added.put_nowait)
+        side.publisher.evict("a drain", [Eviction(uid="uid-1", pod=("team", "web"), reason="GPU0 is drained")])
+        async with asyncio.timeout(10):
+            entry = await added.get()
+        assert components.agent_state.history.entries() == (entry,)
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), "uid-1")
+
+
+async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
+    sim.put(POD)
+    async with started(sim, tmp_path), asyncio.timeout(10):
+        assert await seen.get() == "web"
+        sim.put(POD, PodStatus(phase="Running"))
+        sim.put(replace(POD, name="later", uid="uid-2"))
+        assert await seen.get() == "later"
+
+
+def terminating(name: str, **annotations: str) -> dict[str, Any]:
+    """A pod that failed in its grace period, which is nearly over."""
+    times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}
+    return {
+        "metadata": {"namespace": "team", "name": name, "uid": name, "annotations": annotations, **times},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": {"limits": limits}}]},
+        "status": {"phase": "Failed"},
+    }
+
+
+@pytest.mark.parametrize("pods_known", [False, True])
+async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pods_known: bool
+) -> None:
+    ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def end_clients(_: NodeEnforcement, pods: Collection[PodView]) -> None:
+        for pod in pods:
+            ended.put_nowait(pod.name)
+
+    monkeypatch.setattr(NodeEnforcement, "end_clients", end_clients)
+    sim.written.annotations["hami.io/mutex.lock"] = "2026-01-01T00:00:00Z,team,h"
+    allocated = {"hami.io/vgpu-devices-allocated": "GPU-0,NVIDIA,1000,0:;", "hami.io/bind-phase": "allocating"}
+    sim.put_document(terminating("h", **{"hami.io/vgpu-node": "node-1"}, **allocated))
+    async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(20):
+        assert await ended.get() == "h"
+        while (  # noqa: ASYNC110 (the simulated API server has no event)
+            "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_bug_in_a_reporter_does_not_end_the_agent(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: asyncio.Queue[None] = asyncio.Queue()
+
+    def fail(_: ReadModel) -> NoReturn:
+        calls.put_nowait(None)
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(ReadModel, "report", fail)
+    with capture_logs() as logs:
+        async with started(sim, tmp_path), asyncio.timeout(10):
+            for _ in range(4):  # each of the two reporters calls it again and again
+                await calls.get()
+    failed = sorted(line["daemon"] for line in logs if line["event"] == "daemon_failed")
+    assert failed == ["inventory_reporter", "node_reporter"]

@@ -1,0 +1,498 @@
+"""What decides in mode dra which GPUs are offered, whether the node may change its mode, and what follows after a lost ledger."""
+
+import asyncio
+import math
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.inventory import EMPTY, Inventory
+from gpumgr.common.errors import KubeletError, Refusal
+from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.units import Amounts
+from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.claim_reader import find_shares
+from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
+from gpumgr.ledger.claims import device_name
+from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.node import dra_side
+from gpumgr.node.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints
+from gpumgr.node.node_hold import holders_of_other_mode
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
+from tests.component.kubelet.dra.harness import StubKubelet, soon
+from tests.component.stage.stage import snapshot, unlimited
+from tests.unit.agent.world import World
+
+CLAIM = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
+
+
+def ledger(*holders: tuple[str, ClaimRequest | None]) -> Ledger:
+    result = Ledger()
+    for name, claim in holders:
+        pod: PodKey = ("team", name)
+        result = result.occupy(Allocation(id=name, pod=pod, container="main", claim=claim))
+    return result
+
+
+def test_a_node_waits_for_the_pods_of_the_other_mode() -> None:
+    mixed = ledger(("by-plugin", None), ("by-claim", CLAIM))
+    for mode, holder, other in (("dra", "by-plugin", "by-claim"), ("plugin", "by-claim", "by-plugin")):
+        reason = holders_of_other_mode(mixed, mode) or ""
+        assert f"team/{holder} (main)" in reason
+        assert other not in reason
+        assert f"node.mode is {mode}" in reason
+    assert holders_of_other_mode(ledger(("by-claim", CLAIM)), "dra") is None
+    assert holders_of_other_mode(Ledger(), "plugin") is None
+
+
+def test_only_five_holders_are_named() -> None:
+    reason = holders_of_other_mode(ledger(*((f"p{n}", None) for n in range(9))), "dra") or ""
+    assert "and 4 more" in reason
+    assert "p5" not in reason
+
+
+@pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
+def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(effect: str) -> None:
+    node = snapshot(3)
+    uuids = [gpu.uuid for gpu in node.gpus]
+    inventory = Inventory(snapshot=node, failed={uuids[0]: "XID 79"}, cordoned={uuids[0]: "maintenance", uuids[1]: "maintenance"})
+    registry = inventory.register(Ledger().gpu_registry)
+    names = [gpu.name for gpu in registry.gpus]
+    assert effect in ("NoSchedule", "NoExecute")
+    found = gpu_taints(registry, inventory, "NoExecute" if effect == "NoExecute" else "NoSchedule")
+    assert {gpu: [(taint.key, taint.effect) for taint in taints] for gpu, taints in found.items()} == {
+        names[0]: [(UNHEALTHY_TAINT, effect)],
+        names[1]: [(CORDONED_TAINT, "NoSchedule")],
+    }
+    assert Taint(key=CORDONED_TAINT) in found[names[1]]
+
+
+@pytest.mark.parametrize(
+    ("status", "here"),
+    [
+        (None, False),
+        ({}, False),
+        ({"allocation": None}, False),
+        ({"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n1"}]}}}, True),
+        ({"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n2"}]}}}, False),
+        ({"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n1"}]}}}, False),
+    ],
+)
+async def test_claims_of_this_node(status: object, here: bool) -> None:
+    server = ClaimServer()
+    server.claims["a"] = {"metadata": {"uid": "u"}, "status": status}
+    uid, shares = await find_shares(cast("ApiServer", server), "n1", "team", "a")
+    assert (uid, bool(shares)) == ("u", here)
+
+
+class ClaimServer:
+    """The claims of namespace team. `failures` are raised first, one for each request of this claim."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, list[Exception]] = {}
+        #: Method and path of each write, and the answers to the next ones.
+        self.sent: list[str] = []
+        self.refusals: list[Exception] = []
+
+    def add(self, world: World, name: str, gpu: int, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
+        device = device_name(world.ledger.gpu_registry.gpus[gpu].name)
+        amounts = {"shareID": "s", "consumedCapacity": {"cores": "30", "memory": "256Mi"}}
+        given = [{"request": "gpu", "driver": DRIVER, "pool": node, "device": device, **amounts}]
+        status = {
+            "allocation": {"devices": {"results": given if results is None else results}},
+            "reservedFor": [{"resource": "pods", "name": name, "uid": f"pod-{name}"}],
+        }
+        self.claims[name] = {"metadata": {"uid": f"claim-{name}"}, "status": status}
+        use = ClaimUse(container="main", claim=name)
+        world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
+
+    async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:  # noqa: ARG002
+        name = path.rpartition("/")[2]
+        if self.failures.get(name):
+            raise self.failures[name].pop(0)
+        return self.claims.get(name)
+
+    async def send(self, method: str, path: str, body: object, *, but: Sequence[int] = ()) -> bool:  # noqa: ARG002
+        self.sent.append(f"{method} {path}")
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return True
+
+
+def side_of(
+    world: World,
+    server: ClaimServer,
+    folder: Path,
+    *,
+    driver: DraDriver | None = None,
+    lost: bool = True,
+    mode: Literal["plugin", "dra"] = "dra",
+) -> DraSide:
+    return DraSide(
+        Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=folder / "plugins")),
+        driver or DraDriver(folder, folder, None, "node-1"),
+        server=cast("ApiServer", server),
+        agent_state=world.agent_state,
+        starts=world.agent.container_starts,
+        pods=world.pods,
+        enforcement=world.limits,
+        pod_resources=cast("Any", None),
+        lost=lost,
+    )
+
+
+@asynccontextmanager
+async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -> AsyncIterator[DraSide]:
+    side = side_of(world, server, folder)
+    task = asyncio.create_task(side._adopt())
+    try:
+        yield side
+        async with asyncio.timeout(30):
+            await task
+    finally:
+        task.cancel()
+
+
+def held(world: World) -> set[str]:
+    return {a.claim.name for a in world.ledger.allocations.values() if a.claim is not None}
+
+
+async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "a", 0)
+    server.add(world, "b", 0)
+    server.add(world, "elsewhere", 1, node="node-2")
+    server.add(world, "odd", 1, results=[{}])
+    server.failures = {"a": [AnswerError("HTTP 503: no leader", status=503), TimeoutError()], "b": [OSError("reset")]}
+    uuid = world.node.gpus[0].uuid
+    await world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+    with capture_logs() as logs:
+        async with after_a_lost_ledger(world, server, tmp_path):
+            pass
+    assert held(world) == {"a", "b"}
+    assert [each["claim"] for each in logs if each["event"] == "claim_not_adopted"] == ["team/odd"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "shown"),
+    [
+        (AnswerError("HTTP 403: forbidden", status=403), "claim team/a: AnswerError: HTTP 403"),
+        # It is a ValueError, too, as faults of an object are, which are skipped.
+        (ssl.SSLCertVerificationError("expired"), "claim team/a: SSLCertVerificationError: "),
+    ],
+)
+async def test_while_claims_can_not_be_adopted_the_reason_is_shown(
+    failure: Exception, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    world, server = await World.made(snapshot(1, 80), limits=unlimited(tmp_path)), ClaimServer()
+    world.pods.synced = False
+    async with after_a_lost_ledger(world, server, tmp_path) as side:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "has not listed the pods" in (side.states[DRIVER].error or "")
+        server.add(world, "a", 0)
+        server.failures["a"] = [failure] * 5
+        world.pods.synced = True
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert shown in (side.states[DRIVER].error or "")
+    assert held(world) == {"a"}
+
+
+async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
+    former, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(former, "a", 0)
+    world = World(snapshot(2, 80), limits=unlimited(tmp_path / "2"))
+    world.pods.views.update(former.pods.views)
+    async with after_a_lost_ledger(world, server, tmp_path) as side:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert "the driver has not listed the GPUs" in (side.states[DRIVER].error or "")
+        await world.agent_state.set_snapshot(world.node)
+    assert held(world) == {"a"}
+
+
+@asynccontextmanager
+async def ending_side(
+    world: World, server: ClaimServer, folder: Path, *, lost: bool
+) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
+    """In mode plugin."""
+    kubelet = StubKubelet(folder)
+    driver = DraDriver(kubelet.plugins, kubelet.registry, None, "node-1")
+    side = side_of(world, server, folder, driver=driver, lost=lost, mode="plugin")
+    task = asyncio.create_task(side.run_out())
+    try:
+        async with asyncio.timeout(30):
+            yield side, kubelet
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await side.link.stop(0)
+        await kubelet.end()
+
+
+async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is_registered(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "a", 0)
+    server.failures["a"] = [AnswerError("HTTP 503: no leader", status=503)] * 3
+    world.pods.synced = False
+    (folder / "plugins" / DRIVER).mkdir(parents=True)
+    async with ending_side(world, server, folder, lost=True) as (side, kubelet):
+        assert side.held_back
+        await soon(lambda: "has not listed the pods" in (side.held_back or ""))
+        world.pods.synced = True
+        await soon(lambda: "HTTP 503" in (side.held_back or ""))
+        await soon(lambda: side.held_back is None)
+        assert held(world) == {"a"}
+        await kubelet.register()
+        with pytest.raises(Refusal, match="takes no more claims"):
+            await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"), deadline=math.inf)
+
+
+@pytest.mark.parametrize("fault", ["no pods", "no right"])
+async def test_a_node_that_was_never_in_mode_dra_does_not_wait_for_claims(
+    fault: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    server.add(world, "nic", 0, results=[])
+    server.failures["nic"] = [AnswerError("HTTP 403: forbidden", status=403)] * (fault == "no right")
+    world.pods.synced = fault != "no pods"
+    async with ending_side(world, server, folder, lost=True) as (side, _):
+        await soon(lambda: side.held_back is None)
+    assert not world.ledger.allocations
+
+
+async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_retries(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "WITHDRAWAL_PAUSES", (0.01, 0.02))
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+    spec = await prepared(world, tmp_path)
+    spec.unlink()
+    server.refusals = [OSError("no route to host")] * 10 + [AnswerError("HTTP 403: forbidden", status=403)] * 2
+    with capture_logs() as logs:
+        async with ending_side(world, server, folder, lost=False) as (_, kubelet):
+            await kubelet.register()
+            assert spec.exists()
+            await soon(lambda: not server.refusals)
+            await asyncio.sleep(0.1)
+    assert set(server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
+    assert len(server.sent) == 13
+    assert [each["log_level"] for each in logs if each["event"] == "slice_not_withdrawn"] == ["warning", "info"]
+
+
+@pytest.mark.parametrize("was_in_mode_dra", [False, True])
+async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(
+    tmp_path: Path, folder: Path, was_in_mode_dra: bool
+) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+    if was_in_mode_dra:
+        (folder / "plugins" / DRIVER).mkdir(parents=True)
+    async with ending_side(world, server, folder, lost=False) as (side, _):
+        await soon(lambda: side.held_back is None)
+        await asyncio.sleep(0.1)
+    assert [text.partition(" ")[0] for text in server.sent] == ["DELETE"] * was_in_mode_dra
+
+
+async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dra_side, "RECLAIM_SECONDS", 0.01)
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    side = side_of(world, server, tmp_path)
+    for name in ("a", "b", "c"):
+        server.add(world, name, 0)
+        await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"), deadline=math.inf)
+    world.pods.views.clear()
+    listings: list[Listing | Exception] = [KubeletError("no socket"), KeyError("pod")]
+
+    class PodResources:
+        async def list(self) -> Listing:
+            found = listings.pop(0) if listings else Listing.of({})
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    side._pod_resources = PodResources()
+    server.claims = {"b": {"metadata": {}}}
+    server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 1000
+    with capture_logs() as logs:
+        task = asyncio.create_task(side._reclaim())
+        await soon(lambda: held(world) == {"a", "b"})
+        await asyncio.sleep(0.1)
+        task.cancel()
+    errors = [each["errors"] for each in logs if each["event"] == "leaked_claims_not_examined"]
+    assert [[*each] for each in errors] == [["the kubelet's list"], ["the kubelet's list"], ["team/a", "team/b"]]
+
+
+async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
+    side = side_of(world, server, tmp_path)
+    side.update()
+    assert [each.shared for each in side._devices.value or ()] == [True, True]
+    side.apply(Settings(node=NodeSettings(name="node-1", mode="dra"), placement=PlacementSettings(share_mode=False)))
+    assert [each.shared for each in side._devices.value or ()] == [False, False]
+    server.add(world, "a", 0)
+    with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
+        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
+
+
+async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the kubelet connects again."""
+    side = side_of(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer(), tmp_path)
+    due: list[int] = []
+    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side._registration.value.registrations))
+    for registered, registrations in ((True, 1), (False, 1), (True, 1), (False, 1), (True, 2)):
+        side._link_changed(LinkState(registered=registered, registrations=registrations))
+        assert side._registration.value.registered == registered
+    assert due == [0, 1]
+
+
+async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a start without the driver the former slice would offer them."""
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
+    await world.agent_state.set_snapshot(EMPTY)
+    monkeypatch.setattr(dra_side, "SLOW_DRIVER_SECONDS", 0.1)
+    side = side_of(world, ClaimServer(), tmp_path)
+
+    def offer() -> list[list[str]] | None:
+        """The taints of each device."""
+        side.update()
+        devices = side._devices.value
+        return None if devices is None else [[taint.key for taint in each.taints] for each in devices]
+
+    assert offer() is None, "the driver may only be slow: the slice of the former agent stays"
+    await asyncio.sleep(0.1)
+    assert offer() == []
+    await world.agent_state.set_snapshot(world.node)
+    assert offer() == [[], []]
+    await world.agent_state.set_snapshot(EMPTY)
+    assert offer() == [[LOST_TAINT], [LOST_TAINT]]
+
+
+@asynccontextmanager
+async def running_side(world: World, folder: Path, *, lost: bool = False) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
+    """A former part of the process has registered its driver."""
+    kubelet = StubKubelet(folder)
+    side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None, "node-1"), lost=lost)
+    former = asyncio.create_task(side.link.run())
+    task = None
+    try:
+        async with asyncio.timeout(30):
+            await kubelet.register()
+            former.cancel()
+            await asyncio.wait([former])
+            task = asyncio.create_task(side.run())
+            yield side, kubelet
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await side.link.stop(0)
+        await kubelet.end()
+
+
+@pytest.mark.parametrize("reason", ["holder", "lost"])
+async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
+    reason: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.05)
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
+    if reason == "holder":
+        gpu = world.ledger.gpu_registry.gpus[0].name
+        holder = Allocation(id="a", pod=("team", "by-plugin"), container="main", gpus={gpu: Amounts(10, 256)})
+        world.agent_state.ledger = world.ledger.occupy(holder)
+    else:
+        world.pods.synced = False
+    async with running_side(world, folder, lost=reason == "lost") as (side, kubelet):
+        await soon(lambda: f"{DRIVER}-reg.sock" not in kubelet.sockets())
+        assert not side.states[DRIVER].registered
+        assert side.states[DRIVER].error
+        world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
+        await kubelet.register()
+        await soon(lambda: side.states[DRIVER].registered)
+        assert side.states[DRIVER].error is None
+
+
+async def prepared(world: World, folder: Path) -> Path:
+    """A claim is prepared by an earlier process; the path of its CDI spec."""
+    server = ClaimServer()
+    server.add(world, "a", 0)
+    await side_of(world, server, folder).claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
+    (spec,) = (folder / "cdi").iterdir()
+    return spec
+
+
+async def test_cdi_specs_are_there_before_anything_is_decided(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
+    spec, found = await prepared(world, tmp_path), list[bool]()
+    spec.unlink()
+    monkeypatch.setattr(DraPlugin, "decide_with", lambda *_: found.append(spec.exists()))
+    async with running_side(world, folder):
+        await soon(lambda: bool(found))
+    assert found == [True]
+
+
+async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_intact_is_left_alone(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dra_side, "CDI_CHECK_SECONDS", 0.01)
+    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
+    spec = await prepared(world, tmp_path)
+    content, starts = spec.read_text(), list[str]()
+    start = world.agent.container_starts.start
+
+    async def counted(allocation: Allocation) -> None:
+        starts.append(allocation.id)
+        await start(allocation)
+
+    monkeypatch.setattr(world.agent.container_starts, "start", counted)
+    async with running_side(world, folder):
+        await soon(lambda: len(starts) == 1)
+        for garbage in ("", "garbage" * 9, content.swapcase()):
+            await asyncio.sleep(0.1)
+            spec.write_text(garbage)
+            await soon(lambda: spec.read_text() == content)
+        spec.unlink()
+        await soon(spec.exists)
+    assert len(starts) == 5
+
+
+async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.made(snapshot(1, 80), limits=unlimited(tmp_path))
+    side = side_of(world, ClaimServer(), tmp_path)
+    given = list[float]()
+
+    async def withdraw(*, timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(side.publisher, "withdraw", withdraw)
+    side._publishing = asyncio.create_task(asyncio.sleep(0))
+    await side.stop(3.0)
+    assert given == [1.0]

@@ -1,0 +1,215 @@
+"""The history of GPU health: lost, unhealthy, recovered, one entry for each change."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from gpumgr.agent.inventory import Inventory
+from gpumgr.common.proc import HostProcesses
+from gpumgr.driver.health import GpuHealth, Reason, State
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.node.hardware_events import HardwareEvents
+from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import World
+from tests.unit.web.metrics.pictures import with_hole
+
+NODE = snapshot(2, 16)
+ZERO, ONE = (gpu.uuid for gpu in NODE.gpus)
+Told = tuple[str | None, tuple[str, ...], str]
+
+
+class EventNode:
+    def __init__(self, device_root: Path | None = None, *, node: NodeSnapshot = NODE) -> None:
+        self.world = World(node)
+        self._device_root = device_root
+        self.hardware_events = self._listen()
+
+    def _listen(self) -> HardwareEvents:
+        return HardwareEvents(
+            self.world.agent_state,
+            HostProcesses(),
+            device_root=str(self._device_root or "/dev"),
+            simulated=self._device_root is None,
+            before_snapshot=self._ignore,
+            on_sample=self._ignore,
+        )
+
+    async def restart(self, health: Mapping[str, GpuHealth], node: NodeSnapshot = NODE) -> None:
+        """The agent restarts: earlier reports are in the history, and the driver is read anew."""
+        self.world.agent_state.inventory = Inventory()
+        self.hardware_events = self._listen()
+        await self.hardware_events.health_changed(health)
+        await self.hardware_events.snapshot_taken(node)
+
+    async def _ignore(self, _what: NodeSnapshot | NodeSample, _started: Mapping[int, int] | None = None) -> None:
+        pass
+
+    async def turn(
+        self, state: State, reason: Reason | None = None, message: str = "", *, uuid: str = ONE, cordon_reason: str | None = None
+    ) -> None:
+        await self.hardware_events.health_changed(
+            {uuid: GpuHealth(state=state, reason=reason, message=message, since=0.0, cordon_reason=cordon_reason)}
+        )
+
+    @property
+    def told(self) -> list[Told]:
+        entries = self.world.agent_state.history.entries()
+        return [(entry.code, entry.gpus, entry.why) for entry in entries if entry.what == "gpu"]
+
+
+async def started(device_root: Path | None = None) -> EventNode:
+    listening = EventNode(device_root)
+    await listening.hardware_events.snapshot_taken(NODE)
+    return listening
+
+
+async def test_a_gpu_that_fails_and_comes_back_is_two_entries() -> None:
+    node = await started()
+    await node.turn("suspect", "error", "a doubt")
+    await node.turn("unhealthy", "xid", "XID 79")
+    await node.turn("unhealthy", "xid", "XID 79 again")
+    await node.turn("probation", "xid", "XID 79 again")
+    await node.turn("healthy")
+    await node.turn("healthy")
+    assert node.told == [
+        ("unhealthy", ("00000001",), "XID 79"),
+        ("back", ("00000001",), "it is healthy again and takes pods"),
+    ]
+
+
+async def test_a_change_to_the_worse_is_reported_again() -> None:
+    node = await started()
+    await node.turn("unhealthy", "ecc", "memory errors")
+    await node.turn("unhealthy", "lost", "the GPU is lost")
+    assert [code for code, _, _ in node.told] == ["unhealthy", "lost"]
+
+
+async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
+    node = await started()
+    await node.turn("healthy", cordon_reason="swap the fan")
+    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("healthy")
+    assert node.told == []
+    await node.turn("unhealthy", "xid", "XID 79")
+    await node.turn("unhealthy", "xid", "XID 79", cordon_reason="swap the card")
+    inventory, card = node.world.agent_state.inventory, node.world.agent_state.ledger.gpu_registry.by_uuid[ONE]
+    assert inventory.failures(node.world.agent_state.ledger.gpu_registry) == {card.name: "XID 79"}
+    await node.turn("healthy", cordon_reason="swap the card")
+    assert node.world.agent_state.inventory.unschedulable_reasons(node.world.agent_state.ledger.gpu_registry) == {
+        card.name: "swap the card"
+    }
+    assert [code for code, _, _ in node.told] == ["unhealthy"]
+    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("healthy")
+    assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+async def test_mig_is_a_setting_and_no_illness() -> None:
+    node = await started()
+    await node.turn("unhealthy", "mig", "MIG is enabled")
+    await node.turn("healthy")
+    assert node.told == []
+
+
+async def test_a_gpu_that_is_unhealthy_from_the_start_is_reported_when_its_uuid_is_known() -> None:
+    node = EventNode()
+    await node.turn("unhealthy", "xid", "XID 79", uuid=ZERO)
+    assert node.told == []
+    await node.hardware_events.snapshot_taken(NODE)
+    assert node.told == [("unhealthy", ("00000000",), "XID 79")]
+
+
+async def test_a_missing_device_node_is_reported_too(tmp_path: Path) -> None:
+    for gpu in NODE.gpus:
+        (tmp_path / f"nvidia{gpu.minor}").touch()
+    node = await started(tmp_path)
+    (tmp_path / "nvidia1").unlink()
+    await node.hardware_events.sample_taken(NodeSample())
+    ((code, gpus, why),) = node.told
+    assert (code, gpus) == ("unhealthy", ("00000001",))
+    assert "nvidia1 is missing" in why
+    (tmp_path / "nvidia1").touch()
+    await node.hardware_events.sample_taken(NodeSample())
+    assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+async def test_a_gpu_without_a_minor_number_needs_the_device_of_wsl(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    wsl = replace(NODE, gpus=(NODE.gpus[0], replace(NODE.gpus[1], minor=None)))
+    node = EventNode(tmp_path, node=wsl)
+    await node.hardware_events.snapshot_taken(wsl)
+    why = f"the driver reports no minor number for it, and {tmp_path}/dxg does not exist, which GPUs of WSL2 use"
+    assert node.told == [("unhealthy", ("00000001",), why)]
+    agent_state = node.world.agent_state
+    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {"00000001": why}
+    (tmp_path / "dxg").touch()
+    await node.hardware_events.sample_taken(NodeSample())
+    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {}
+
+
+async def test_an_unknown_gpu_that_can_not_be_described_is_reported_once() -> None:
+    hole = with_hole(snapshot(2, 16), 1)
+    node = EventNode()
+    await node.hardware_events.snapshot_taken(hole)
+    await node.hardware_events.snapshot_taken(hole)
+    await node.restart({}, hole)
+    assert node.told == [("not_readable", (), "GPU1 can't be described: GPU is lost")]
+    await node.hardware_events.snapshot_taken(NODE)
+    await node.hardware_events.snapshot_taken(with_hole(NODE, 0, 1))
+    assert [why for _, _, why in node.told[1:]] == [f"GPU{n} can't be described: GPU is lost" for n in (0, 1)]
+
+
+LOST = GpuHealth(state="unhealthy", reason="lost", message="the GPU is lost", since=0.0)
+WELL = GpuHealth(state="healthy", since=0.0)
+
+
+async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_comes_back_later() -> None:
+    node = await started()
+    await node.turn("unhealthy", "lost", "the GPU is lost")
+    node.world.agent_state.history.add(HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
+    await node.restart({ONE: LOST, ZERO: WELL})
+    await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver lists it no more
+    assert [code for code, _, _ in node.told] == ["lost", "cordoned"]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert [(code, gpus) for code, gpus, _ in node.told[2:]] == [("back", ("00000001",))]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert len(node.told) == 3
+
+
+async def test_the_processes_of_mechanisms_appear_nowhere() -> None:
+    """The server of MPS is listed like any program, also when the last container of its GPU has ended."""
+    seen: list[NodeSample] = []
+
+    async def sampled(sample: NodeSample, _started: Mapping[int, int]) -> None:
+        seen.append(sample)
+
+    node = EventNode()
+    server, tenant = os.getpid(), os.getppid()
+    asked: list[Mapping[int, int]] = []
+
+    def own(started: Mapping[int, int]) -> set[int]:
+        asked.append(started)
+        return {server}
+
+    node.hardware_events = HardwareEvents(
+        node.world.agent_state,
+        HostProcesses(),
+        device_root="/dev",
+        simulated=True,
+        before_snapshot=node._ignore,
+        on_sample=sampled,
+        own_pids=own,
+    )
+    await node.hardware_events.snapshot_taken(NODE)
+    processes = tuple(GpuProcess(pid=pid, memory_bytes=66 << 20) for pid in (server, tenant))
+    gpus = {ZERO: GpuSample(uuid=ZERO, processes=processes), ONE: GpuSample(uuid=ONE, processes=None)}
+    await node.hardware_events.sample_taken(NodeSample(gpus=gpus))
+    assert [started.keys() for started in asked] == [{server, tenant}]
+    left = {ZERO: (processes[1],), ONE: None}
+    assert {uuid: gpu.processes for uuid, gpu in seen[0].gpus.items()} == left
+    assert node.hardware_events.sample == seen[0]
+    assert {pid for processes in node.world.agent_state.inventory.quarantine.unattributed.values() for pid, _ in processes} == {
+        tenant
+    }

@@ -1,0 +1,253 @@
+"""The second agent of a rolling update: what it serves while the first one has the node, and what it does not take before."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sqlite3
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from gpumgr.common.errors import AlreadyRunning, CheckpointError
+from gpumgr.kube.cache import NoPods
+from gpumgr.kubelet.deviceplugin.node_lock import lock_node
+from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.ledger.checkpoint import files
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.node.components import Hardware, make_enforcement
+from gpumgr.node.node_hold import make_driver, node_held
+from gpumgr.node.preload import Preload
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import (
+    CheckpointSettings,
+    CriSettings,
+    HttpSettings,
+    KubeletSettings,
+    NodeSettings,
+    ProcessSettings,
+)
+from gpumgr.sim.library import SimNode, prepare
+from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked, soon
+
+
+def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new") -> Settings:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kubelet = KubeletSettings(
+        device_plugin_dir=folder / "none", plugins_dir=folder / "plugins", plugins_registry_dir=folder / "plugins_registry"
+    )
+    return Settings(
+        node=NodeSettings(name="node-1", mode=mode),
+        kubelet=kubelet,
+        http=HttpSettings(address="127.0.0.1", port=port),
+        process=ProcessSettings(lock_path=folder / "lock", instance=instance),
+        checkpoint=CheckpointSettings(dir=folder / "checkpoint"),
+        cri=CriSettings(socket=folder / "none.sock"),
+    )
+
+
+def status(settings: Settings, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+async def when(condition: Callable[[], bool]) -> None:
+    while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def second(
+    settings: Settings, stop: asyncio.Event, node: SimNode | None = None
+) -> AsyncIterator[tuple[DraDriver, asyncio.Future[bool]]]:
+    """An agent that starts while another one holds the node; the future has whether it got the node."""
+    driver = make_driver(settings)
+    held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def start() -> None:
+        preload = preload_of(settings, node or prepare("mixed-2", settings.checkpoint.dir.parent / "sim"))
+        try:
+            async with node_held(settings, driver if settings.node.mode == "dra" else None, stop, preload) as got:
+                held.set_result(got)
+                await done.wait()
+        except BaseException as error:
+            held.set_exception(error)
+
+    async with asyncio.timeout(30):
+        task = asyncio.create_task(start())
+        try:
+            yield driver, held
+        finally:
+            done.set()
+            await task
+            await driver.link.stop(0)
+
+
+def preload_of(settings: Settings, node: SimNode) -> Preload:
+    pods = NoPods()
+    hardware = Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
+    enforcement = make_enforcement(settings, hardware, pods, None)
+    return Preload(settings, enforcement=enforcement, pods=pods, watch=lambda: asyncio.create_task(asyncio.sleep(0)))
+
+
+async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_the_end_of_the_first(folder: Path) -> None:
+    settings, claims, name = settings_of(folder), ScriptedClaims(), f"{DRIVER}-new-reg.sock"
+    async with linked(folder, instance="old") as old:
+        await old.kubelet.register(f"{DRIVER}-old-reg.sock")
+        first = lock_node(settings.process.lock_path)
+        first.__enter__()
+        assert not old.link.has_other_instance()
+        async with second(settings, asyncio.Event()) as (driver, held):
+            await when(lambda: status(settings, "/healthz") == 200)
+            assert await asyncio.to_thread(status, settings, "/readyz") == 503
+            kubelet = StubKubelet(folder)
+            channel = await kubelet.register(name)
+            await when(lambda: status(settings, "/readyz") == 200)
+            assert await asyncio.to_thread(old.link.has_other_instance)
+            call = asyncio.ensure_future(Caller(channel).prepare(claim("a")))
+            await old.link.stop(0)
+            assert not held.done()
+            first.__exit__(None, None, None)
+            assert await held
+            await when(lambda: status(settings, "/healthz") == 0)
+            assert not call.done()
+            assert driver.link.state.registered
+            assert name in kubelet.sockets()
+            running = asyncio.create_task(driver.link.run())
+            driver.plugin.decide_with(claims)
+            response = await call
+            assert [each.device_name for each in response.claims["uid-a"].devices] == ["gpu-0a1b2c30"]
+            assert (await Caller(channel).unprepare(claim("a"))).claims["uid-a"].error == ""
+            assert [verb for verb, _ in claims.calls] == ["prepare", "unprepare"]
+            await driver.link.stop(0)
+            await running
+            await kubelet.end()
+
+
+async def test_beside_pods_of_the_device_plugin_the_second_agent_is_ready_and_registers_nothing(folder: Path) -> None:
+    """The kubelet would call it for claims that it can't decide. If it were not ready, its DaemonSet would never end the first one."""
+    settings, kubelet = settings_of(folder), StubKubelet(folder)
+    checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir)
+    await checkpoint.save(Ledger().occupy(Allocation(id="a", pod=("team", "by-plugin"), container="main")).since(Ledger()))
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    async with second(settings, asyncio.Event()) as (driver, held):
+        await when(lambda: status(settings, "/readyz") == 200)
+        assert kubelet.sockets() == []
+        first.__exit__(None, None, None)
+        assert await held
+        assert kubelet.sockets() == []
+        assert not driver.link.state.registered
+    await checkpoint.close()
+
+
+async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> None:
+    kubelet, stop = StubKubelet(folder), asyncio.Event()
+    settings = settings_of(folder)
+    with lock_node(settings.process.lock_path):
+        async with second(settings, stop) as (_driver, held):
+            await soon(lambda: len(kubelet.sockets()) == 2)
+            stop.set()
+            assert await held is False
+            assert kubelet.sockets() == []
+            assert await asyncio.to_thread(status, settings, "/healthz") == 0
+    async with second(settings, asyncio.Event()) as (_driver, held):
+        assert await held
+
+
+@pytest.mark.parametrize(("mode", "instance"), [("dra", None), ("plugin", None)])
+async def test_without_a_rolling_update_the_second_agent_ends(folder: Path, mode: str, instance: str | None) -> None:
+    StubKubelet(folder)
+    settings = settings_of(folder, mode=mode, instance=instance)
+    with lock_node(settings.process.lock_path):
+        async with second(settings, asyncio.Event()) as (_driver, held):
+            with pytest.raises(AlreadyRunning, match=r"another gpumgr agent \(pid"):
+                await held
+
+
+def answer(settings: Settings, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
+            return int(response.status), response.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def explains(settings: Settings, path: str, text: str) -> bool:
+    return text in answer(settings, path)[1]
+
+
+async def test_in_mode_plugin_the_second_agent_is_ready_and_names_the_agent_that_it_waits_for(folder: Path) -> None:
+    settings = settings_of(folder, mode="plugin")
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    async with second(settings, asyncio.Event()) as (_driver, held):
+        await when(lambda: status(settings, "/readyz") == 200)
+        assert await asyncio.to_thread(status, settings, "/readyz?only=driver") == 200
+        for path in ("/", "/api/state"):
+            code, text = await asyncio.to_thread(answer, settings, path)
+            assert code == 503
+            assert f"waits until the agent with PID {os.getpid()} has ended" in text
+        assert "gpumgr_waits_for_agent 1\n" in (await asyncio.to_thread(answer, settings, "/metrics"))[1]
+        assert not settings.checkpoint.dir.exists()
+        assert not held.done()
+        first.__exit__(None, None, None)
+        assert await held
+
+
+async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays(folder: Path) -> None:
+    settings, node = settings_of(folder, mode="plugin"), prepare("mixed-2", folder / "sim")
+    node.control.unload_driver()
+    with lock_node(settings.process.lock_path):
+        async with second(settings, (stop := asyncio.Event()), node) as (_driver, held):
+            await when(lambda: status(settings, "/healthz") == 200)
+            for path in ("/readyz", "/readyz?only=driver"):
+                await when(partial(explains, settings, path, "driver is not loaded"))
+                assert await asyncio.to_thread(status, settings, path) == 503
+            node.control.load_driver()
+            await when(lambda: status(settings, "/readyz") == 200)
+            stop.set()
+            assert await held is False
+
+
+async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer_one_stays(folder: Path) -> None:
+    settings = settings_of(folder, mode="plugin")
+    await SqliteCheckpoint.open(settings.checkpoint.dir).close()
+    with contextlib.closing(sqlite3.connect(settings.checkpoint.dir / files.NAME)) as connection, connection:
+        connection.execute("UPDATE schema SET version = version + 1")
+    with lock_node(settings.process.lock_path):
+        async with second(settings, asyncio.Event()) as (_driver, held):
+            with pytest.raises(ExceptionGroup) as caught:
+                await held
+    assert caught.group_contains(CheckpointError, match="was written by a newer gpumgr")
+
+
+async def test_of_two_agents_that_wait_one_takes_the_node_and_the_other_waits_for_it(folder: Path) -> None:
+    settings, other = settings_of(folder, mode="plugin"), settings_of(folder, mode="plugin", instance="newer")
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    stop = asyncio.Event()
+    async with second(settings, stop) as (_, one), second(other, stop) as (_, two):
+        await when(lambda: status(settings, "/readyz") == 200 == status(other, "/readyz"))
+        first.__exit__(None, None, None)
+        await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
+        assert one.done() != two.done()
+        waiting = other if one.done() else settings
+        assert await asyncio.to_thread(status, waiting, "/readyz") == 200
+        stop.set()
+        assert sorted([await one, await two]) == [False, True]

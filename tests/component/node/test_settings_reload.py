@@ -1,0 +1,272 @@
+"""A settings file that is rewritten, replaced, relinked, broken and repaired while the agent watches it."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+
+from gpumgr.agent.history import History
+from gpumgr.node.settings_reload import SettingsReloader, SettingsSource
+from gpumgr.settings import Settings, load_settings
+from tests.component.stage.stage import MemoryCheckpoint
+
+
+def rewrite(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+class Watched:
+    """`applied` has what was put in force, one after the other; `reads` counts how often the file was read. While `answers` is cleared,
+    reading hangs; each of `bugs` is raised once, where the settings are read or applied. `now` is the monotonic clock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.reads, self.now = path, 0, 0.0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.bugs: dict[str, Exception] = {}
+        self.applied: list[Settings] = []
+        self.history = History(MemoryCheckpoint(), wall_clock=lambda: 7.0)
+        self.source = SettingsSource(path=path, load=self._load)
+        self.start = self._load()
+
+    def _load(self) -> Settings:
+        self.reads += 1
+        self.answers.wait()
+        if (bug := self.bugs.pop("load", None)) is not None:
+            raise bug
+        return load_settings(self.path, environ={}, overrides={"node.name": "n"})
+
+    def apply(self, settings: Settings) -> None:
+        if (bug := self.bugs.pop("apply", None)) is not None:
+            raise bug
+        self.applied.append(settings)
+
+    @property
+    def told(self) -> list[tuple[str | None, str]]:
+        return [(entry.code, entry.why) for entry in self.history.entries() if entry.what == "config"]
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not reached():  # noqa: ASYNC110 (what is waited for is another's, and has no event)
+                await asyncio.sleep(0.005)
+
+    async def until_read(self, times: int) -> None:
+        await self.until(lambda: self.reads >= times)
+
+
+@asynccontextmanager
+async def following(path: Path, *, meanwhile: str | None = None, read_seconds: float = 30.0) -> AsyncIterator[Watched]:
+    """`meanwhile` is written into the file after the first read and before the watch starts."""
+    it = Watched(path)
+    if meanwhile is not None:
+        rewrite(path, meanwhile)
+    reloading = SettingsReloader(
+        it.source,
+        current=it.start,
+        apply=it.apply,
+        history=it.history,
+        check_seconds=0.02,
+        read_seconds=read_seconds,
+        clock=lambda: it.now,
+    )
+    task = asyncio.create_task(reloading.run())
+    try:
+        yield it
+        assert not task.done(), task
+    finally:
+        it.answers.set()
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def replace(path: Path, text: str) -> None:
+    """As careful editors do."""
+    new = path.with_name("new")
+    new.write_text(text)
+    new.rename(path)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace])
+async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None], tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        change(path, "placement: {policy: spread}\nhttp: {port: 9000}\n")
+        await it.until(lambda: bool(it.told))
+        assert [each.placement.policy for each in it.applied] == ["spread"]
+        assert it.applied[0].http.port == it.start.http.port
+        assert it.told == [("reloaded", "applied: placement.policy; needs a restart of the agent: http.port")]
+        await asyncio.sleep(0.1)
+        assert it.reads == 2
+
+
+async def test_a_config_map_that_moves_its_links(tmp_path: Path) -> None:
+    """Source: the kubelet's AtomicWriter: FILE -> ..data/FILE, ..data -> ..TIME, which is replaced by a rename."""
+    for name, policy in (("..1", "binpack"), ("..2", "spread")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "gpumgr.yaml").write_text(f"placement: {{policy: {policy}}}\n")
+    (tmp_path / "..data").symlink_to("..1")
+    path = tmp_path / "gpumgr.yaml"
+    path.symlink_to("..data/gpumgr.yaml")
+    async with following(path) as it:
+        (tmp_path / "..data_tmp").symlink_to("..2")
+        os.rename(tmp_path / "..data_tmp", tmp_path / "..data")
+        await it.until(lambda: bool(it.applied))
+        assert it.applied[0].placement.policy == "spread"
+
+
+@pytest.mark.parametrize("bad", ["placement: {policy: spread, polcy: spread}", "placement: {policy", "placement: [spread]"])
+async def test_a_bad_file_changes_nothing_and_is_reported(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+            path.write_text(bad)
+            await it.until(lambda: bool(it.told))
+            ((code, why),) = it.told
+            assert code == "rejected"
+            assert why.startswith(f"the previous settings stay in effect: {path}:1: ")
+            assert it.applied == []
+            path.write_text("{}")
+            await it.until(lambda: len(it.told) == 2)
+            assert it.told[1] == ("reloaded", "the file has the settings that are in effect")
+    assert [(line["event"], line["log_level"]) for line in lines] == [("config_rejected", "error"), ("config_reloaded", "info")]
+    assert str(path) in lines[0]["reason"]
+
+
+async def test_a_file_that_goes_away_is_a_bad_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("placement: {policy: spread}")
+    async with following(path) as it:
+        path.unlink()
+        await it.until(lambda: bool(it.told))
+        assert "can't be read" in it.told[0][1]
+        path.write_text("placement: {policy: binpack}")
+        await it.until(lambda: bool(it.applied))
+        assert it.applied[0].placement.policy == "binpack"
+
+
+async def test_a_reload_request_reads_the_file_at_once_changed_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        for times in (2, 3):
+            it.source.ask()
+            await it.until_read(times)
+        await it.until(lambda: len(it.applied) == 2)
+        assert it.told == []
+
+
+async def test_a_change_between_the_first_read_and_the_start_is_applied(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path, meanwhile="placement: {policy: spread}") as it:
+        await it.until(lambda: bool(it.applied))
+        assert it.applied[0].placement.policy == "spread"
+
+
+# -- what is wrong with more than a key ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", ['log: {level: "\\UFFFFFFFF"}', f"%YAML 1.{'9' * 5000}\n---\n", 'http: {socket: "/run/\\uD800"}'], ids=range(3)
+)
+async def test_what_the_parser_stumbles_over_is_a_bad_file(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        path.write_text(bad)
+        await it.until(lambda: bool(it.told))
+        assert it.told[0][1].startswith(f"the previous settings stay in effect: {path}:1: ")
+
+
+@pytest.mark.parametrize("where", ["load", "apply"])
+async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+            it.bugs[where] = LookupError("a bug")
+            path.write_text("placement: {policy: spread}")
+            await it.until(lambda: bool(it.told))
+            assert it.told == [
+                ("rejected", "the previous settings stay in effect: a bug, please report it: LookupError('a bug')")
+            ]
+            assert [each.placement.policy for each in it.applied] == (["binpack"] if where == "apply" else [])
+            it.source.ask()
+            await it.until(lambda: len(it.told) == 2)
+            assert it.told[1] == ("reloaded", "applied: placement.policy")
+    assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
+
+
+async def test_a_fifo_in_the_files_place_is_a_bad_file_and_later_ones_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        os.mkfifo(tmp_path / "fifo")
+        os.rename(tmp_path / "fifo", path)
+        await it.until(lambda: bool(it.told))
+        assert "this is no regular file" in it.told[0][1]
+        replace(path, "placement: {policy: spread}")
+        await it.until(lambda: bool(it.applied))
+
+
+async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_when_it_answers(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    with structlog.testing.capture_logs() as lines:
+        async with following(path, read_seconds=0.2) as it:
+            it.answers.clear()
+            path.write_text("placement: {policy: spread}")
+            await it.until(lambda: bool(it.told))
+            it.source.ask()
+            await it.until(lambda: len(lines) == 2)
+            await asyncio.sleep(0.1)
+            why = f"{path} can't be read: its file system gives no answer"
+            assert it.told == [("rejected", f"the previous settings stay in effect: {why}")]
+            assert [line["reason"] for line in lines] == [why] * 2  # who asks is answered
+            it.answers.set()
+            await it.until(lambda: len(it.told) == 2)
+            assert it.told[1] == ("reloaded", "applied: placement.policy")
+
+
+async def test_the_same_reason_is_reported_once_per_interval(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+
+            async def ask(answers: int) -> None:
+                it.source.ask()
+                await it.until(lambda: len(lines) == answers)
+
+            path.write_text("placement: {policy: sprad}")
+            await it.until(lambda: len(lines) == 1)
+            for times in range(2, 12):
+                await ask(times)
+            assert [code for code, _ in it.told] == ["rejected"]
+            path.write_text("placement: {policy: spred}")
+            await it.until(lambda: len(it.told) == 2)
+            it.now += 600
+            it.source.ask()
+            await it.until(lambda: len(it.told) == 3)
+            path.write_text("{}")
+            await it.until(lambda: len(it.told) == 4)
+            path.write_text("placement: {policy: spred}")
+            await it.until(lambda: len(it.told) == 5)
+            assert [code for code, _ in it.told] == ["rejected"] * 3 + ["reloaded", "rejected"]
+
+
+async def test_a_long_list_of_errors_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        path.write_text("".join(f"a{n}: 1\n" for n in range(1000)))
+        await it.until(lambda: bool(it.told))
+        assert len(it.told[0][1]) < 5000

@@ -1,0 +1,195 @@
+"""MemoryLimitWatcher and in-memory implementations of its ports."""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.history import History
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.common.errors import CriError
+from gpumgr.common.units import Process
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.pods import PodKey
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import NodeUse
+from gpumgr.node.over_limit import OverLimitReporter
+from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.runtime.container_events import ContainerEvents
+from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.process_owners import ProcessOwners
+from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
+from tests.unit.web.metrics.pictures import view_of
+
+
+@dataclass
+class MemoryState:
+    ledger: Ledger
+    inventory: Inventory
+    history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
+
+
+@dataclass
+class MemoryRuntime:
+    """`inside`: container id -> its processes. `elsewhere`: further answers of `container_of`. `ended`: processes that are gone. The
+    runtime does not answer while `answers` is cleared."""
+
+    containers: list[Container] = field(default_factory=list)
+    inside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    elsewhere: dict[int, Container] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    cgroups_broken: bool = False
+    due: bool = True
+    ticks: int = 0
+    asked: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    async def tick(self) -> None:
+        self.ticks += 1
+        await self.answers.wait()
+
+    def running(self) -> Sequence[Container]:
+        return [container for container in self.containers if container.running]
+
+    def pids(self, container: Container) -> tuple[int, ...]:
+        if self.cgroups_broken:
+            raise CriError("can't read /sys/fs/cgroup: permission denied; run gpumgr as root")
+        return self.inside.get(container.id, ())
+
+    async def container_of(self, pid: int, start_time: int) -> Container | None:  # noqa: ARG002
+        self.asked.append(pid)
+        await self.answers.wait()
+        return self.elsewhere.get(pid)
+
+    def runs(self, process: Process, /) -> bool:
+        return process[0] not in self.ended
+
+
+@dataclass
+class MemoryBackends:
+    """`findings` is the result of each `observe`; `seen` records all calls, in order."""
+
+    findings: list[tuple[str, Finding]] = field(default_factory=list)
+    seen: list[tuple[str, list[tuple[RunningContainer, Mechanisms]]]] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    bug: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.ready.set()
+
+    async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]:
+        self.seen.append(("observe", list(running)))
+        await self.ready.wait()
+        if self.bug is not None:
+            raise self.bug
+        return tuple(self.findings)
+
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
+        self.seen.append(("adjust", list(running)))
+
+
+@dataclass
+class MemoryEvictor:
+    """`evictions` are those that a call added: pod, UID and reason; `withdrawn` are the UIDs that a call left out."""
+
+    wanted: dict[str, Eviction] = field(default_factory=dict)
+    evictions: list[tuple[PodKey, str, str]] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+
+    def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:  # noqa: ARG002
+        assert requester == "memory limit"
+        wanted = {each.uid: each for each in evictions}
+        self.evictions += [(each.pod, uid, each.reason) for uid, each in wanted.items() if uid not in self.wanted]
+        self.withdrawn += self.wanted.keys() - wanted.keys()
+        self.wanted = wanted
+
+
+@dataclass
+class MemoryMeter:
+    over: int = 0
+    evictions: int = 0
+    findings: list[tuple[str, str]] = field(default_factory=list)
+
+    def went_over(self) -> None:
+        self.over += 1
+
+    def evicted(self) -> None:
+        self.evictions += 1
+
+    def found(self, backend: str, code: str) -> None:
+        self.findings.append((backend, code))
+
+
+class Node:
+    """One MemoryLimitWatcher with its ports. Every process' start time is its pid times 10."""
+
+    def __init__(self, *allocations: Allocation, evict: bool = False, standalone: bool = False, samples: int = 3) -> None:
+        view = view_of(*allocations)
+        self.agent_state = MemoryState(view.ledger, view.inventory)
+        self.pods, self.runtime, self.backends = MemoryPods(), MemoryRuntime(), MemoryBackends()
+        self.publisher, self.meter, self.clock = MemoryEvictor(), MemoryMeter(), Clock()
+        publisher = None if standalone else self.publisher
+        self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
+        events = ContainerEvents(self.agent_state, containers=lambda: self.owners.latest.containers)
+        self.memory_watcher = MemoryLimitWatcher(
+            records=self.agent_state,
+            pods=self.pods,
+            owners=self.owners,
+            events=events,
+            backends=self.backends,
+            evict=OverLimitReporter(publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted).evict,
+            meter=self.meter,
+            over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
+            can_evict=publisher is not None,
+            clock=self.clock,
+            timeout_seconds=60.0,
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long evaluations wait for the runtime and the backends from now on."""
+        self.memory_watcher._timeout_seconds = self.owners._timeout_seconds = seconds
+
+    def runs(self, container: Container, *pids: int) -> None:
+        """The container runs with these processes; its earlier start has ended."""
+        same = (container.pod_uid, container.name)
+        self.runtime.containers = [
+            replace(c, running=False) if (c.pod_uid, c.name) == same else c for c in self.runtime.containers
+        ] + [container]
+        self.runtime.inside[container.id] = pids
+
+    @property
+    def use(self) -> NodeUse:
+        """The latest evaluation."""
+        assert self.memory_watcher.use is not None
+        return self.memory_watcher.use
+
+    @property
+    def told(self) -> list[HistoryEntry]:
+        """The history's entries, which become events of pods."""
+        return list(self.agent_state.history.entries())
+
+    def holds(self, allocation: Allocation) -> None:
+        self.agent_state.ledger = self.agent_state.ledger.occupy(allocation)
+
+    def frees(self, *allocations: AllocationId) -> None:
+        self.agent_state.ledger = self.agent_state.ledger.free(allocations)
+
+    async def sampled(self, node: NodeSample, *, after_seconds: float = 1.0, gone: Collection[int] = ()) -> None:
+        self.clock.now += after_seconds
+        pids = {process.pid for gpu in node.gpus.values() for process in gpu.processes or ()}
+        await self.memory_watcher.evaluate(node, started(pids - set(gone)))
+
+
+def started(pids: Collection[int]) -> Mapping[int, int]:
+    return {pid: pid * 10 for pid in pids}
+
+
+async def breathe() -> None:
+    """Lets tasks that are ready run."""
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -1,0 +1,43 @@
+"""Background calls: the caller's wait is bounded, one call runs at a time, and one that takes long is logged."""
+
+import asyncio
+
+from structlog.testing import capture_logs
+
+from gpumgr.runtime.background_call import LONG_SECONDS, BackgroundCall
+
+
+async def test_a_call_runs_on_after_the_timeout_and_only_once_at_a_time() -> None:
+    release, begun = asyncio.Event(), list[int]()
+
+    async def work() -> None:
+        begun.append(1)
+        await release.wait()
+
+    call = BackgroundCall("look")
+    assert not await call.start(work, timeout_seconds=0.01)
+    assert not await call.start(work, timeout_seconds=0.01)
+    release.set()
+    await asyncio.sleep(0)
+    assert await call.start(work, timeout_seconds=60)
+    assert len(begun) == 2
+    await call.close()
+
+
+async def test_a_call_that_takes_long_is_logged_once() -> None:
+    now, never = [0.0], asyncio.Event()
+    call = BackgroundCall("look", clock=lambda: now[0])
+
+    async def work() -> None:
+        await never.wait()
+
+    with capture_logs() as lines:
+        await call.start(work, timeout_seconds=0)
+        now[0] = LONG_SECONDS - 1
+        await call.start(work, timeout_seconds=0)
+        assert lines == []
+        now[0] = LONG_SECONDS + 1
+        await call.start(work, timeout_seconds=0)
+        await call.start(work, timeout_seconds=0)
+    assert [(line["event"], line["call"]) for line in lines] == [("background_call_takes_long", "look")]
+    await call.close()

@@ -1,0 +1,524 @@
+"""The watcher's sample once a second: its reports, their frequency, and the effect of a slow runtime or a slow mechanism."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.ports import Finding, FindingCode
+from gpumgr.common.units import BLOCK_BYTES, Amounts
+from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.ledger.pods import ClaimUse, PodView
+from gpumgr.ledger.quarantine import EXPECTED_SECONDS
+from gpumgr.runtime.findings import SAME_FINDING_SECONDS
+from gpumgr.runtime.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimit
+from gpumgr.runtime.process_owners import RETRY_SECONDS
+from tests.unit.ledger.usage.samples import MIB, container, nameless, sample
+from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, whole
+
+from .node import Node, breathe
+
+WEB, TRAIN = ("team", "web"), ("team", "train")
+GPU0, GPU1 = name_of(0), name_of(1)
+LIMIT = 2 * BLOCK_BYTES
+
+
+def share(letter: str = "a", pod: tuple[str, str] = WEB, *, gpu: int = 0) -> Allocation:
+    held = allocation(letter, pod, cores={gpu: 0b11111}, blocks={gpu: 0b11})
+    return replace(held, mechanisms=("hami-core",))
+
+
+def sharing(*, evict: bool = False, standalone: bool = False) -> Node:
+    node = Node(share(), evict=evict, standalone=standalone)
+    node.runs(container("a", WEB), 10, 11, 12)
+    return node
+
+
+# -- what is seen --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> None:
+    node = sharing()
+    node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-a", core_limit=50)
+    await node.sampled(sample({11: 5 * MIB}, {}, ratios={11: 0.5}))
+    assert node.use.containers["a", GPU0].memory_bytes == 5 * MIB
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust"]
+    ((running, mechanisms),) = node.backends.seen[0][1]
+    assert mechanisms == ("hami-core",)
+    assert (running.tenant.allocation, running.tenant.gpus[0].memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
+    assert running.container.name == "main"
+    assert running.pids == (10, 11, 12)
+    assert running.gpu_pids == {11}
+    assert node.runtime.asked == []
+
+
+async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> None:
+    claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
+    node = Node(replace(share(), claim=claim))
+    for letter, pod in (("a", WEB), ("t", TRAIN)):
+        uses = (ClaimUse(container="main", claim="c"),)
+        node.pods.views[pod] = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", claims=uses)
+    node.runs(container("a", WEB), 10, 11)
+    node.runs(container("t", TRAIN), 20, 21)
+    for _ in range(4):
+        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT // 2}, {}))
+    assert not node.use.unattributed
+    assert node.use.containers["a", GPU0].processes == {11: LIMIT // 2, 21: LIMIT // 2}
+    assert not node.memory_watcher.over
+    ((running, _),) = node.backends.seen[0][1]
+    assert {each.id for each in running.containers} == {"a0" * 32, "t0" * 32}
+    assert running.pids == (10, 11, 20, 21)
+    assert running.gpu_pids == {11, 21}
+    for _ in range(4):
+        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT}, {}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+
+
+async def test_annotations_of_another_pod_of_the_same_name_do_not_count() -> None:
+    node = sharing()
+    node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-next", core_limit=50)
+    await node.sampled(sample({}, {}))
+    assert node.backends.seen[0][1][0][0].tenant.core_limit is None
+
+
+async def test_the_newest_start_of_a_container_is_the_one_that_runs() -> None:
+    node = sharing()
+    node.runtime.containers.insert(0, container("a", WEB, attempt=3))
+    node.runtime.inside["a3" * 32] = (30,)
+    await node.sampled(sample({30: 7}, {}))
+    ((running, _),) = node.backends.seen[0][1]
+    assert (running.container.attempt, running.pids) == (3, (30,))
+
+
+async def test_a_container_that_does_not_run_yet_is_not_observed() -> None:
+    node = Node(share())
+    await node.sampled(sample({}, {}))
+    assert node.backends.seen == [("observe", []), ("adjust", [])]
+    assert node.use.containers["a", GPU0].process_count == 0
+
+
+async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_containers() -> None:
+    node = sharing()
+    node.runtime.elsewhere[5] = container("a", WEB)
+    await node.sampled(sample({5: 7, 11: 1}, {}))
+    ((running, _),) = node.backends.seen[0][1]
+    assert running.pids == (5, 10, 11, 12)
+    assert running.gpu_pids == {5, 11}
+
+
+async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers() -> None:
+    """A tenant can't hide by ending its first thread: such a process looks dead in /proc and stands in its cgroup."""
+    node = sharing()
+    await node.sampled(sample({11: 5}, {}), gone={11})
+    assert node.use.containers["a", GPU0].memory_bytes == 5
+
+
+async def test_processes_are_looked_up_once() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    for _ in range(3):
+        await node.sampled(sample({}, {21: 7}))
+    assert node.runtime.asked == [21]
+    assert node.use.containers["t", name_of(1)].memory_bytes == 7
+
+
+async def test_an_unnamed_container_is_looked_up_again() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runtime.elsewhere[21] = nameless("z")
+    await node.sampled(sample({}, {21: 7}))
+    assert len(node.use.unattributed) == 1
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    await node.sampled(sample({}, {21: 7}), after_seconds=RETRY_SECONDS)
+    assert not node.use.unattributed
+    assert node.runtime.asked == [21, 21]
+
+
+async def test_unreadable_cgroups_are_reported_once_and_processes_are_looked_up_individually() -> None:
+    node = sharing()
+    node.runtime.cgroups_broken = True
+    node.runtime.elsewhere[11] = container("a", WEB)
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({11: 5}, {}))
+    assert [entry["event"] for entry in logs] == ["container_processes_unknown"]
+    assert node.use.containers["a", GPU0].memory_bytes == 5
+
+
+# -- how often -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_use_of_a_whole_gpu_container_is_as_recent_as_its_gpus_sample() -> None:
+    node = Node(whole("t", TRAIN, 0))
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    assert not node.memory_watcher.needs_process_utilization()
+    for used in range(1, 4):
+        await node.sampled(sample({21: used}, {}))
+        assert node.use.containers["t", GPU0].memory_bytes == used
+
+
+async def test_without_allocations_processes_are_checked_rarely() -> None:
+    node = Node(whole("t", TRAIN, 0))
+    node.frees("t")
+    for _ in range(int(CALM_PERIOD_SECONDS) + 1):
+        await node.sampled(sample({}, {}))
+    assert node.runtime.ticks == 2
+
+
+async def test_a_share_is_observed_from_its_first_second_on() -> None:
+    node = Node(whole("t", TRAIN, 1))
+    await node.sampled(sample({}, {}))
+    node.holds(share())
+    node.runs(container("a", WEB), 11)
+    assert node.memory_watcher.needs_process_utilization()
+    await node.sampled(sample({11: 5}, {}))
+    assert node.use.containers["a", GPU0].memory_bytes == 5
+
+
+async def test_gpu_managers_records_are_none_of_ours_to_keep() -> None:
+    node = Node(replace(share(), anonymous=True))
+    assert not node.memory_watcher.needs_process_utilization()
+    for _ in range(5):
+        await node.sampled(sample({11: 10 * LIMIT}, {}))
+    assert not node.memory_watcher.over
+
+
+async def test_ended_containers_are_no_longer_observed() -> None:
+    node = sharing()
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+    node.frees("a")
+    assert not node.use.containers
+    assert not node.memory_watcher.over
+    assert not node.memory_watcher.needs_process_utilization()
+
+
+# -- over the limit ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for _ in range(5):
+            await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+    assert node.meter.over == 1
+    (told,) = node.told
+    assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
+    assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU0,), 7.0)
+    assert f"was granted 512 MiB of memory on {uuid_of(0)} and used more than that and the tolerance of 0 MiB" in told.why
+    assert "evicted" not in told.why
+    assert not node.publisher.evictions
+    assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
+        ("container_over_limit", "team/web (main)", 812 * MIB)
+    ]
+
+
+async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
+    parts = {GPU0: Amounts(20, 256), GPU1: Amounts(70, 512)}
+    node = Node(Allocation(id="a", pod=WEB, uid="uid-a", container="main", gpus=parts, mechanisms=("hami-core",)))
+    node.runs(container("a", WEB), 11, 12)
+    for _ in range(3):
+        await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+    assert [told.gpus for told in node.told] == [(GPU0,)]
+    ((running, _),) = node.backends.seen[0][1]
+    assert running.gpu_pids == {11, 12}
+
+
+async def test_the_return_below_the_limit_is_reported_too() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for used in [LIMIT + 1] * 3 + [LIMIT] * 3:
+            await node.sampled(sample({11: used}, {}))
+    assert not node.memory_watcher.over
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"]
+    assert len(node.told) == 1
+
+
+async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() -> None:
+    node = sharing(evict=True)
+    for _ in range(5):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert node.publisher.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
+    assert node.meter.evictions == 1
+    over, evicted = node.told
+    assert "; the pod is evicted" in over.why
+    assert (evicted.what, evicted.code, evicted.id, evicted.pod, evicted.pod_uid) == ("event", "GpuPodEvicted", "a", WEB, "uid-a")
+    assert evicted.why == "the pod is evicted: container main stayed over its GPU memory"
+
+
+async def test_each_crossing_has_the_same_message_so_that_it_is_one_event() -> None:
+    node = sharing()
+    for used in (LIMIT + 1, LIMIT, LIMIT + 5 * MIB, LIMIT, LIMIT + 300 * MIB):
+        for _ in range(3):
+            await node.sampled(sample({11: used}, {}))
+    assert node.meter.over == 3
+    assert len({told.why for told in node.told}) == 1
+
+
+async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() -> None:
+    node = Node(share(), share("b", TRAIN), evict=True)
+    node.runs(container("a", WEB), 11)
+    node.runs(container("b", TRAIN), 21)
+    both = sample({11: LIMIT + 1, 21: LIMIT + 1}, {})
+    for _ in range(3):
+        await node.sampled(both)
+    assert [uid for _, uid, _ in node.publisher.evictions] == ["uid-a", "uid-b"]
+    for _ in range(2):
+        await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
+    assert node.publisher.withdrawn == []
+    await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
+    assert node.publisher.withdrawn == ["uid-a"]
+    node.frees("b")
+    await node.sampled(sample({11: LIMIT}, {}))
+    assert node.publisher.withdrawn[1:] == ["uid-b"]
+
+
+async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes() -> None:
+    node = sharing(evict=True)
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    node.memory_watcher.apply(OverLimit(samples=3, slack_bytes=0, evict=False))
+    await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert node.publisher.withdrawn == ["uid-a"]
+
+
+async def test_a_pod_that_stays_over_its_memory_is_counted_and_reported_once() -> None:
+    node = sharing(evict=True)
+    for _ in range(60):
+        await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60)
+    assert list(node.publisher.wanted) == ["uid-a"]
+    assert node.meter.evictions == 1
+    assert [told.code for told in node.told] == ["GpuMemoryOverLimit", "GpuPodEvicted"]
+
+
+async def test_without_an_api_server_no_pod_is_evicted() -> None:
+    node = sharing(evict=True, standalone=True)
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
+    assert node.meter.evictions == 0
+    assert [told.code for told in node.told] == ["GpuMemoryOverLimit"]
+
+
+async def test_the_uid_comes_from_the_runtime_where_the_ledger_has_none() -> None:
+    node = Node(replace(share(), uid=None), evict=True)
+    node.runs(container("a", WEB), 11)
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(WEB, "uid-a")]
+
+
+async def test_a_share_before_its_memory_call_can_not_be_over() -> None:
+    node = Node(replace(allocation("a", WEB, cores={0: 0b11111}), mechanisms=("hami-core",)))
+    node.runs(container("a", WEB), 11)
+    for _ in range(5):
+        await node.sampled(sample({11: 5}, {}))
+    assert not node.memory_watcher.over
+
+
+# -- unattributed processes ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_unattributed_process_is_logged_once_at_its_start_and_once_at_its_end() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        await node.sampled(sample({99: 5}, {99: 6}))
+        await node.sampled(sample({99: 5}, {99: 6}))
+        await node.sampled(sample({}, {}))
+    assert [entry["event"] for entry in logs] == ["gpu_stranger", "gpu_stranger_gone"]
+    assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
+    assert node.use.gpus[GPU0].unattributed_processes == 0
+
+
+async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed() -> None:
+    node = sharing()
+    node.runtime.ended = {99}
+    with capture_logs() as logs:
+        await node.sampled(sample({99: 5}, {}))
+        assert not node.use.unattributed
+        assert node.use.unknown == {99}
+        await node.sampled(sample({}, {}))
+    assert not logs
+
+
+def ending(*, whole_gpu: bool = False) -> Node:
+    """A container with process 11 has just ended. Another container keeps its GPU, or another GPU."""
+    node = Node(whole("a", WEB, 0) if whole_gpu else share(), share("b", TRAIN, gpu=1 if whole_gpu else 0))
+    node.runs(container("a", WEB), 11)
+    node.runtime.elsewhere[11] = container("a", WEB)
+    return node
+
+
+@pytest.mark.parametrize("whole_gpu", [False, True])
+@pytest.mark.parametrize("listed", [True, False])
+async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_gpu: bool, listed: bool) -> None:
+    """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
+    node = ending(whole_gpu=whole_gpu)
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        if not listed:  # the runtime has removed the container, so that the process is in none
+            node.runtime.containers, node.runtime.elsewhere = [], {}
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert node.use.unattributed
+        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS - 1)
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 11)]
+        await node.sampled(sample({}, {}))
+        assert [entry["event"] for entry in logs[1:]] == ["gpu_stranger_gone"]
+
+
+async def test_a_process_that_no_sample_attributed_is_expected_too() -> None:
+    node = ending()
+    with capture_logs() as logs:
+        await node.sampled(sample({}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT}, {}))
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS)
+        assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+
+
+async def test_a_process_of_the_last_container_is_reported_in_time() -> None:
+    node = Node(share())
+    node.runs(container("a", WEB), 11)
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT}, {}))
+        for _ in range(int(EXPECTED_SECONDS) - 1):
+            await node.sampled(sample({11: LIMIT}, {}))
+        assert not logs
+        await node.sampled(sample({11: LIMIT}, {}))
+    assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+
+
+async def test_other_processes_are_not_expected_when_a_container_ends() -> None:
+    node = ending()
+    node.runtime.elsewhere[31] = container("z", ("team", "other"))
+    with capture_logs() as logs:
+        await node.sampled(sample({11: LIMIT}, {}))
+        node.frees("a")
+        await node.sampled(sample({11: LIMIT, 31: 1, 99: 2}, {}))
+    assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 31), ("gpu_stranger", 99)]
+
+
+# -- findings ------------------------------------------------------------------------------------------------------------------
+
+
+def finding(code: FindingCode = "tampered", of: str = "a") -> tuple[str, Finding]:
+    return "hami-core", Finding(allocation=of, code=code, message=f"it was {code}")
+
+
+async def test_a_finding_is_reported_once_and_repaired_afterwards() -> None:
+    node = sharing()
+    node.backends.findings = [finding("tampered"), finding("broken")]
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({}, {}))
+    assert node.meter.findings == [("hami-core", "tampered"), ("hami-core", "broken")]
+    assert [(told.pod_uid, told.code, told.why) for told in node.told] == [
+        ("uid-a", "GpuLimitTampered", "it was tampered"),
+        ("uid-a", "GpuLimitBroken", "it was broken"),
+    ]
+    assert [entry["event"] for entry in logs] == ["enforcement_finding"] * 2
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust"] * 3
+
+
+async def test_a_recurring_finding_is_reported_again_only_after_a_while() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for found in ([finding()], [], [finding()], []):
+            node.backends.findings = found
+            await node.sampled(sample({}, {}))
+        assert len(node.told) == 1
+        await node.sampled(sample({}, {}), after_seconds=SAME_FINDING_SECONDS)
+        node.backends.findings = [finding()]
+        await node.sampled(sample({}, {}))
+    assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding_gone", "enforcement_finding"]
+    assert len(node.told) == 2
+
+
+async def test_findings_of_ended_containers_are_not_reported() -> None:
+    node = sharing()
+    node.backends.findings = [finding(of="z")]
+    await node.sampled(sample({}, {}))
+    assert not node.told
+    assert not node.meter.findings
+
+
+# -- patience ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runs(container("a", WEB), 11)
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    await node.sampled(sample({11: 1}, {21: 1}))
+    node.runtime.answers.clear()
+    node.set_timeout(0.05)
+    for _ in range(3):
+        await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
+    assert node.use.containers["a", GPU0].memory_bytes == 2
+    assert node.use.containers["t", name_of(1)].memory_bytes == 2
+    assert node.use.unknown == {22}
+    assert node.runtime.ticks == 2
+    assert node.runtime.asked == [21, 22]
+    node.runtime.elsewhere[22] = container("t", TRAIN)
+    node.runtime.answers.set()
+    node.set_timeout(60)
+    await breathe()
+    await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
+    assert node.use.containers["t", name_of(1)].memory_bytes == 5
+    await node.memory_watcher.close()
+
+
+async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
+    node = sharing()
+    node.backends.ready.clear()
+    node.set_timeout(0.05)
+    for used in (1, 2, 3):
+        await node.sampled(sample({11: used}, {}))
+    assert [what for what, _ in node.backends.seen] == ["observe"]
+    assert node.use.containers["a", GPU0].memory_bytes == 3
+    node.backends.ready.set()
+    node.set_timeout(60)
+    await breathe()
+    await node.sampled(sample({11: 4}, {}))
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust", "observe", "adjust"]
+
+
+async def test_a_bug_in_a_mechanism_is_not_swallowed() -> None:
+    node = sharing()
+    node.backends.bug = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        await node.sampled(sample({}, {}))
+
+
+async def test_a_bug_that_shows_late_comes_out_with_the_next_sample() -> None:
+    node = sharing()
+    node.backends.ready.clear()
+    node.set_timeout(0.05)
+    await node.sampled(sample({}, {}))
+    node.backends.bug = ValueError("a late bug")
+    node.backends.ready.set()
+    await breathe()
+    with pytest.raises(ValueError, match="a late bug"):
+        await node.sampled(sample({}, {}))
+
+
+async def test_close_cancels_the_background_calls() -> None:
+    node = sharing()
+    node.runtime.answers.clear()
+    node.backends.ready.clear()
+    node.set_timeout(0.05)
+    await node.sampled(sample({99: 5}, {}))
+    out = {"list_containers", "look_up_processes", "enforce_limits"}
+    assert {task.get_name() for task in asyncio.all_tasks()} >= out
+    await node.memory_watcher.close()
+    assert not {task.get_name() for task in asyncio.all_tasks()} & out

@@ -1,0 +1,149 @@
+"""Cgroup trees in temporary folders, read as those of a node."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from gpumgr.common.errors import CriError
+from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
+from gpumgr.runtime.cgroups import Cgroups, Hierarchy, parse_hierarchy
+from tests.component.runtime.cri.node import UID, Node, container_id
+
+MODES: tuple[Literal["v1", "v2", "hybrid"], ...] = ("v1", "v2", "hybrid")
+ID = container_id(7)
+CGROUP = f"/kubepods/burstable/pod{UID}/{ID}"
+
+
+def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
+    path = cgroups.path_of(pid)
+    return container_cgroup_in(path) if path is not None else None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mode_is_seen(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
+    node = Node(tmp_path, mode)
+    assert node.cgroups.hierarchy() == Hierarchy(mode=mode, root=node.memory)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
+    node = Node(tmp_path, mode)
+    node.process(900, CGROUP)
+    node.process(12, CGROUP)
+    node.process(1000, f"{CGROUP}/docker/{container_id(8)}")
+    node.process(77, f"{CGROUP}/system.slice/ssh.service")
+    node.process(5, f"/kubepods/burstable/pod{UID}/{container_id(9)}")
+    assert node.cgroups.pids(CGROUP) == (12, 77, 900, 1000)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
+    node = Node(tmp_path, mode)
+    node.process(1000, f"{CGROUP}/deeper")
+    assert container_cgroup(node.cgroups, 1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert node.cgroups.nspid_of(1000) == 0
+    node.process(1013, "/system.slice/sshd.service")
+    assert container_cgroup(node.cgroups, 1013) is None
+    assert node.cgroups.nspid_of(1013) == 13
+
+
+def test_a_process_that_is_gone_is_nowhere(tmp_path: Path) -> None:
+    cgroups = Node(tmp_path).cgroups
+    assert container_cgroup(cgroups, 4711) is None
+    assert cgroups.nspid_of(4711) is None
+
+
+def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.process(12, CGROUP)
+    forged = f"0::{CGROUP}/x\r0:memory:/kubepods/pod{UID}/{container_id(1)}\n"
+    (node.proc / "12" / "cgroup").write_bytes(forged.encode() + b"1:name=\xff:/\n")
+    (node.proc / "12" / "status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t12\t3\n")
+    assert container_cgroup(node.cgroups, 12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert node.cgroups.nspid_of(12) == 3
+
+
+def test_this_machines_own_process_is_read() -> None:
+    cgroups = Cgroups(Path("/sys/fs/cgroup"))
+    assert cgroups.nspid_of(os.getpid()) is not None
+
+
+def test_a_cgroup_that_is_gone_has_no_processes(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    assert node.cgroups.pids(CGROUP) == ()
+    node.process(12, f"{CGROUP}/a")
+    (node.memory / CGROUP.lstrip("/") / "between").mkdir()
+    assert node.cgroups.pids(CGROUP) == (12,)
+
+
+def test_processes_of_unseen_namespaces_and_doubles_are_left_out(tmp_path: Path) -> None:
+    node = Node(tmp_path, "v1")
+    node.process(12, CGROUP)
+    (node.memory / CGROUP.lstrip("/") / "cgroup.procs").write_text("0\n30\n12\n30\n0\n")
+    assert node.cgroups.pids(CGROUP) == (12, 30)
+
+
+def test_a_path_never_leads_out_of_the_hierarchy(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.process(12, CGROUP)
+    assert node.cgroups.pids(f"/kubepods/../kubepods/burstable/pod{UID}/{ID}") == ()
+
+
+def test_without_a_hierarchy_the_setting_is_named(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    wrong = Cgroups(tmp_path / "elsewhere", node.proc)
+    with pytest.raises(CriError, match=r"no cgroup hierarchy that counts memory.*elsewhere; set cri\.cgroup_root to where"):
+        wrong.pids(CGROUP)
+
+
+def test_a_root_that_went_away_is_an_error(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.root.rmdir()
+    with pytest.raises(CriError, match=r"can't read .*cgroup root: No such file.* host's cgroups at cri\.cgroup_root"):
+        node.cgroups.pids(CGROUP)
+
+
+def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.root.rmdir()
+    node.root.touch()
+    with pytest.raises(CriError, match=r"can't read .*cgroup root: Not a directory.*cri\.cgroup_root"):
+        node.cgroups.pids(CGROUP)
+
+
+def test_a_cgroup_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    (node.memory / CGROUP.lstrip("/") / "cgroup.procs").mkdir(parents=True)
+    with pytest.raises(CriError, match=r"can't read .*cgroup\.procs: Is a directory; run gpumgr as root"):
+        node.cgroups.pids(CGROUP)
+
+
+def test_without_proc_the_error_names_proc(tmp_path: Path) -> None:
+    with pytest.raises(CriError, match=r"can't read .*/nowhere/mounts: No such file or directory; mount proc there"):
+        Cgroups(tmp_path, tmp_path / "nowhere").hierarchy()
+
+
+def test_a_root_behind_a_link_is_followed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    (tmp_path / "link").symlink_to(node.root)
+    assert Cgroups(tmp_path / "link", node.proc).hierarchy() == Hierarchy(mode="v2", root=node.memory)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "hierarchy"),
+    [
+        ("", None),
+        ("tmpfs /sys/fs/cgroup tmpfs rw 0 0\ncgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n", None),
+        ("cgroup2 /sys/fs/cgroup2 cgroup2 rw 0 0\n", None),
+        ("short line\ncgroup2 /sys/fs/cgroup\n", None),
+        ("none /sys/fs/cgroup cgroup rw,cpuset,cpu,memory 0 0\n", Hierarchy(mode="v1", root=Path("/sys/fs/cgroup"))),
+        (
+            "cgroup /sys/fs/cgroup/systemd cgroup rw,name=systemd 0 0\ncgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n",
+            Hierarchy(mode="hybrid", root=Path("/sys/fs/cgroup/unified")),
+        ),
+    ],
+)
+def test_mounts_are_read(mounts: str, hierarchy: Hierarchy | None) -> None:
+    assert parse_hierarchy(mounts, Path("/sys/fs/cgroup")) == hierarchy

@@ -1,0 +1,157 @@
+"""The runtime's socket: answers, and everything that can be wrong with it."""
+
+import asyncio
+import socket as sockets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gpumgr.common.errors import CriError
+from gpumgr.ledger.pods import PodSandbox
+from gpumgr.runtime import codec
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.codec import InitProcess
+from tests.component.runtime.cri.node import Runtime, serving
+from tests.cri_api import cri, recorded_list, recorded_status
+
+
+@pytest.fixture
+async def client(socket: Path) -> AsyncIterator[CriClient]:
+    made = CriClient(socket, timeout_seconds=30)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "pid", "driver"), [("containerd", 7873, "/kubepods/burstable/pod"), ("crio", 48213, "kubepods-besteffort-pod")]
+)
+async def test_recorded_answers_are_understood(socket: Path, client: CriClient, name: str, pid: int, driver: str) -> None:
+    listed = recorded_list(name)
+    container_id = listed.containers[0].id
+    runtime = Runtime(listed=listed, statuses={container_id: recorded_status(name)})
+    async with serving(runtime, socket):
+        assert [each.id for each in await client.list()] == [each.id for each in listed.containers if each.labels]
+        first = await client.init_process(container_id)
+        assert first is not None
+        assert first.pid == pid
+        assert str(first.cgroups_path).startswith(driver)
+        assert runtime.verbose
+        assert await client.version() == codec.RuntimeVersion(name="containerd", version="1.6.20")
+
+
+async def test_the_pods_with_a_ready_sandbox_are_asked_for(socket: Path, client: CriClient) -> None:
+    runtime = Runtime()
+    for uid, state in (("uid-1", cri.SANDBOX_READY), ("uid-2", cri.SANDBOX_NOTREADY)):
+        metadata = cri.PodSandboxMetadata(name="resnet", namespace="demo", uid=uid)
+        runtime.sandboxes.items.add(id=uid, metadata=metadata, state=state)
+    async with serving(runtime, socket):
+        assert await client.ready_sandboxes() == (PodSandbox(pod=("demo", "resnet"), uid="uid-1"),)
+
+
+async def test_without_a_runtime_it_is_not_known_which_pods_run(client: CriClient) -> None:
+    with pytest.raises(CriError, match=r"can't list the pods' sandboxes at .*: the socket does not exist"):
+        await client.ready_sandboxes()
+
+
+async def test_a_container_that_is_gone_is_no_error(socket: Path, client: CriClient) -> None:
+    async with serving(Runtime(), socket):
+        assert await client.init_process("f" * 64) is None
+
+
+async def test_a_restart_of_the_runtime_is_survived(socket: Path, client: CriClient) -> None:
+    for pid in (1, 2):
+        runtime = Runtime()
+        name = runtime.container(1, pid=pid)
+        async with serving(runtime, socket):
+            assert await client.init_process(name) == InitProcess(pid=pid)
+
+
+async def test_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
+    with pytest.raises(
+        CriError, match=rf"can't list the containers at {socket}: the socket does not exist; .* set cri\.socket to"
+    ):
+        await client.list()
+
+
+async def test_a_socket_without_a_listener_is_an_error(client: CriClient, socket: Path) -> None:
+    with sockets.socket(sockets.AF_UNIX) as left_behind:
+        left_behind.bind(str(socket))
+    with pytest.raises(
+        CriError, match=r"can't ask the container runtime for its version at .*: no process listens there; .*cri\.socket"
+    ):
+        await client.version()
+
+
+async def test_a_path_that_is_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
+    socket.touch()  # noqa: ASYNC240 (nothing waits)
+    with pytest.raises(CriError, match=r"no process listens there; .*cri\.socket"):
+        await client.list()
+
+
+async def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
+    client = CriClient(tmp_path / ("x" * 120))
+    with pytest.raises(CriError, match=r"AF_UNIX path too long; .*cri\.socket"):
+        await client.list()
+
+
+async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
+    async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
+        with pytest.raises(
+            CriError, match=r"no CRI v1 is spoken there .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket"
+        ):
+            await client.list()
+
+
+async def test_a_hung_runtime_is_given_up(socket: Path) -> None:
+    runtime = Runtime(hold=asyncio.Event())
+    async with serving(runtime, socket):
+        client = CriClient(socket, timeout_seconds=0.05)
+        with pytest.raises(CriError, match=r"there was no answer within 0\.05 s; .*cri\.socket"):
+            await client.list()
+        runtime.hold, client._timeout_seconds = None, 30
+        assert await client.list() == ()
+        client.close()
+
+
+async def test_a_call_to_a_peer_that_accepts_and_never_answers_times_out(socket: Path) -> None:
+    with sockets.socket(sockets.AF_UNIX) as mute:
+        mute.bind(str(socket))
+        mute.listen()
+        client = CriClient(socket, timeout_seconds=0.05)
+        with pytest.raises(CriError, match=r"no answer within 0\.05 s"):
+            await client.version()
+        client.close()
+
+
+async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) -> None:
+    async def speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(16)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_unix_server(speak_http, socket)
+    with pytest.raises(CriError, match=r"hung up in the middle of the call; is it a container runtime \(setting cri\.socket\)"):
+        await client.list()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_an_error_of_the_runtime_is_reported(socket: Path, client: CriClient) -> None:
+    runtime = Runtime(failures={"a" * 64: GRPCError(Status.UNKNOWN, "failed to get container runtime spec")})
+    async with serving(runtime, socket):
+        with pytest.raises(
+            CriError, match=r"container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the log"
+        ):
+            await client.init_process("a" * 64)
+
+
+async def test_an_answer_that_can_not_be_read_is_an_error(socket: Path, client: CriClient) -> None:
+    runtime = Runtime(statuses={"a" * 64: cri.ContainerStatusResponse(info={"info": "<html>"})})
+    async with serving(runtime, socket):
+        with pytest.raises(
+            CriError, match=r"the answer can't be read \(.*\); does cri\.socket name the socket of containerd or CRI-O"
+        ):
+            await client.init_process("a" * 64)

@@ -1,0 +1,240 @@
+"""The stand-in API server as the agent's own pod cache sees it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpumgr.kube.cache import PodCache
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.reflector import WatchTimes
+from gpumgr.ledger.pods import PodView
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+
+PACE = WatchTimes(pause_seconds=(0.01, 0.02))
+
+
+def pod(name: str, uid: str = "", *containers: SimContainer) -> SimPod:
+    app = SimContainer(name="main", cores=30, memory_blocks=4)
+    return SimPod(namespace="team", name=name, uid=uid or f"uid-{name}", containers=containers or (app,))
+
+
+class Watched:
+    """A pod cache that watches the server, and the changes it reports."""
+
+    def __init__(self, cache: PodCache) -> None:
+        self.cache = cache
+        self._changed = asyncio.Condition()
+        self._waker: set[asyncio.Task[None]] = set()
+        cache.subscribe(self._record)
+
+    async def until(self, names: set[str]) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: {view.name for view in self.cache.all()} == names)
+
+    def _record(self, _before: PodView | None, _after: PodView | None) -> None:
+        task = asyncio.create_task(self._notify())
+        self._waker.add(task)
+        task.add_done_callback(self._waker.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+@asynccontextmanager
+async def watched(api: SimApiServer, folder: Path) -> AsyncIterator[Watched]:
+    server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
+    cache = PodCache(server, "node-1", watch_times=PACE)
+    seen = Watched(cache)
+    task = asyncio.create_task(cache.run())
+    try:
+        await asyncio.wait_for(cache.wait_synced(), 10)
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await server.close()
+
+
+async def test_a_pod_is_listed_with_all_that_the_allocator_needs(tmp_path: Path) -> None:
+    containers = (
+        SimContainer(name="fetch", kind="init", cores=10, memory_blocks=1),
+        SimContainer(name="proxy", kind="sidecar"),
+        SimContainer(name="main", cores=30, memory_blocks=4),
+    )
+    async with SimApiServer("node-1") as api:
+        refused = PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message="no room")
+        api.put(pod("a", "", *containers), refused, controlled=True)
+        async with watched(api, tmp_path) as seen:
+            view = seen.cache.by_uid("uid-a")
+            assert view is not None
+            assert (view.key, view.phase, view.reason, view.controlled) == (("team", "a"), "Failed", refused.reason, True)
+            assert [(c.name, c.kind, c.cores, c.memory_blocks) for c in view.containers] == [
+                ("fetch", "init", 10, 1),
+                ("proxy", "sidecar", 0, 0),
+                ("main", "app", 30, 4),
+            ]
+            assert view.created_at > 0
+
+
+async def test_changes_are_watched(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.put(pod("a"))
+        api.put(pod("b"))
+        await seen.until({"a", "b"})
+        api.remove("uid-a")
+        await seen.until({"b"})
+        assert api.requests.count("list") == 1
+
+
+async def test_pods_of_another_node_are_not_reported(tmp_path: Path) -> None:
+    async with SimApiServer("node-2") as api:
+        api.put(pod("a"))
+        async with watched(api, tmp_path) as seen:
+            assert list(seen.cache.all()) == []
+
+
+@pytest.mark.parametrize("expired", [False, True])
+async def test_an_outage_loses_nothing_and_an_expired_resource_version_causes_a_new_list(tmp_path: Path, expired: bool) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        url = api.url
+        await api.stop()
+        api.remove("uid-a")
+        api.put(pod("b"))
+        if expired:
+            api.forget()
+        await api.start()
+        assert api.url == url
+        await seen.until({"b"})
+        assert not expired or api.requests.count("list") == 2
+
+
+async def test_a_watch_ends_with_a_bookmark() -> None:
+    async with SimApiServer("node-1") as api, aiohttp.ClientSession() as client:
+        api.put(pod("a"))
+        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": "1", "timeoutSeconds": "0"}
+        async with client.get(f"{api.url}/api/v1/pods", params=query) as answer:
+            lines = [line async for line in answer.content]
+        assert b'"BOOKMARK"' in lines[-1]
+        assert b'"resourceVersion": "2"' in lines[-1]
+
+
+async def test_a_slow_server_answers_later(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.delay_seconds = 0.2
+        api.put(pod("a"))
+        assert await seen.cache.wait_for(("team", "a"), 0.02) is None
+        assert await seen.cache.wait_for(("team", "a"), 10) is not None
+
+
+@pytest.mark.parametrize(("uid", "gone"), [("uid-1", True), ("uid-0", False)])
+async def test_only_the_pod_with_the_given_uid_is_deleted(tmp_path: Path, uid: str, gone: bool) -> None:
+    deleted: list[str] = []
+    async with SimApiServer("node-1", on_delete=deleted.append) as api, watched(api, tmp_path) as seen:
+        api.put(pod("web-0", "uid-1"))
+        await seen.until({"web-0"})
+        meant = PodView(namespace="team", name="web-0", uid=uid)
+        assert await seen.cache.delete_pod(meant) is gone
+        assert deleted == (["uid-1"] if gone else [])
+        assert await seen.cache.delete_pod(PodView(namespace="team", name="none", uid="x")) is False
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------------
+
+MERGE = {"Content-Type": "application/merge-patch+json"}
+STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
+
+
+def asked(api: SimApiServer) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(api.url)
+
+
+async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
+    async with request as answer:
+        return answer.status
+
+
+@pytest.mark.parametrize(
+    ("patch", "status"),
+    [
+        ({"metadata": {"uid": "uid-a", "annotations": {"a.b/c": "1"}}}, 200),
+        ({"metadata": {"annotations": {"c": "1"}}}, 200),
+        ({"metadata": {"uid": "another", "annotations": {"c": "1"}}}, 409),
+        ({"metadata": {"annotations": {"c": "x" * (256 << 10)}}}, 422),
+        ({"metadata": {"annotations": {"no good": "1"}}}, 422),
+        ({"metadata": {"annotations": {"-/c": "1"}}}, 422),
+        ({"metadata": {"annotations": {"c": 1}}}, 422),
+        ({"metadata": {"labels": {"c": "x" * 64}}}, 422),
+        ({"metadata": {"labels": {"c": "-"}}}, 422),
+    ],
+)
+async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(patch: dict[str, object], status: int, tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=patch, headers=MERGE)) == status
+        assert bool(api.annotations("uid-a")) == (status == 200)
+        api.put(pod("a"), PodStatus(phase="Running"))
+        assert bool(api.annotations("uid-a")) == (status == 200)
+
+
+async def test_patches_of_pods_that_are_not_there_not_allowed_or_of_another_kind() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        api.put(pod("a"))
+        for path, headers, status in (("b", MERGE, 404), ("a", STRATEGIC, 415)):
+            assert await status_of(client.patch(f"/api/v1/namespaces/team/pods/{path}", json={}, headers=headers)) == status
+        api.forbidden.add(("patch", "pods"))
+        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json={}, headers=MERGE)) == 403
+        assert api.requests == ["pod"] * 3
+
+
+async def test_a_patched_pod_is_watched_with_what_was_written(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        body = {"metadata": {"annotations": {"gpumgr.io/allocations": "[]", "theirs": "1"}}}
+        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=body, headers=MERGE)) == 200
+        async with asyncio.timeout(10):
+            while not seen.cache.annotations("uid-a"):
+                assert api.annotations("uid-a")
+                await asyncio.sleep(0.002)
+        assert seen.cache.annotations("uid-a") == {"gpumgr.io/allocations": "[]"}
+        api.remove("uid-a")
+        await seen.until(set())
+        assert seen.cache.annotations("uid-a") == {}
+
+
+async def test_of_conditions_the_one_of_the_same_type_is_replaced() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        for condition in ({"type": "Ready", "status": "True"}, {"type": "A", "status": "True"}, {"type": "A", "status": "False"}):
+            body = {"status": {"conditions": [condition]}}
+            assert await status_of(client.patch("/api/v1/nodes/node-1/status", json=body, headers=STRATEGIC)) == 200
+        async with client.get("/api/v1/nodes/node-1") as answer:
+            node = await answer.json()
+        assert node["status"]["conditions"] == [{"type": "Ready", "status": "True"}, {"type": "A", "status": "False"}]
+        assert await status_of(client.patch("/api/v1/nodes/node-1/status", json={}, headers=MERGE)) == 415
+        assert await status_of(client.get("/api/v1/nodes/node-2")) == 404
+
+
+async def test_a_node_with_labels_that_are_none_stays_as_it_was() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        for value, status in (("good", 200), ("no good", 422)):
+            body = {"metadata": {"labels": {"a": value}, "annotations": {"of": value}}}
+            assert await status_of(client.patch("/api/v1/nodes/node-1", json=body, headers=MERGE)) == status
+        assert (api.written.labels, api.written.annotations) == ({"a": "good"}, {"of": "good"})
+
+
+@pytest.mark.parametrize(
+    ("namespace", "about", "status"), [("default", {}, 201), ("team", {}, 422), ("default", {"namespace": "team"}, 422)]
+)
+async def test_an_event_lies_where_its_subject_does(namespace: str, about: dict[str, str], status: int) -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        event = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Node", "name": "node-1", **about}}
+        assert await status_of(client.post(f"/api/v1/namespaces/{namespace}/events", json=event)) == status

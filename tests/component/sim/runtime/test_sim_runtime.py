@@ -1,0 +1,117 @@
+"""The stand-in runtime as the agent's client meets it, and its messages as the public protobuf reads them."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gpumgr.common.errors import CriError
+from gpumgr.common.rpc.channel import UnixChannel
+from gpumgr.ledger.pods import PodSandbox
+from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.codec import InitProcess
+from gpumgr.sim.kubelet import SimContainer, SimPod
+from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.runtime import SimRuntime
+from tests.cri_api import cri
+
+POD = SimPod(namespace="demo", name="resnet", uid="uid-1", containers=(SimContainer(name="main"), SimContainer(name="side")))
+SERVICE = "/runtime.v1.RuntimeService/"
+
+
+def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
+    path = cgroups.path_of(pid)
+    return container_cgroup_in(path) if path is not None else None
+
+
+@pytest.fixture
+async def runtime(folder: Path) -> AsyncIterator[SimRuntime]:
+    async with SimRuntime(folder / "cri.sock", SimProcesses(folder)) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(runtime: SimRuntime) -> AsyncIterator[CriClient]:
+    made = CriClient(runtime.socket, timeout_seconds=30)
+    yield made
+    made.close()
+
+
+async def test_its_messages_are_those_of_the_interface(runtime: SimRuntime) -> None:
+    first = runtime.run(POD, "main")
+    runtime.run(POD, "main")
+    async with UnixChannel(runtime.socket) as channel:
+        version = cri.VersionResponse.FromString(await channel.unary(f"{SERVICE}Version", b"", bytes))
+        listed = cri.ListContainersResponse.FromString(await channel.unary(f"{SERVICE}ListContainers", b"", bytes))
+        status = cri.ContainerStatusResponse.FromString(
+            await channel.unary(
+                f"{SERVICE}ContainerStatus", cri.ContainerStatusRequest(container_id=first.id).SerializeToString(), bytes
+            )
+        )
+    assert (version.version, version.runtime_name, version.runtime_api_version) == ("0.1.0", "gpumgr-sim", "v1")
+    assert [each.state for each in listed.containers] == [cri.CONTAINER_EXITED, cri.CONTAINER_RUNNING]
+    assert [each.metadata.attempt for each in listed.containers] == [0, 1]
+    assert listed.containers[0].id == first.id
+    assert listed.containers[0].labels["io.kubernetes.pod.uid"] == "uid-1"
+    assert listed.containers[0].created_at == status.status.created_at > 0
+    assert (status.status.id, status.status.metadata.name, status.status.state) == (first.id, "main", cri.CONTAINER_EXITED)
+    assert runtime.asked == ["Version", "ListContainers", "ContainerStatus"]
+
+
+async def test_a_pod_has_a_ready_sandbox_while_one_of_its_containers_runs(runtime: SimRuntime, client: CriClient) -> None:
+    runtime.run(POD, "main")
+    runtime.run(POD, "side")
+    for name in ("main", "side"):
+        assert await client.ready_sandboxes() == (PodSandbox(pod=("demo", "resnet"), uid="uid-1"),)
+        runtime.end(POD.uid, name)
+    assert await client.ready_sandboxes() == ()
+
+
+async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client: CriClient) -> None:
+    made = runtime.run(POD, "main")
+    cgroups = Cgroups(runtime.processes.cgroup_root, runtime.processes.proc_root)
+    (listed,) = await client.list()
+    assert (listed.id, listed.pod, listed.pod_uid, listed.name) == (made.id, ("demo", "resnet"), "uid-1", "main")
+    assert (listed.running, listed.attempt) == (True, 0)
+    assert await client.init_process(made.id) == InitProcess(pid=made.pid, cgroups_path=made.cgroup)
+    assert made.pid is not None
+    assert made.cgroup is not None
+    place = container_cgroup(cgroups, made.pid)
+    assert place is not None
+    assert (place.container_id, place.pod_uid, place.cgroup) == (made.id, "uid-1", made.cgroup)
+    assert cgroups.pids(made.cgroup) == (made.pid,)
+
+
+async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(runtime: SimRuntime, client: CriClient) -> None:
+    first, other = runtime.run(POD, "main"), runtime.run(POD, "side")
+    second = runtime.run(POD, "main")
+    assert second.id != first.id
+    assert second.pid not in (first.pid, other.pid)
+    assert [(each.name, each.attempt, each.running) for each in await client.list()] == [
+        ("main", 0, False),
+        ("side", 0, True),
+        ("main", 1, True),
+    ]
+    assert await client.init_process(first.id) == InitProcess(cgroups_path=first.cgroup)
+    assert set(runtime.remove("uid-1")) == {second.pid, other.pid}
+    assert await client.list() == ()
+    assert await client.init_process(second.id) is None
+
+
+async def test_an_outage_loses_nothing(runtime: SimRuntime, client: CriClient) -> None:
+    runtime.run(POD, "main")
+    assert len(await client.list()) == 1
+    await runtime.stop()
+    runtime.run(POD, "side")
+    with pytest.raises(CriError):
+        await client.list()
+    await runtime.start()
+    assert [each.name for each in await client.list()] == ["main", "side"]
+
+
+async def test_the_folder_may_have_any_name(tmp_path: Path) -> None:
+    processes = SimProcesses(tmp_path / "a folder")
+    pid = processes.start("/kubepods/x")
+    assert Cgroups(processes.cgroup_root, processes.proc_root).pids("/kubepods") == (pid,)

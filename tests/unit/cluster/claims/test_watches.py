@@ -1,0 +1,59 @@
+"""What the watches of `gpumgr claims` keep."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from gpumgr.cluster.claims.objects import UnboundPod, WatchedClaim, WatchedSlice
+from gpumgr.cluster.claims.watches import ClaimWatches
+from gpumgr.settings.schema import SchedulerSettings
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def unbound(name: str, claim: str) -> UnboundPod:
+    return UnboundPod(
+        uid=f"uid-{name}",
+        key=("team", name),
+        created="",
+        gate=None,
+        templates=(),
+        claims=(claim,),
+        complete=True,
+        model=None,
+        pool=None,
+    )
+
+
+async def test_claims_of_bound_pods_are_forgotten_though_no_quota_is_decided() -> None:
+    """Only the leader decides quotas, and only if a pod has the gate."""
+    clock = Clock()
+    watches = ClaimWatches(cast("Any", None), SchedulerSettings(), clock=clock)
+    for number in range(100):
+        clock.now = float(number)
+        pods = [unbound(f"p{number}", f"c{number}"), unbound(f"q{number}", "shared")]
+        for pod in pods:
+            watches._pod_changed(None, pod)
+            watches._pod_changed(pod, None)
+    assert {name for _, name in watches._left} == {"shared", *(f"c{number}" for number in range(90, 100))}
+    assert watches._left["team", "shared"][0].key[1] == "q99"
+
+
+async def test_a_deleted_object_is_removed_though_it_was_listed_again_and_not_if_it_has_a_successor() -> None:
+    """A list makes equal objects anew, and reports no change."""
+    watches = ClaimWatches(cast("Any", None), SchedulerSettings())
+    claim, of_node = WatchedClaim(uid="1", key=("team", "a")), WatchedSlice(uid="1", key="node", gpus=())
+    watches._claim_changed(None, claim)
+    watches._slice_changed(None, of_node)
+    watches._claim_changed(replace(claim), None)
+    watches._slice_changed(replace(of_node), None)
+    assert (watches._claims, watches._slices) == ({}, {})
+    watches._claim_changed(None, claim)
+    watches._claim_changed(None, replace(claim, uid="2"))
+    watches._claim_changed(claim, None)
+    assert [each.uid for each in watches._claims.values()] == ["2"]

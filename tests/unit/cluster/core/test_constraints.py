@@ -1,0 +1,200 @@
+"""Which GPUs a pod may have, by model, UUID and NUMA node, and how a rejection names the constraint."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.common.units import Amounts
+from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
+from gpumgr.placement.evaluators.constraints import Constraints
+from tests.cluster_states import constrained, node_state, request, share
+
+MODELS = ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA H100 80GB HBM3", "")
+MIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1))
+FIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1), naming="none")
+
+
+def chosen(node: NodeState, wanted: PodRequest, *used: int, policy: Policy = "binpack") -> list[list[int]] | Misfit:
+    """The GPUs of each container; `used` are cores."""
+    taken = (*(Amounts(cores, 1 if cores else 0) for cores in used), *[Amounts()] * (len(node.gpus) - len(used)))
+    found = choose(node, taken, wanted, policy)
+    return [[gpu for gpu, _ in shares] for shares in found.shares] if isinstance(found, NodeChoice) else found
+
+
+@pytest.mark.parametrize(
+    ("constraints", "gpus"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"use_models": ("a100",)}, [0]),
+        ({"use_models": ("A100", "tesla")}, [0, 1]),
+        ({"use_models": ("NVIDIA",), "avoid_models": ("sxm",)}, [1, 2]),
+        ({"use_models": ("nvidia-tesla",)}, [1]),  # HAMi's name of that model
+        ({"avoid_models": ("t4",)}, [0, 2]),  # the model of GPU 3 is not known
+        ({"use_models": ("A10G",)}, []),
+        ({"use_uuids": ("GPU-a-1", "GPU-a-3", "GPU-b-0")}, [1, 3]),
+        ({"use_uuids": ("GPU-a",)}, []),  # exact
+        ({"avoid_uuids": ("GPU-a-0", "GPU-a-1")}, [2, 3]),
+        ({"use_uuids": ("GPU-a-0",), "avoid_uuids": ("GPU-a-0",)}, []),
+        ({"use_models": ("T4",), "use_uuids": ("GPU-a-0",)}, []),
+    ],
+)
+def test_only_gpus_that_satisfy_all_constraints_are_chosen(constraints: dict[str, Any], gpus: list[int]) -> None:
+    free = [0] * 4
+    found = []
+    while not isinstance(got := chosen(MIXED, constrained(share(60, 1), **constraints), *free), Misfit):
+        ((gpu,),) = got
+        free[gpu] = 60
+        found.append(gpu)
+    assert sorted(found) == gpus
+
+
+def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint() -> None:
+    node = node_state("a", 2, models=("T4", "T4"), cordoned=(0,), unhealthy=(1,))
+    found = chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",)))
+    assert isinstance(found, Misfit)
+    assert (
+        explain([("a", found)]) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB except unhealthy or cordoned ones"
+    )
+
+
+@pytest.mark.parametrize("constraints", [{"use_models": ("T4",)}, {"avoid_models": ("T4",)}, {"avoid_uuids": ("GPU-b-0",)}])
+def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str, Any]) -> None:
+    assert isinstance(chosen(homogeneous("a", 400, 65536), constrained(share(10, 1), **constraints)), Misfit)
+
+
+def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
+    told = chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4")))
+    assert isinstance(told, Misfit)
+    assert explain([("a", told)]) == ("has a Topology Manager policy and not only GPUs of model A100 or T4")
+    equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
+    assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
+    assert chosen(equal, constrained(request(("app", 200, 0)), same_numa_node=True)) == [[0, 1]]
+    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
+    told = chosen(FIXED, pair)
+    assert isinstance(told, Misfit)
+    assert told.agent_chooses
+    assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
+
+
+@pytest.mark.hami_bug("B19, B20: NUMA binding rejects pods that fit, and fills one NUMA node")
+@pytest.mark.parametrize(
+    ("policy", "used", "expected"),
+    [
+        ("binpack", (0, 0, 0, 0, 0, 0), [4, 5]),  # the NUMA node with the fewest free GPUs
+        ("spread", (0, 0, 0, 0, 0, 0), [0, 2]),
+        ("topology", (0, 0, 0, 0, 0, 0), [0, 2]),  # the best joined ones
+        ("topology", (10, 0, 0, 0, 0, 0), [1, 3]),
+        ("binpack", (0, 0, 0, 0, 10, 0), [0, 2]),
+        ("binpack", (10, 10, 10, 0, 10, 0), None),  # two are free, on two NUMA nodes
+    ],
+)
+def test_several_gpus_of_a_container_are_on_one_numa_node(
+    policy: Policy, used: tuple[int, ...], expected: list[int] | None
+) -> None:
+    node = node_state("a", 6, near=((0, 2), (1, 3)), numa=(0, 0, 0, 0, 1, 1))
+    found = chosen(node, constrained(request(("app", 200, 0)), same_numa_node=True), *used, policy=policy)
+    if expected is not None:
+        assert found == [expected]
+        return
+    assert isinstance(found, Misfit)
+    assert explain([("a", found)]) == "has not 2 entirely free GPUs on one NUMA node (1 free)"
+
+
+def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:
+    found = chosen(node_state("a", 2), constrained(request(("app", 200, 0)), same_numa_node=True))
+    assert isinstance(found, Misfit)
+    assert explain([("a", found)]) == "has no GPU with a known NUMA node"
+
+
+def test_containers_that_reuse_an_init_containers_gpus_stay_on_its_numa_node() -> None:
+    node = node_state("a", 4, numa=(0, 1, 1, 1))
+    wanted = constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True)
+    assert chosen(node, wanted) == [[1], [1, 2]]
+
+
+def test_the_constraint_is_named_and_counted() -> None:
+    wanted = constrained(share(50, 32), use_models=("A100",), avoid_uuids=("GPU-x", "GPU-y"))
+    found = [
+        ("full", chosen(node_state("full", 2, models=("A100", "T4")), wanted, 60)),
+        ("other", chosen(node_state("other", 1, models=("T4",)), wanted)),
+        ("more", chosen(node_state("more", 1, models=("T4",)), wanted)),
+        ("mixed", chosen(node_state("mixed", 2, models=("A100", "T4"), naming="none"), wanted)),
+    ]
+    gpu = "GPU of model A100 and not of 2 UUIDs"
+    assert explain([(name, each) for name, each in found if isinstance(each, Misfit)]) == (
+        f"for the 4 nodes with enough in total: 2 have no {gpu}, 1 has no {gpu} with 50 free cores and 8 GiB (closest: full GPU 0, 40 "
+        "cores and 15.75 GiB), 1 has a Topology Manager policy and not only GPUs of model A100 and not of 2 UUIDs"
+    )
+
+
+def test_the_text_stays_within_its_limit() -> None:
+    constraints = Constraints(
+        use_models=("x" * 96,) * 64,
+        avoid_models=("y" * 96,) * 64,
+        use_uuids=("GPU-" + "z" * 92,),
+        avoid_uuids=("GPU-" + "w" * 92,),
+    )
+    assert len(constraints.text) == 65
+    index = ClusterIndex()
+    index.set_node(MIXED)
+    rejected = index.rank(PodRequest(share(60, 1).containers, constraints), "binpack", ["a"])
+    assert isinstance(rejected, Rejection)
+    assert len(rejected.text) <= MAX_CHARACTERS
+
+
+def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() -> None:
+    index = ClusterIndex()
+    for name, model, numa in (("a", "T4", 0), ("b", "A100", 0), ("c", "A100", 1), ("d", "A100", 1)):
+        index.set_node(node_state(name, 2, models=(model, model), numa=(0, numa)))
+
+    def best(wanted: PodRequest, **constraints: Any) -> str:
+        ranked = index.rank(constrained(wanted, **constraints), "binpack", "abcd")
+        assert not isinstance(ranked, Rejection)
+        return ranked[0][0]
+
+    assert best(share(10, 1), use_models=("A100",)) == "b"
+    assert best(share(10, 1), use_uuids=("GPU-d-1",)) == "d"
+    assert best(share(10, 1), avoid_uuids=tuple(f"GPU-{name}-{gpu}" for name in "abc" for gpu in (0, 1))) == "d"
+    assert best(request(("app", 200, 0)), same_numa_node=True, avoid_models=("T4",)) == "b"
+
+
+def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
+    """Nodes that no constraint distinguishes are computed once, with a UUID that stands for all others."""
+    index = ClusterIndex()
+    index.set_node(node_state("a", 2))
+    index.settle()
+    stand_ins = {gpu.uuid for profile in index._profiles.profiles for gpu in profile.state.gpus}
+    assert stand_ins.isdisjoint({"GPU-a-0", "GPU-a-1"})
+    for text in ("GPU", " ", "\x00", ",", *stand_ins):
+        use, avoid = ({key: f"GPU-x,{text}"} for key in (USE_UUIDS[1], AVOID_UUIDS[1]))
+        assert isinstance(index.rank(replace(share(10, 1), constraints=constraints_of(use)), "binpack", ("a",)), Rejection)
+        assert index.order(replace(share(10, 1), constraints=constraints_of(avoid)), "binpack", ("a",)) == ["a"]
+
+
+def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
+    assert Constraints(use_models=("A\t10\x1b[0m",)).text == " of model A?10?[0m"
+
+
+@pytest.mark.parametrize(("modes", "text"), [(("mig",), "in mode mig"), ((), "in mode unknown")])
+def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
+    found = chosen(node_state("a", 2), constrained(share(10, 1), modes=modes))
+    assert isinstance(found, Misfit)
+    assert explain([("a", found)]) == f"has no GPU {text}"
+
+
+def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:
+    """It was bound by another scheduler, on the node of an older agent, which reads no constraints. Others follow them."""
+    index = ClusterIndex()
+    index.set_node(node_state("b", 2))
+    index.bind(PlacedPod(uid="q", node="b", request=constrained(share(60, 16), use_uuids=("GPU-b-1",))))
+    assert [used.cores for used in index.used("b")] == [0, 60]
+    index.set_node(node_state("a", 1, models=("T4",)))
+    index.bind(PlacedPod(uid="p", node="a", request=constrained(share(60, 16), use_models=("A100",))))
+    assert [used.cores for used in index.used("a")] == [60]

@@ -1,0 +1,445 @@
+"""The index: which node is offered, what is assumed, and what is computed again."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from random import Random
+from typing import get_args
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumgr.cluster.core import index as index_module
+from gpumgr.cluster.core import shape
+from gpumgr.cluster.core.choose import FreeCores, NodeChoice, choose, free_cores, least_stranded, stranded
+from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares, used_on
+from gpumgr.cluster.core.node import NodeState, Shares
+from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from tests.cluster_states import hami, node_state, request, share, together, with_mig, with_replicas
+
+NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
+NAMES = ("a", "b")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+TWO = request(("app", 40, 8), ("app", 30, 8))
+
+
+@pytest.fixture
+def index() -> ClusterIndex:
+    made = ClusterIndex()
+    for node in NODES:
+        made.set_node(node)
+    return made
+
+
+@pytest.fixture
+def computed() -> Iterator[list[int]]:
+    """The number of GPUs of each kind of node for which a choice was computed and kept."""
+    sizes: list[int] = []
+
+    def counted(node: NodeState, *rest: object) -> object:
+        sizes.append(len(node.gpus))
+        return choose(node, *rest)  # type: ignore[arg-type]
+
+    with patch.object(shape, "choose", counted):
+        yield sizes
+
+
+def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") -> tuple[str, NodeChoice]:
+    ranked = index.rank(wanted, policy, NAMES)
+    assert not isinstance(ranked, Rejection), ranked
+    return ranked[0]
+
+
+def place(index: ClusterIndex, uid: str, wanted: PodRequest, *, assumed: bool = False) -> PlacedPod:
+    name, choice = best(index, wanted)
+    state = index.node(name)
+    assert state is not None
+    pod = PlacedPod(uid=uid, node=name, request=wanted, shares=named_shares(state, choice))
+    if assumed:
+        index.assume(pod)
+    else:
+        index.bind(pod)
+    return pod
+
+
+def test_binpack_fills_a_node_and_spread_takes_the_emptiest(index: ClusterIndex) -> None:
+    place(index, "one", share(50, 8))
+    assert best(index, share(50, 8))[0] == "a"
+    assert best(index, share(50, 8))[1].shares[0][0][0] == 0
+    assert best(index, share(50, 8), "spread")[0] == "b"
+    assert best(index, request(("app", 100, 0)))[0] == "a"
+    assert best(index, request(("app", 100, 0)), "spread")[0] == "b"
+    assert best(index, request(("app", 200, 0)))[0] == "b"
+
+
+def test_only_nodes_that_are_offered_are_answered(index: ClusterIndex) -> None:
+    ranked = index.rank(share(50, 8), "binpack", ["b", "unknown"])
+    assert not isinstance(ranked, Rejection)
+    assert [name for name, _ in ranked] == ["b"]
+    assert isinstance(index.rank(share(50, 8), "binpack", ["unknown"]), Rejection)
+
+
+def test_what_is_assumed_counts_until_it_is_removed(index: ClusterIndex) -> None:
+    place(index, "one", request(("app", 200, 0)), assumed=True)
+    assert index.used("a")[0].cores == 100
+    index.remove("one")
+    assert index.used("a")[0].cores == 0
+    assert index.assumed_pods == 0
+
+
+def test_a_bound_pod_is_no_longer_assumed(index: ClusterIndex) -> None:
+    pod = place(index, "one", share(50, 8), assumed=True)
+    assert index.is_assumed("one")
+    index.bind(pod)
+    assert not index.is_assumed("one")
+    assert index.used("a")[0] == Amounts(50, 2048)
+
+
+def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: list[int]) -> None:
+    best(index, TWO)
+    assert sorted(computed) == [2, 4]
+    best(index, TWO)
+    index.set_node(node_state("a", 2))
+    best(index, TWO)
+    assert sorted(computed) == [2, 4], "an equal inventory is no change"
+    place(index, "one", share(50, 8))
+    best(index, TWO)
+    assert sorted(computed) == [2, 2, 4]
+    index.bind(place(index, "two", share(50, 8), assumed=True))
+    computed.clear()
+    best(index, TWO)
+    assert computed == [2], "the watch shows what was assumed: no second change"
+
+
+def test_what_the_node_reports_counts_once_and_before_annotations(index: ClusterIndex) -> None:
+    pod = place(index, "one", share(50, 8))
+    index.set_node(node_state("a", 2, other={"one": ((1, Amounts(50, 2048)),), "foreign": ((1, Amounts(20, 256)),)}))
+    assert [used.cores for used in index.used("a")] == [0, 70]
+    index.remove(pod.uid)
+    assert [used.cores for used in index.used("a")] == [0, 70], "the node's own report ends with its next inventory"
+
+
+def test_a_pod_with_unknown_gpus_takes_likely_ones(index: ClusterIndex) -> None:
+    index.bind(PlacedPod(uid="one", node="a", request=request(("app", 100, 0))))
+    index.bind(PlacedPod(uid="two", node="a", request=share(50, 8), shares=((("GPU-gone", Amounts(50, 2048)),),)))
+    assert [used.cores for used in index.used("a")] == [100, 50]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "other"), [(share(1, 1), {}), (hami(memory=1000), {"u": ((0, Amounts(14, 9728, slices=1)),)})]
+)
+def test_a_pod_with_too_many_containers_and_unknown_gpus_has_all_of_them(wanted: PodRequest, other: Mapping[str, Shares]) -> None:
+    """Also GPUs on which another pod has a MIG device. No choice is computed for it, which would take long."""
+    node = node_state("a", 2, other=other)
+    index = ClusterIndex()
+    index.set_node(with_mig(node) if other else node)
+    many = PodRequest(wanted.containers * 65)
+    with patch.object(index_module, "choose", side_effect=AssertionError("computed")):
+        index.bind(PlacedPod(uid="many", node="a", request=many))
+        index.settle()
+    assert isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
+    index.remove("many")
+    assert not isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
+
+
+def test_pods_of_a_node_that_comes_later_count(index: ClusterIndex) -> None:
+    index.bind(PlacedPod(uid="one", node="c", request=share(50, 8), shares=((("GPU-c-1", Amounts(50, 2048)),),)))
+    index.set_node(node_state("c", 2))
+    assert [used.cores for used in index.used("c")] == [0, 50]
+    index.remove_node("c")
+    index.set_node(node_state("c", 2))
+    assert [used.cores for used in index.used("c")] == [0, 50]
+    index.remove("one")
+    index.remove_node("c")
+    assert index.node("c") is None
+
+
+def test_a_placement_is_validated_without_itself(index: ClusterIndex) -> None:
+    pod = place(index, "one", request(("app", 200, 0)), assumed=True)
+    assert index.fits(pod)
+    index.bind(PlacedPod(uid="two", node="a", request=share(10, 4), shares=((("GPU-a-1", Amounts(10, 1024)),),)))
+    assert not index.fits(pod)
+    index.remove("two")
+    index.set_node(node_state("a", 2, cordoned=(1,)))
+    assert not index.fits(pod)
+
+
+def test_kept_results_are_bounded(index: ClusterIndex, computed: list[int]) -> None:
+    wanted = [request(("app", cores, 4), ("app", 10, 4)) for cores in range(1, 60)]
+    for each in wanted:
+        best(index, each)
+    computed.clear()
+    for each in wanted[-16:]:
+        best(index, each)
+    assert computed == [], "the last ones are kept"
+    best(index, wanted[0])
+    assert sorted(computed) == [2, 4]
+
+
+def test_a_question_that_keeps_nothing_displaces_nothing(index: ClusterIndex, computed: list[int]) -> None:
+    best(index, TWO)
+    index.rank(nowhere := request(("app", 800, 0)), "binpack", NAMES)
+    computed.clear()
+    for cores in range(1, 60):
+        wanted = request(("app", cores, 4), ("app", 10, 4))
+        assert not isinstance(index.rank(wanted, "binpack", NAMES, shape=index.shape(wanted, "binpack")), Rejection)
+    computed.clear()
+    best(index, TWO)
+    index.rank(nowhere, "binpack", NAMES)
+    assert computed == []
+
+
+def test_shares_and_named_gpus_need_no_choice_on_each_node(computed: list[int]) -> None:
+    """So that many different requests cost little."""
+    index = ClusterIndex()
+    names = [f"node-{number}" for number in range(50)]
+    for number, name in enumerate(names):
+        index.set_node(node_state(name, 2))
+        index.bind(PlacedPod(uid=name, node=name, request=share(1 + number, 1), shares=(((0, Amounts(1 + number, 256)),),)))
+    for cores in range(1, 100):
+        assert not isinstance(index.rank(share(cores, 1 + cores % 64), "least-fragmentation", names), Rejection)
+        assert isinstance(index.rank(share(cores, 65), "least-fragmentation", names), Rejection)
+    for wanted in (request(("app", 200, 0)), TWO):
+        pinned = replace(wanted, constraints=Constraints(use_uuids=("GPU-gone",)))
+        rejected = index.rank(pinned, "binpack", names)
+        assert rejected == Rejection("for the 50 nodes with enough in total: 50 have no GPU of UUID GPU-gone")
+    assert computed == []
+
+
+def test_a_set_of_nodes_is_one_object_whatever_the_order_and_small(index: ClusterIndex) -> None:
+    """Each waiting pod has one, and kube-scheduler sends the names in another order each time."""
+    for number in range(5000):
+        index.set_node(node_state(f"node-{number}", 1))
+    names = [f"node-{number}" for number in range(5000)]
+    first = index.node_set(names)
+    assert index.node_set(names[::-1]) is first
+    assert index.node_set(names[1:]) != first
+    assert sys.getsizeof(first.nodes) < 1000
+    index.remove_node("node-7")
+    assert index.node_set(names).others == {"node-7"}
+    assert len(index.node_set(names)) == 5000
+    index.set_node(node_state("node-7", 1))
+    assert index.node_set(names) == index.node_set(names[::-1])
+    assert sorted(index.names(index.node_set(names))) == sorted(names)
+
+
+def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None:
+    """A pod waits while nodes are removed and made anew."""
+    chance, index, names = Random(1), ClusterIndex(), [f"node-{number}" for number in range(8)]
+    known, kept = set[str](), list[tuple[set[str], NodeSet]]()
+    for _ in range(500):
+        offered = chance.sample(names, 4)
+        kept.append((set(offered), index.node_set(offered)))
+        name = chance.choice(names)
+        if name in known:
+            index.remove_node(name)
+        else:
+            index.set_node(node_state(name, chance.choice((1, 2))))
+        known ^= {name}
+        if chance.random() < 0.5:
+            index.settle()
+        for asked, nodes in kept:
+            assert asked & known <= set(index.names(nodes)) <= asked
+
+
+def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
+    """A set of nodes from before has all nodes then: it may not have others than those that were offered."""
+    before = index.node_set(["b"])
+    assert index.order(share(50, 8), "binpack", before) == ["b"]
+    for number in range(1100):
+        index.set_node(node_state(f"node-{number}", 1))
+        index.settle()
+        index.remove_node(f"node-{number}")
+        index.settle()
+    assert index.order(share(50, 8), "binpack", ["b"]) == ["b"]
+    assert index.order(share(50, 8), "binpack", before) == ["a", "b"]
+    assert index.names(before) == [], "eviction is only for nodes that were offered"
+
+
+def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) -> None:
+    index = ClusterIndex()
+    names = [f"node-{number}" for number in range(20)]
+    for name in names:
+        index.set_node(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()))
+    ranked = index.rank(TWO, "binpack", names, 20)
+    assert not isinstance(ranked, Rejection)
+    assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
+    assert len(computed) == 2
+
+
+def test_a_gpu_that_two_nodes_report_is_found_on_the_one_that_stays(index: ClusterIndex) -> None:
+    """A GPU was moved, and the old node is removed later."""
+    moved = replace(node_state("old", 2), name="new")
+    index.set_node(moved)
+    index.set_node(node_state("old", 2))
+    index.remove_node("old")
+    wanted = replace(share(60, 30), constraints=Constraints(use_uuids=(moved.gpus[0].uuid,)))
+    assert index.order(wanted, "binpack", ("a", "new")) == ["new"]
+
+
+def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
+    texts = {
+        index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES)
+        for cpu in range(1000, 3000, 100)
+    }
+    assert len(texts) == 1
+    assert sorted(computed) == [2, 4]
+
+
+def cpu_free(index: ClusterIndex, name: str, without_gpus: Mapping[str, int]) -> int | None:
+    cpu_milli = state.cpu_milli if (state := index.node(name)) is not None else None
+    used = sum(pod.request.cpu_milli for pod in index.pods_on(name).values()) + without_gpus.get(name, 0)
+    return None if cpu_milli is None else max(0, cpu_milli - used)
+
+
+def brute_force(
+    index: ClusterIndex, wanted: PodRequest, policy: Policy, names: Iterable[str], without_gpus: Mapping[str, int]
+) -> tuple[list[str], str]:
+    """All nodes that fit in their order, or the reasons why none does, computed node by node. `without_gpus`: CPU of other pods."""
+    fits, misfits = [], []
+    for name in names:
+        found = index.choose_on(name, "", wanted, policy)
+        if isinstance(found, NodeChoice):
+            state = index.node(name)
+            assert state is not None
+            before = free_cores(state, used_on(state, index.pods_on(name).values()))
+            fits.append((found.rank_with(before, cpu_free(index, name, without_gpus), wanted.cpu_milli, 80), name))
+        else:
+            misfits.append((name, found))
+    return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
+
+
+A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
+#: Requests of all kinds: shares, whole GPUs, several containers, by HAMi's resources, with each constraint, with CPU.
+WANTED: tuple[PodRequest, ...] = (
+    share(30, 8),
+    share(60, 30),
+    share(99, 60),
+    share(50, 100),
+    share(10, 4),
+    request(("app", 100, 0)),
+    request(("app", 200, 0)),
+    request(("app", 100, 70)),
+    request(("app", 40, 8), ("app", 30, 8)),
+    request(("init", 60, 16), ("app", 60, 8)),
+    request(("init", 100, 0), ("app", 100, 0), ("app", 100, 0)),
+    hami(cores=30, memory=3001),
+    hami(memory=9000),
+    hami(cores=50, memory_percent=40, core_scaling=1.5, memory_scaling=2.0),
+    hami(gpus=2, cores=10, memory=1000),
+    hami(cores=100),
+    together(hami("init", cores=60, memory=2000), hami(cores=20, memory=4000)),
+)
+RESTRICTED: tuple[Constraints, ...] = (
+    UNCONSTRAINED,
+    Constraints(use_models=("a100",)),
+    Constraints(avoid_models=("a100",)),
+    Constraints(use_uuids=("GPU-a-1", "GPU-c-0")),
+    Constraints(avoid_uuids=("GPU-b-0", "GPU-b-1")),
+    Constraints(same_numa_node=True),
+    Constraints(unused=True),
+    Constraints(modes=("mig",)),
+    Constraints(modes=("hami-core",), use_models=("a100", "t4")),
+)
+#: Of GPUs that are in use: (cores, MiB, replicas). Blocks are full, and not.
+IN_USE = ((0, 0, 0), (30, 2048, 0), (30, 2047, 1), (30, 2303, 1), (60, 8192, 0), (60, 9000, 2), (99, 16000, 3), (100, 16384, 0))
+
+
+@st.composite
+def any_node(draw: st.DrawFn, name: str) -> NodeState:
+    count = draw(st.sampled_from([2, 3, 4]))
+    pick = st.tuples(*[st.sampled_from([A100, T4, A100, ""])] * count)
+    state = node_state(
+        name,
+        count,
+        near=((0, 1),),
+        cordoned=draw(st.sampled_from([(), (), (1,)])),
+        unhealthy=draw(st.sampled_from([(), (), (0,)])),
+        models=draw(pick),
+        numa=draw(st.sampled_from([(), tuple(gpu // 2 for gpu in range(count))])),
+        naming=draw(st.sampled_from(["uuid", "uuid", "none"])),
+    )
+    state = with_replicas(state, draw(st.sampled_from([0, 3])))
+    if draw(st.integers(0, 4)) == 0:
+        state = with_mig(state, *draw(st.sampled_from([(0,), (0, 1)])))
+    held = {
+        f"held-{gpu}": ((gpu, Amounts(*draw(st.sampled_from(IN_USE)))),)
+        for gpu in range(count)
+        if not state.gpus[gpu].mig and draw(st.booleans())
+    }
+    scaling = draw(st.sampled_from([None, None, (2.0, 0.5)]))
+    gpus = tuple(replace(gpu, scaling=scaling) for gpu in state.gpus)
+    return replace(state, gpus=gpus, other=held, cpu_milli=draw(st.sampled_from([None, 4000, 9000, 30_000])))
+
+
+def test_a_node_short_of_cpu_wins_with_a_gpu_that_is_less_full() -> None:
+    """The search begins with the fullest GPUs, and must not end there: on node b the pod takes cores that no other pod could use."""
+    index, wanted = ClusterIndex(), replace(share(30, 1), cpu_milli=100)
+    for name, cores, cpu_milli in (("a", 70, 100_000), ("b", 50, 1000), ("c", 40, 100_000)):
+        index.set_node(replace(node_state(name, 1, other={"held": ((0, Amounts(cores, 256)),)}), cpu_milli=cpu_milli))
+    fits, _ = brute_force(index, wanted, "least-fragmentation", "abc", {})
+    assert fits == ["b", "a", "c"]
+    for most in (1, 2, None):
+        assert index.order(wanted, "least-fragmentation", "abc", most) == fits[:most]
+
+
+@given(
+    free=st.integers(0, 800),
+    usable=st.integers(0, 800),
+    taken=st.tuples(st.integers(0, 800), st.integers(0, 800), st.integers(-100, 800)),
+    cpu_free=st.none() | st.integers(0, 80_000),
+    cpu_milli=st.integers(0, 20_000),
+)
+def test_no_rank_is_below_the_one_with_which_nodes_are_left_out(
+    free: int, usable: int, taken: tuple[int, int, int], cpu_free: int | None, cpu_milli: int
+) -> None:
+    before = FreeCores(max(free, usable), usable)
+    pod = FreeCores(min(taken[0], before.free), min(taken[1], usable), taken[2])
+    if before.free - pod.free >= usable - pod.usable:  # as on any node
+        short = cpu_free is not None and cpu_free < usable * 80
+        found = stranded(before, pod, cpu_free, cpu_milli, 80)
+        assert least_stranded(pod, cpu_milli, 80, short_of_cpu=short) <= found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) -> None:
+    """After any changes, and with any requests in between."""
+    index, names = ClusterIndex(), ("a", "b", "c", "d", "e", "f")
+    without_gpus: dict[str, int] = {}
+    for name in names:
+        index.set_node(data.draw(any_node(name)))
+    for step in range(data.draw(st.integers(1, 12))):
+        name = data.draw(st.sampled_from(names))
+        match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "cpu", "ask", "ask", "ask"])):
+            case "node":
+                index.set_node(data.draw(any_node(name)))
+            case "cpu":
+                without_gpus[name] = data.draw(st.sampled_from([0, 1000, 12_000]))
+                index.use_cpu(f"cpu-{name}", name, without_gpus[name])
+            case "no node" if index.node(name) is not None:
+                index.remove_node(name)
+            case "bind":
+                index.bind(PlacedPod(uid=f"pod-{step}", node=name, request=data.draw(st.sampled_from(WANTED))))
+            case "remove":
+                index.remove(f"pod-{data.draw(st.integers(0, step))}")
+            case "ask":
+                wanted, policy = data.draw(st.sampled_from(WANTED)), data.draw(st.sampled_from(POLICIES))
+                wanted = replace(
+                    wanted,
+                    constraints=data.draw(st.sampled_from(RESTRICTED)),
+                    cpu_milli=data.draw(st.sampled_from([0, 500, 5000])),
+                    node_policy=data.draw(st.sampled_from([None, None, "binpack", "spread"])),
+                )
+                offered = data.draw(st.lists(st.sampled_from((*names, "unknown")), min_size=1, unique=True))
+                fits, text = brute_force(index, wanted, policy, offered, without_gpus)
+                if data.draw(st.booleans()):
+                    list(index.examine(wanted, policy, offered))
+                most = data.draw(st.sampled_from([None, 1, 2]))
+                assert index.order(wanted, policy, offered, most) == (fits[:most] or Rejection(text))

@@ -1,0 +1,258 @@
+"""GPUs with dynamic MIG: which device a container gets, on which GPU, and the reason if none fits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares, used_on
+from gpumgr.cluster.core.node import NOTHING, NodeState, Used
+from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.summary import summarize
+from gpumgr.cluster.core.victims import Preemptor, find_eviction
+from gpumgr.common.units import Amounts
+from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
+
+ONE = with_mig(node_state("m", 1))
+TWO = with_mig(node_state("m", 2))
+#: GPU 0 is shared, GPU 1 has dynamic MIG.
+MIXED = with_mig(with_replicas(node_state("m", 2), 10), 1)
+SMALL, LARGE = hami(memory=5000), hami(memory=40000, cores=40)
+
+
+def chosen(node: NodeState, wanted: PodRequest, used: Used | None = None) -> list[list[tuple[int, int, int, int]]] | str:
+    """(GPU, cores, MiB, memory slices) of the containers, or the reason."""
+    found = choose(node, used or (NOTHING,) * len(node.gpus), wanted, "binpack")
+    if isinstance(found, Misfit):
+        return explain([("m", found)])
+    assert all(amounts.replicas == 1 for shares in found.shares for _, amounts in shares)
+    return [[(gpu, each.cores, each.memory_mebibytes, each.slices) for gpu, each in shares] for shares in found.shares]
+
+
+def held(slices: int, cores: int = 14) -> Amounts:
+    return Amounts(cores, 9984, 1, slices)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (SMALL, [[(0, 14, 9984, 1 << 6)]]),
+        (LARGE, [[(0, 42, 40448, 0xF0)]]),
+        (hami(cores=100), [[(0, 100, 81152, 0xFF)]]),
+        (hami(memory_percent=50), [[(0, 42, 40448, 0xF0)]]),
+        (hami(memory=81153), "has no place for 1 MIG device with 81153 MiB"),
+        (hami(gpus=2, memory=5000), "has no place for 2 MIG devices with 5000 MiB (1 free)"),
+        (share(1, 1), "has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 0 MiB)"),
+        (request(("app", 100, 0)), "has no entirely free GPU (0 free)"),
+    ],
+)
+def test_a_container_gets_the_smallest_device(wanted: PodRequest, expected: object) -> None:
+    assert chosen(ONE, wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("containers", "expected"),
+    [
+        # The app container takes over the replica, and the device fits both.
+        ((hami("init", memory=15000), hami(memory=5000)), [(0, 14, 20096, 0xC0)] * 2),
+        ((hami("init", memory=5000), hami(memory=5000, cores=40)), [(0, 42, 40448, 0xF0)] * 2),
+        ((hami("init", cores=100), SMALL), [(0, 100, 81152, 0xFF)] * 2),
+        ((hami("init", memory=5000), hami("init", memory=15000), SMALL), [(0, 14, 20096, 0xC0)] * 3),
+        # Only the first of them does.
+        ((hami("init", memory=5000), SMALL, SMALL), [(0, 14, 9984, 1 << 6)] * 2 + [(0, 14, 9984, 1 << 5)]),
+        ((hami("sidecar", memory=5000), SMALL), [(0, 14, 9984, 1 << 6), (0, 14, 9984, 1 << 5)]),
+    ],
+)
+def test_one_device_for_an_init_container_and_the_container_that_takes_over(
+    containers: tuple[PodRequest, ...], expected: list[tuple[int, int, int, int]]
+) -> None:
+    wanted = together(*containers)
+    assert chosen(ONE, wanted) == [[each] for each in expected]
+    found = choose(ONE, (NOTHING,), wanted, "binpack")
+    assert isinstance(found, NodeChoice)
+    pod = PlacedPod(uid="p", node="m", request=wanted, shares=named_shares(ONE, found))
+    different = {each[3]: each for each in expected}.values()
+    total = sum((Amounts(cores, memory, 0, slices) for _, cores, memory, slices in different), NOTHING)
+    assert replace(used_on(ONE, [pod])[0], replicas=0) == total
+
+
+def test_a_device_that_is_too_small_for_its_second_container_stays_beside_the_new_one() -> None:
+    """The second app container gets GPU 0 from the first init container, and the device of that one was chosen for the others."""
+    containers = (hami("init", memory=5000), hami("init", gpus=2, memory=5000), hami(memory=5000), hami(memory=15000))
+    found = chosen(TWO, together(*containers))
+    assert isinstance(found, list)
+    (other,), (last,) = found[2:]
+    assert other[0] != last[0]
+    assert last[2] == 20096
+
+
+def test_a_full_gpu_is_passed_over_and_then_the_reason_is_told() -> None:
+    full = Amounts(98, 69888, 7, 0x7F)
+    assert chosen(TWO, SMALL, (full, NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
+    assert chosen(TWO, SMALL, (held(1), NOTHING)) == [[(0, 14, 9984, 1 << 6)]]  # binpack
+    assert chosen(TWO, SMALL, (full, full)) == "has no place for 1 MIG device with 5000 MiB"
+    # Free memory that is not in one piece.
+    assert chosen(ONE, LARGE, (held(0b0010_0010, 28),)) == "has no place for 1 MIG device with 40000 MiB and 40 cores"
+    sick = replace(TWO, gpus=(replace(TWO.gpus[0], healthy=False), TWO.gpus[1]))
+    text = "has no place for 1 MIG device with 5000 MiB except unhealthy or cordoned ones"
+    assert chosen(sick, SMALL, (NOTHING, full)) == text
+    assert chosen(sick, SMALL, (full, full)) == "has no place for 1 MIG device with 5000 MiB"
+
+
+def test_a_gpu_with_containers_from_before_its_mig_mode_has_no_place() -> None:
+    assert chosen(ONE, SMALL, (Amounts(10, 1000),)) == "has no place for 1 MIG device with 5000 MiB"
+    assert chosen(TWO, SMALL, (Amounts(10, 1000), NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (constrained(SMALL, modes=("mig",)), [[(1, 14, 9984, 1 << 6)]]),
+        (constrained(SMALL, modes=("hami-core",)), [[(0, 1, 5000, 0)]]),
+        (constrained(share(10, 4), modes=("mig",)),
+         "has no GPU in mode mig with 10 free cores and 1 GiB (closest: GPU 1, 0 cores and 0 MiB)"),
+        (constrained(hami(gpus=2, memory=5000), modes=("mig",)), "has no place for 2 MIG devices with 5000 MiB in mode mig (1 free)"),
+        (hami(gpus=2, memory=5000), "has no room for 2 GPUs with 5000 MiB (1 free)"),  # of one mode
+        (hami(gpus=2, memory=20000), "has no room for 2 GPUs with 20000 MiB (1 free)"),
+    ],
+)  # fmt: skip
+def test_a_pod_can_name_the_mode_of_its_gpus(wanted: PodRequest, expected: object) -> None:
+    if isinstance(expected, str):
+        assert chosen(MIXED, wanted) == expected
+        return
+    found = choose(MIXED, (NOTHING, NOTHING), wanted, "binpack")
+    assert isinstance(found, NodeChoice)
+    assert [
+        [(gpu, each.cores, each.memory_mebibytes, each.slices) for gpu, each in shares] for shares in found.shares
+    ] == expected
+
+
+def test_a_node_without_gpus_of_the_mode_says_so() -> None:
+    found = choose(node_state("a", 2), (NOTHING, NOTHING), constrained(SMALL, modes=("mig",)), "binpack")
+    assert isinstance(found, Misfit)
+    assert explain([("a", found)]) == "has no GPU in mode mig"
+
+
+def test_mutex_and_health_hold() -> None:
+    alone = constrained(SMALL, unused=True)
+    assert chosen(TWO, alone, (held(1), NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
+    assert chosen(TWO, alone, (held(1), held(1))) == "has no place for 1 MIG device with 5000 MiB without containers"
+
+
+def test_what_the_node_reports_counts_at_its_exact_place() -> None:
+    node = replace(ONE, other={"foreign": ((0, Amounts(14, 9984, slices=1 << 6)),)})
+    assert chosen(node, LARGE, used_on(node, ())) == [[(0, 42, 40448, 0x0F)]]
+
+
+def test_a_place_is_free_again_when_its_pod_ends() -> None:
+    index = ClusterIndex()
+    index.set_node(ONE)
+
+    def place(uid: str, wanted: PodRequest) -> int:
+        ranked = index.rank(wanted, "binpack", ["m"])
+        if isinstance(ranked, Rejection):
+            return 0
+        shares = named_shares(ONE, ranked[0][1])
+        index.bind(PlacedPod(uid=uid, node="m", request=wanted, shares=shares))
+        return shares[0][0][1].slices
+
+    assert [place(f"p{number}", SMALL) for number in range(8)] == [64, 32, 16, 8, 4, 2, 1, 0]
+    for ended in ("p1", "p2"):
+        index.remove(ended)
+    assert place("pair", hami(memory=15000)) == 0b0011_0000
+    index.remove("p3")
+    assert index.used("m")[0].slices == 0b0111_0111
+    assert [place("next", SMALL), place("more", SMALL)] == [0b1000, 0]
+
+
+def test_the_largest_device_has_not_the_memory_of_the_gpu() -> None:
+    found = choose(ONE, (NOTHING,), hami(cores=100), "binpack")
+    assert isinstance(found, NodeChoice)
+    pod = PlacedPod(uid="p", node="m", request=hami(cores=100), shares=named_shares(ONE, found))
+    assert used_on(ONE, [pod]) == (Amounts(100, 81152, 1, 0xFF),)
+
+
+def test_a_placement_fits_only_as_long_as_its_place_and_mode_are_there() -> None:
+    index = ClusterIndex()
+    index.set_node(ONE)
+    pod = PlacedPod(uid="p", node="m", request=SMALL, shares=((("GPU-m-0", held(64)),),))
+    assert index.fits(pod)
+    assert not index.fits(replace(pod, shares=((("GPU-m-0", Amounts(1, 5000, 1)),),)))
+    index.bind(replace(pod, uid="other", request=LARGE, shares=((("GPU-m-0", Amounts(42, 40448, 1, 0xF0)),),)))
+    assert not index.fits(pod)
+    index.remove("other")
+    index.set_node(with_replicas(node_state("m", 1), 10))
+    assert not index.fits(pod)
+
+
+def test_a_full_gpu_of_mig_devices_counts_as_full() -> None:
+    parts = {
+        part
+        for (what, _, part), count in summarize(ONE, (Amounts(98, 69888, 7, 0x7F),)).totals.items()
+        if what == "gpus" and count
+    }
+    assert parts == {"full"}
+    parts = {part for (what, _, part), count in summarize(ONE, (held(1),)).totals.items() if what == "gpus" and count}
+    assert parts == {"partial"}
+
+
+def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
+    def pod(uid: str, start: int, priority: int = 0) -> PlacedPod:
+        return PlacedPod(uid=uid, node="m", request=SMALL, shares=((("GPU-m-0", held(1 << start)),),), priority=priority)
+
+    pods = {each.uid: each for each in (pod("low", 6), pod("high", 1, 20), pod("low2", 5))}
+    found = find_eviction(ONE, pods, Preemptor(request=LARGE, priority=10, policy="binpack"))
+    assert found is not None
+    assert found.victims == {"low", "low2"}
+    assert found.choice.shares == (((0, Amounts(42, 40448, 1, 0xF0)),),)
+
+
+def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
+    other = {f"p{start}": ((0, Amounts(14, 9984, slices=1 << start)),) for start in range(7)}
+    node = replace(ONE, other=other)
+    pods = {uid: PlacedPod(uid=uid, node="m", request=SMALL) for uid in other}
+    found = find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack"))
+    assert found is not None
+    assert len(found.victims) == 1
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([
+            SMALL, LARGE, hami(memory=15000), hami(cores=100), hami(gpus=2, memory=9000), hami(memory_percent=30),
+            together(hami("init", memory=15000), SMALL, SMALL), together(hami("sidecar", memory=5000), hami(cores=30)),
+            together(hami("init", gpus=2, memory=5000), hami(memory=20000), LARGE),
+        ]),
+        st.integers(0, 12),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@given(STEPS)
+def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) -> None:
+    """Of each pair the request arrives, then the pod with the number ends."""
+    index = ClusterIndex()
+    index.set_node(TWO)
+    for number, (wanted, ending) in enumerate(steps):
+        ranked = index.rank(wanted, "binpack", ["m"])
+        if not isinstance(ranked, Rejection):
+            pod = PlacedPod(uid=f"p{number}", node="m", request=wanted, shares=named_shares(TWO, ranked[0][1]))
+            assert index.fits(pod)
+            index.bind(pod)
+        index.remove(f"p{number - ending}")
+        for gpu, used in zip(TWO.gpus, index.used("m"), strict=True):
+            taken = 0
+            for each in index.pods_on("m").values():
+                assert each.shares is not None
+                for bits in {amounts.slices for shares in each.shares for uuid, amounts in shares if uuid == gpu.uuid}:
+                    assert bits
+                    assert not bits & taken
+                    taken |= bits
+            assert taken == used.slices
+            assert used.cores <= 100
+            assert used.memory_mebibytes <= gpu.memory_mebibytes

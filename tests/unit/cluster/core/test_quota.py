@@ -1,0 +1,438 @@
+"""Quotas: what pods hold, which limits cover it, which nodes are denied, and the text."""
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+import pytest
+
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
+from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.chain import ContainerKind
+from tests.cluster_states import GPU_MEBIBYTES, constrained, node_state, request, share
+
+
+def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
+    """The GPUs have the models in turn."""
+    state = node_state(name, count)
+    gpus = (
+        tuple(replace(gpu, model=models[place % len(models)]) for place, gpu in enumerate(state.gpus)) if models else state.gpus
+    )
+    return replace(state, gpus=gpus, model_label=label, pool=pool)
+
+
+NODES = (
+    labelled("a", 4, "NVIDIA A100-SXM4-80GB", label="A100", pool="public"),
+    labelled("b", 4, "NVIDIA A100-SXM4-80GB", label="A100", pool="research"),
+    labelled("v", 4, "Tesla V100-PCIE-16GB", label="V100", pool="public"),
+    labelled("plain", 4),
+)
+NAMES = [node.name for node in NODES]
+
+
+class Cluster:
+    def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
+        self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
+        self.index = ClusterIndex([self.quotas])
+        for node in nodes:
+            self.index.set_node(node)
+
+    def hold(self, node: str, wanted: PodRequest, namespace: str = "team", uid: str = "") -> None:
+        uid = uid or f"{node}-{len(self.index.pods_on(node))}"
+        self.index.bind(PlacedPod(uid=uid, node=node, request=wanted, namespace=namespace))
+
+    def rank(self, wanted: PodRequest, namespace: str = "team", most: int = 9) -> list[str] | str:
+        names = [name for name in [*NAMES, "mixed"] if self.index.node(name) is not None]
+        found = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", names, most).rank()
+        return found.text if isinstance(found, Rejection) else sorted(name for name, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "answer"),
+    [
+        (Limit(cores=140), share(40, 4), NAMES),
+        (Limit(cores=139), share(40, 4), "namespace team uses 100 of 139 cores; the pod needs 40"),
+        (Limit(cores=0), share(40, 4), "namespace team uses 100 of 0 cores; the pod needs 40"),
+        (Limit(memory_mebibytes=GPU_MEBIBYTES + 1024), share(40, 4), NAMES),
+        (
+            Limit(memory_mebibytes=GPU_MEBIBYTES + 1023),
+            share(40, 4),
+            "namespace team uses 16 GiB of 17407 MiB of GPU memory; the pod needs 1 GiB",
+        ),
+        (Limit(gpus=1), share(40, 4), NAMES),
+        (Limit(gpus=1), request(("app", 100, 0)), "namespace team uses 1 of 1 whole GPUs; the pod needs 1"),
+        (Limit(gpus=2), request(("app", 200, 0)), "namespace team uses 1 of 2 whole GPUs; the pod needs 2"),
+        (Limit(cores=130, model="a100"), share(40, 4), ["plain", "v"]),
+        (Limit(cores=130, pool="research"), share(40, 4), NAMES),
+        (Limit(cores=30, pool="research"), share(40, 4), ["a", "plain", "v"]),
+        (Limit(cores=100, pool="public"), share(40, 4), ["b", "plain"]),
+        (Limit(cores=100, pool="public", model="V100"), share(40, 4), NAMES),
+        (Limit(cores=130, label="A100"), share(40, 4), ["plain", "v"]),
+        (Limit(cores=130, label="A1"), share(40, 4), NAMES),
+    ],
+)
+def test_a_limit_counts_what_it_covers_and_excludes_nodes(limit: Limit, wanted: PodRequest, answer: list[str] | str) -> None:
+    """The namespace holds one whole GPU on node a; another one has more."""
+    cluster = Cluster(limit)
+    cluster.hold("a", request(("app", 100, 0)))
+    cluster.hold("a", share(60, 4), "other")
+    if isinstance(answer, str):
+        answer = f"for the quota of 4 nodes: {answer}"
+    assert cluster.rank(wanted) == (sorted(answer) if isinstance(answer, list) else answer)
+    assert cluster.rank(wanted, "other") == sorted(NAMES), "a namespace without an entry has no limit"
+
+
+def test_gpu_admissions_lists_allow_nothing_else() -> None:
+    wanted = share(10, 4)
+    assert Cluster(labels=frozenset(["A100"])).rank(wanted) == ["a", "b"]
+    assert Cluster(labels=frozenset(["A100"]), pools=frozenset(["public"])).rank(wanted) == ["a"]
+    assert Cluster(labels=frozenset()).rank(wanted) == (
+        "for the quota of 4 nodes: namespace team has no quota for model A100; it has none for any model; namespace team has no quota for "
+        "model V100; it has none for any model; namespace team has no quota for nodes without a model label; it has none for any model"
+    )
+    text = Cluster(pools=frozenset(["elsewhere"])).rank(wanted)
+    assert "namespace team may not use pool public, only elsewhere" in text
+    assert "namespace team may not use nodes without a pool, only elsewhere" in text
+
+
+def test_a_rejection_names_the_quota_and_the_lack_of_room() -> None:
+    cluster = Cluster(Limit(cores=100, model="A100"), nodes=NODES[:3])
+    cluster.hold("a", request(("app", 100, 0)))
+    assert cluster.rank(request(("app", 500, 0))) == (
+        "for the quota of 2 nodes: namespace team uses 100 of 100 cores on A100; the pod needs 500; "
+        "the other node has not 5 entirely free GPUs (4 free)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("containers", "held"),
+    [
+        ([("app", 30, 4), ("app", 30, 4)], (60, 2048, 0)),
+        ([("init", 60, 16), ("app", 30, 4)], (60, 4096, 0)),
+        ([("sidecar", 30, 4), ("app", 100, 0)], (130, 1024 + GPU_MEBIBYTES, 1)),
+        ([("init", 100, 0), ("app", 100, 0), ("app", 100, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
+        ([("init", 60, 16), ("app", 200, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_pod_holds_what_its_containers_hold_together(
+    containers: list[tuple[ContainerKind, int, int]], held: tuple[int, int, int], known: bool
+) -> None:
+    """With GPUs that are known, and with others."""
+    cluster, wanted = Cluster(), request(*containers)
+    choice = cluster.index.choose_on("a", "one", wanted, "spread")
+    state = cluster.index.node("a")
+    assert state is not None
+    (found,) = cluster.quotas.choice_holding(choice, wanted, state).values()  # type: ignore[arg-type]
+    assert (found.cores, found.memory_mebibytes, found.gpus) == held
+    shares = tuple(tuple((state.gpus[gpu].uuid, each) for gpu, each in one) for one in choice.shares)  # type: ignore[union-attr]
+    pod = PlacedPod(uid="one", node="a", request=wanted, shares=shares if known else None, namespace="team")
+    assert list(cluster.quotas.holding(pod, state).values()) == [found]
+
+
+def test_on_a_node_with_different_gpus_the_choice_decides() -> None:
+    mixed = labelled("mixed", 2, "A100", "V100")
+    cluster = Cluster(Limit(cores=50, model="A100"), nodes=(mixed, NODES[2]))
+    shares = ((("GPU-mixed-1", Amounts(90, 256)),),)
+    cluster.index.bind(PlacedPod(uid="one", node="mixed", request=share(90, 1), namespace="team", shares=shares))
+    assert cluster.rank(share(10, 1)) == ["mixed", "v"], "only the V100 of the mixed node is used"
+    assert cluster.rank(request(("app", 100, 0)), most=1) == ["v"], "the A100 of the mixed node would be taken"
+    cluster.index.remove_node("v")
+    assert cluster.rank(request(("app", 100, 0))) == (
+        "for the quota of 1 node: namespace team uses 0 of 50 cores on A100; the pod needs 100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("models", "limit", "wanted", "gpus"),
+    [
+        ("AV", Limit(cores=0, model="A"), share(50, 4), [[1]]),
+        ("AV", Limit(cores=49, model="A"), share(50, 4), [[1]]),
+        ("AV", Limit(cores=50, model="A"), share(50, 4), [[0]]),
+        ("AAAV", Limit(memory_mebibytes=0, model="A"), request(("app", 100, 0)), [[3]]),
+        ("AABV", Limit(gpus=0, model="A"), request(("app", 200, 0)), [[2, 3]]),
+        # As many of the limited model as it may have
+        ("AAVV", Limit(gpus=1, model="A"), request(("app", 300, 0)), [[0, 2, 3]]),
+        ("AAVV", Limit(gpus=2, model="A"), request(("app", 300, 0)), [[0, 1, 2]]),
+        ("AAVV", Limit(cores=60, model="A"), request(("app", 50, 4), ("app", 50, 4), ("app", 60, 4)), [[2], [2], [3]]),
+        ("AAVV", Limit(gpus=0, model="A"), request(("app", 300, 0)), None),
+        ("AVVV", Limit(cores=0), share(50, 4), None),
+    ],
+)
+def test_the_gpus_are_among_those_that_the_quota_allows(
+    models: str, limit: Limit, wanted: PodRequest, gpus: list[list[int]] | None
+) -> None:
+    mixed = labelled("mixed", len(models), *models)
+    cluster = Cluster(limit, nodes=(mixed,))
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["mixed"]).rank()
+    if gpus is None:
+        assert isinstance(found, Rejection)
+        assert found.text.startswith("for the quota of 1 node: namespace team uses 0")
+        return
+    assert not isinstance(found, Rejection)
+    ((_, choice),) = found
+    assert [[gpu for gpu, _ in shares] for shares in choice.shares] == gpus
+    assert cluster.rank(wanted, "other") == ["mixed"]
+    # The agent chooses, by itself.
+    cluster.index.set_node(replace(mixed, naming="none"))
+    assert (cluster.rank(wanted) == ["mixed"]) == (limit.cores == 50 or limit.gpus == 2)
+
+
+def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
+    cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
+    tried: list[NodeState] = []
+    choose = Quotas.choose
+
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+        tried.append(node)
+        return choose(quotas, namespace, node, *rest)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    names = [node.name for node in nodes]
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
+    assert isinstance(found, Rejection)
+    assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
+    assert len(tried) == 1
+    # Where the GPUs that the quota allows have no room, no choice is tried; and no node in vain before those with room.
+    for number in range(50):
+        gpu = f"GPU-mixed-{0 if number == 40 else 1}"
+        shares = (((gpu, Amounts(80, 256)),),)
+        cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(80, 1), shares=shares))
+    tried.clear()
+    found = RankWithinQuota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names).rank()
+    assert not isinstance(found, Rejection)
+    assert ([name for name, _ in found], {node.name for node in tried}) == (["n40"], {"n40"})
+
+
+class Different:
+    """60 nodes, each with another use of its A100 and V100. The quota allows no V100, and 20 more cores of the A100s."""
+
+    WANTED = request(("app", 20, 4), ("app", 20, 4))
+
+    def __init__(self) -> None:
+        limits = Limit(cores=50, model="A100"), Limit(cores=0, model="V100")
+        nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(60))
+        self.cluster, self.names = Cluster(*limits, nodes=nodes), [node.name for node in nodes]
+        for number, name in enumerate(self.names):
+            for gpu, cores in enumerate((1 + number, 30 + number)):
+                shares = (((f"GPU-mixed-{gpu}", Amounts(cores, 256)),),)
+                uid = f"{name}-{gpu}"
+                self.cluster.index.bind(PlacedPod(uid=uid, node=name, request=share(cores, 1), shares=shares, namespace="free"))
+        shares = ((("GPU-mixed-0", Amounts(30, 256)),),)
+        self.cluster.index.bind(PlacedPod(uid="own", node="n59", request=share(30, 1), shares=shares, namespace="team"))
+
+    @property
+    def asked(self) -> tuple[ClusterIndex, Quotas, str, PodRequest, Policy, list[str]]:
+        return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names
+
+
+def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, tried, choose = Different(), list[NodeState](), Quotas.choose
+
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+        tried.append(node)
+        return choose(quotas, namespace, node, *rest)
+
+    monkeypatch.setattr(Quotas, "choose", counted)
+    before, steps = 0, RankWithinQuota(*stage.asked).examine()
+    for _ in steps:
+        assert len(tried) - before <= 1
+        before = len(tried)
+    assert before == 60
+    assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
+    # Afterwards only nodes that have changed are examined again.
+    for change in (partial(stage.cluster.index.remove, "n7-1"), partial(stage.cluster.index.set_node, NodeState(name="new"))):
+        change()
+        tried.clear()
+        assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
+        assert {node.name for node in tried} <= {"n7"}
+    stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
+    found = RankWithinQuota(*stage.asked).rank()
+    assert not isinstance(found, Rejection)
+    assert [name for name, _ in found] == ["n7"]
+
+
+def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examined() -> None:
+    """It changes the order of the nodes, and not what the quota denies."""
+    stage = Different()
+    index, quotas, names = stage.cluster.index, stage.cluster.quotas, stage.names
+    for name in names:
+        model = "H100" if name in ("n50", "n51") else "A100"
+        index.set_node(replace(labelled("mixed", 2, model, "V100"), name=name, cpu_milli=16_000))
+    wanted = replace(stage.WANTED, cpu_milli=4000)
+    policy: Policy = "least-fragmentation"
+    asked = index, quotas, "team", wanted, policy, names
+    for _ in RankWithinQuota(*asked).examine():
+        pass
+    best = quotas.denied("team", wanted, policy).best
+    assert best
+    ordered = index.order(wanted, policy, names, 34)
+    assert not isinstance(ordered, Rejection)
+    for name in {*best, *ordered}:
+        index.use_cpu(f"cpu-{name}", name, 16_000)
+    assert index.order(wanted, policy, names, 1) != best
+    found = RankWithinQuota(*asked).rank()
+    assert not isinstance(found, Rejection)
+    assert [name for name, _ in found] == best
+
+
+@pytest.mark.parametrize("step", [0, 1, 20, 70, 115])
+@pytest.mark.parametrize("change", ["pod", "node", "gone", "limits", "none"])
+def test_changes_between_the_steps_count(step: int, change: str) -> None:
+    """The answer is that of the state after the last step, also if another call asks the same in between."""
+
+    def changed(stage: Different) -> None:
+        index, quotas = stage.cluster.index, stage.cluster.quotas
+        if change == "pod":
+            index.remove("own")
+        elif change == "node":
+            index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n40"))
+        elif change == "gone":
+            for uid in ("n3-0", "n3-1"):
+                index.remove(uid)
+            index.remove_node("n3")
+        elif change == "limits":
+            quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=0, model="V100"),))}
+
+    sliced, whole, number = Different(), Different(), 0
+    for number, _ in enumerate(RankWithinQuota(*sliced.asked).examine()):
+        if number == step:
+            changed(sliced)
+            next(RankWithinQuota(*sliced.asked).examine(), None)
+    assert number > step
+    changed(whole)
+    assert RankWithinQuota(*sliced.asked).rank() == RankWithinQuota(*whole.asked).rank()
+
+
+def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
+    cluster = Cluster(Limit(cores=100, pool="new"), nodes=())
+    cluster.hold("a", request(("app", 100, 0)), uid="one")
+    cluster.index.set_node(replace(NODES[0], pool="old"))
+    assert cluster.rank(share(10, 1)) == ["a"]
+    cluster.index.set_node(replace(NODES[0], pool="new"))
+    text = "for the quota of 1 node: namespace team uses 100 of 100 cores in pool new; the pod needs 10"
+    assert cluster.rank(share(10, 1)) == text
+    cluster.index.remove_node("a")
+    cluster.index.set_node(replace(NODES[1], pool="new"))
+    denied = f"{text}; the other node has no GPUs that gpumgr can use"
+    assert cluster.rank(share(10, 1)) == denied, "the pods of a node that is away for a moment count"
+    cluster.index.remove("one")
+    assert cluster.rank(share(10, 1)) == ["b"]
+    assert cluster.quotas._used == {}
+
+
+def test_an_empty_model_label_in_a_limit_is_no_wildcard() -> None:
+    """gpu-admission's format may allow nodes without the label."""
+    cluster = Cluster(Limit(label="", cores=100), Limit(label="A100", cores=200), labels=frozenset(["", "A100"]))
+    cluster.hold("plain", share(60, 4))
+    assert cluster.rank(share(50, 4)) == ["a", "b"]
+    cluster.hold("a", share(90, 4))
+    cluster.hold("a", share(90, 4))
+    text = cluster.rank(share(50, 4))
+    assert "uses 60 of 100 cores on nodes without a model label; the pod needs 50" in text
+    assert "uses 180 of 200 cores on A100; the pod needs 50" in text
+
+
+def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
+    quotas = Quotas()
+    index = ClusterIndex([quotas])
+    for number in range(50):
+        index.set_node(labelled("a", 2, f"model-{number}"))
+        index.set_node(labelled(f"b-{number}", 2, f"model-{number}"))
+        index.remove_node(f"b-{number}")
+    assert [sorted(each.names) for each in quotas._classes.values()] == [["a"]]
+
+
+class Text(str):
+    """A text of which a weak reference exists."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("field", ["use_models", "avoid_models", "use_uuids", "avoid_uuids"])
+@pytest.mark.parametrize("wanted", [share(40, 4), request(("app", 40, 4), ("app", 60, 4)), request(("app", 200, 0))])
+@pytest.mark.parametrize("namespace", ["team", "free"])
+def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted: PodRequest, namespace: str) -> None:
+    cluster = Cluster(Limit(cores=10))
+    text = Text("no such thing")
+    cluster.hold("a", wanted, uid="before")
+    reference = weakref.ref(text)
+    names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
+    asked = constrained(wanted, **{field: (text,)})
+    found = RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names).rank()
+    assert isinstance(found, Rejection)
+    assert len(cluster.quotas.rejections) == 1
+    del text, asked
+    assert reference() is None
+
+
+def test_requests_have_one_digest_if_they_differ_by_cpu_only() -> None:
+    plain = share(40, 4)
+    others = [
+        request(("app", 40, 5)),
+        request(("init", 40, 4)),
+        request(("app", 40, 4), ("app", 40, 4)),
+        replace(plain, node_policy="spread"),
+        *(
+            constrained(plain, **{name: texts})
+            for name in ("use_models", "avoid_models")
+            for texts in (("a", "b"), ("a', 'b",), ("ab",), ())
+        ),
+        constrained(plain, unused=True),
+        constrained(plain, modes=()),
+    ]
+    different = list(dict.fromkeys([plain, *others]))
+    assert len({each.gpu_digest for each in different}) == len(different)
+    assert {replace(each, cpu_milli=500).gpu_digest for each in different} == {each.gpu_digest for each in different}
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("wanted", [share(40, 4), request(("app", 40, 4), ("app", 60, 4)), request(("app", 200, 0))])
+@pytest.mark.parametrize("limit", [Limit(cores=1000), Limit(cores=0)])
+def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted: PodRequest, limit: Limit) -> None:
+    nodes = tuple(replace(node, cpu_milli=8000) for node in NODES)
+    cluster = Cluster(limit, nodes=nodes)
+    for node in nodes:
+        for gpu in range(4):
+            cluster.hold(node.name, request(("app", 100, 0)), "other", uid=f"{node.name}-{gpu}")
+
+    def asked() -> Rejection:
+        found = RankWithinQuota(cluster.index, cluster.quotas, "team", replace(wanted, cpu_milli=500), policy, NAMES).rank()
+        assert isinstance(found, Rejection)
+        return found
+
+    before = asked()
+    cluster.index.take_changed()
+    cluster.index.use_cpu("c1", "a", 8000)
+    cluster.index.use_cpu("c2", "b", 1000)
+    cluster.index.use_cpu("c1", "v", 500)
+    cluster.index.free_cpu("c2")
+    assert asked() is before
+    assert not len(cluster.index.take_changed())
+    cluster.quotas.rejections.clear()
+    assert asked() == before
+    if limit.cores:
+        for gpu in range(4):
+            cluster.index.remove(f"v-{gpu}")
+        assert cluster.index.names(cluster.index.take_changed()) == ["v"]
+        assert cluster.rank(wanted) == ["v"]
+
+
+def test_a_node_that_comes_and_goes_with_a_pod_without_gpus_is_a_change() -> None:
+    index = Cluster().index
+    index.take_changed()
+    versions = [index.version]
+    index.use_cpu("c", "new", 100)
+    versions.append(index.version)
+    assert index.names(index.take_changed()) == ["new"]
+    index.free_cpu("c")
+    versions.append(index.version)
+    assert index.names(index.take_changed()) == ["new"]
+    assert len(set(versions)) == 3

@@ -1,0 +1,205 @@
+"""Which pods are evicted from a node so that another pod fits on its GPUs."""
+
+from collections.abc import Set
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.index import PlacedPod, used_on
+from gpumgr.cluster.core.node import NodeState, Used
+from gpumgr.cluster.core.request import PodRequest, replica_request
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from tests.cluster_states import node_state, request, share
+
+NODE = node_state("a", 4)
+WHOLE = request(("app", 100, 0))
+
+
+def held(uid: str, gpus: str, cores: int, priority: int = 0, node: NodeState = NODE) -> PlacedPod:
+    """`gpus`: their positions, one digit each; one block of memory, or whole GPUs."""
+    wanted = request(("app", 100 * len(gpus), 0)) if cores == 100 else share(cores, 1)
+    shares = tuple((node.gpus[int(gpu)].uuid, Amounts(cores, 256)) for gpu in gpus)
+    return PlacedPod(uid=uid, node=node.name, request=wanted, shares=(shares,), priority=priority)
+
+
+def evict(
+    pods: list[PlacedPod], wanted: PodRequest, *, priority: int = 10, node: NodeState = NODE, **more: frozenset[str]
+) -> Eviction | None:
+    preemptor = Preemptor(request=wanted, priority=priority, policy="binpack")
+    return find_eviction(node, {pod.uid: pod for pod in pods}, preemptor, **more)
+
+
+FULL = [held(f"low{gpu}", gpu, 100) for gpu in "123"]
+
+
+@pytest.mark.parametrize(
+    ("pods", "wanted", "victims"),
+    [
+        ([*FULL, held("high", "0", 60, 10)], share(50, 1), "low1"),
+        ([*FULL, held("high", "0", 60, 10), held("own", "0", 10, 9)], share(30, 1), ""),
+        # The pod beside one of a higher priority is of no use.
+        ([held("a", "0", 50), held("b", "1", 50), *[held(f"x{g}", g, 100, 5) for g in "23"], held("c", "1", 50, 9)], WHOLE, "a"),
+        # The lowest highest priority comes first, then the fewest.
+        ([held("one", "0", 90, 5), held("p", "1", 50, 1), held("q", "1", 50, 1), *FULL[1:]], WHOLE, "low2"),
+        ([held("one", "0", 90, 5), held("p", "1", 40, 1), held("q", "1", 50, 1), *[held(f"h{g}", g, 100, 9) for g in "23"]], WHOLE, "p q"),
+        ([held("one", "0", 90, 1), held("p", "1", 40, 1), held("q", "1", 50, 1), *[held(f"h{g}", g, 100, 9) for g in "23"]], WHOLE, "one"),
+        # The large pod alone is enough.
+        ([held("s", "0", 20), held("m", "0", 30), held("l", "0", 50), *[held(f"h{g}", g, 100, 10) for g in "123"]], share(50, 1), "l"),
+        ([held("four", "0123", 100)], WHOLE, "four"),
+        ([held(f"half{g}", g, 50, int(g)) for g in "0123"], request(("app", 200, 0)), "half0 half1"),
+        ([held("h", "0123", 100, 10)], WHOLE, None),
+        ([held("low", "0", 100), held("h", "123", 100, 11)], request(("app", 200, 0)), None),
+        ([held(f"h{g}", g, 60, 10) for g in "0123"], share(50, 1), None),
+    ],
+)  # fmt: skip
+def test_the_victims_are_the_best_set(pods: list[PlacedPod], wanted: PodRequest, victims: str | None) -> None:
+    found = evict(pods, wanted)
+    assert (None if found is None else sorted(found.victims)) == (None if victims is None else victims.split())
+
+
+def test_what_kube_scheduler_proposes_stays_unless_gpus_alone_are_short() -> None:
+    pods = [held(f"half{gpu}", gpu, 50, int(gpu)) for gpu in "0123"]
+    full = [held(f"{name}{gpu}", gpu, 50) for gpu in "0123" for name in "ab"]
+    found = evict(full, WHOLE, proposed=frozenset({"a1", "a2"}))
+    assert found is not None
+    assert len(found.victims) == 2
+    assert len({uid[1] for uid in found.victims}) == 1, "both of one GPU, though kube-scheduler proposed one of each of two"
+    found = evict(full, WHOLE, proposed=frozenset({"cpu-only", "a1"}))
+    assert found is not None
+    assert found.victims == {"cpu-only", "a1", "b1"}
+    found = evict(pods[:2], WHOLE, proposed=frozenset({"half0"}))
+    assert found is not None
+    assert found.victims == {"half0"}, "the node has enough in total, so it is short of something else"
+
+
+def test_pods_that_end_anyway_cost_nothing() -> None:
+    pods = [held("ends", "0", 100), held("h", "1", 100, 20), *[held(f"low{gpu}", gpu, 100) for gpu in "23"]]
+    found = evict(pods, WHOLE, ending=frozenset({"ends", "elsewhere"}))
+    assert found is not None
+    assert (found.victims, found.choice.shares[0][0][0]) == (frozenset({"ends"}), 0)
+    found = evict(pods, request(("app", 200, 0)), ending=frozenset({"ends"}))
+    assert found is not None
+    assert len(found.victims) == 1
+    found = evict(pods, WHOLE, ending=frozenset({"h"}))
+    assert found is not None
+    assert (found.victims, found.choice.shares[0][0][0]) == (frozenset(), 1), "it ends by itself, and must not be named"
+
+
+def test_gpus_that_are_not_offered_are_not_freed() -> None:
+    node = node_state("a", 2, unhealthy=(0,), cordoned=(1,))
+    assert evict([held("low", "0", 100, node=node), held("too", "1", 100, node=node)], WHOLE, node=node) is None
+
+
+def test_pods_that_are_not_bound_are_no_victims_and_give_way_to_a_higher_priority() -> None:
+    pods = [held("kept", "0", 100, 5), held("equal", "1", 100, 10), *[held(f"low{gpu}", gpu, 100) for gpu in "23"]]
+    found = evict(pods, WHOLE, unbound=frozenset({"kept", "equal"}))
+    assert found is not None
+    assert (found.victims, found.choice.shares[0][0][0]) == (frozenset(), 0)
+
+
+def test_the_quota_counts_what_the_victims_held() -> None:
+    pods = [held(f"p{gpu}", gpu, 60) for gpu in "01"]
+
+    def within_quota(used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
+        return choose(NODE, used, WHOLE, "binpack") if "p1" in uids else Rejection("")
+
+    preemptor = Preemptor(request=WHOLE, priority=1, policy="binpack", within_quota=within_quota)
+    by_uid = {pod.uid: pod for pod in pods}
+    found = find_eviction(NODE, by_uid, preemptor)
+    assert found is not None
+    assert found.victims == {"p1"}, "though two GPUs are free"
+    assert find_eviction(NODE, by_uid, replace(preemptor, evicts=frozenset({"p0"}))) is None
+    only = replace(preemptor, evicts=frozenset({"p1"}))
+    assert find_eviction(NODE, by_uid, only, proposed=frozenset({"p1", "without-gpus"})) is None
+    assert find_eviction(NODE, by_uid, only, proposed=frozenset({"p1"})) is not None
+
+
+def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
+    node = node_state("a", 2, other={"agent": ((1, Amounts(100, 16384)),), "foreign": ((0, Amounts(10, 256)),)})
+    pods = [PlacedPod(uid=uid, node="a", request=share(80, 1)) for uid in ("agent", "unknown")]
+    found = evict(pods, WHOLE, node=node)
+    assert found is not None
+    assert found.victims == {"agent"}, "the other GPU has an allocation of no pod"
+    found = evict(pods[1:], share(50, 1), node=node_state("a", 1))
+    assert found is not None
+    assert found.victims == {"unknown"}
+
+
+@pytest.mark.parametrize(("priority", "victims"), [(0, {"h"}), (100, None)])
+@pytest.mark.parametrize("reported", [0, 1])
+def test_replicas_of_pods_that_the_node_reports_count(reported: int, priority: int, victims: set[str] | None) -> None:
+    """An older agent reports the amounts alone."""
+    node = node_state("a", 1, other={"h": ((0, Amounts(10, 1000, replicas=reported)),)})
+    node = replace(node, gpus=(replace(node.gpus[0], replicas=1),))
+    wanted = replica_request([("main", "app", ReplicaRequest(count=1, cores=10, memory_mebibytes=1000))])
+    found = evict([PlacedPod(uid="h", node="a", request=wanted, priority=priority)], wanted, node=node)
+    assert (found.victims if found else None) == victims
+
+
+def test_the_work_on_a_node_with_many_gpus_is_bounded() -> None:
+    """From each of 64 GPUs it would be four times as much."""
+    pods = [Evictable(f"p{gpu}-{number}", 0, frozenset({gpu}), 10) for gpu in range(64) for number in range(10)]
+    calls = 0
+
+    def fits(uids: frozenset[str]) -> bool:
+        nonlocal calls
+        calls += 1
+        return sum(sum(f"p{gpu}-{number}" in uids for number in range(10)) == 10 for gpu in range(64)) >= 4
+
+    found = fewest(pods, fits)
+    assert found is not None
+    assert len(found) == 40
+    assert calls < 16 * (4 + 40) + 10
+
+
+PODS = st.lists(
+    st.tuples(st.sampled_from(["0", "1", "2", "01", "12"]), st.sampled_from([20, 40, 60, 100]), st.integers(0, 3)),
+    min_size=1,
+    max_size=6,
+)
+WANTED = st.sampled_from([share(50, 1), share(100, 1), WHOLE, request(("app", 200, 0)), request(("app", 60, 1), ("app", 60, 1))])
+
+
+@settings(max_examples=300, deadline=None)
+@example([("0", 20, 0), ("0", 20, 0), ("1", 20, 2), ("2", 20, 2)], request(("app", 200, 0)))
+@example([("0", 20, 2), ("1", 20, 2), ("2", 20, 0), ("2", 20, 0), ("01", 100, 0)], request(("app", 200, 0)))
+@example(
+    [("0", 20, 0), ("0", 60, 2), ("1", 60, 0), ("1", 60, 0), ("2", 20, 0), ("2", 60, 2)], request(("app", 60, 1), ("app", 60, 1))
+)
+@given(PODS, WANTED)
+def test_no_proper_subset_of_the_victims_is_enough_and_no_lower_priority(
+    kinds: list[tuple[str, int, int]], wanted: PodRequest
+) -> None:
+    """Against all sets. Pods may hold more than there is: annotations of pods that others have bound."""
+    node = node_state("a", 3)
+    pods = [
+        held(f"p{n}", gpus if cores == 100 else gpus[0], cores, priority, node) for n, (gpus, cores, priority) in enumerate(kinds)
+    ]
+
+    def fits(without: frozenset[str]) -> bool:
+        return isinstance(
+            choose(node, used_on(node, [pod for pod in pods if pod.uid not in without]), wanted, "binpack"), NodeChoice
+        )
+
+    low = [pod for pod in pods if pod.priority < 3]
+    sets = [frozenset(pod.uid for pod in each) for size in range(len(low) + 1) for each in combinations(low, size)]
+    enough = [each for each in sets if fits(each)]
+    found = evict(pods, wanted, priority=3, node=node)
+    assert (found is None) == (not enough)
+    if found is None:
+        return
+    assert found.victims in enough
+    assert not any(each < found.victims for each in enough)
+    priority = {pod.uid: pod.priority for pod in pods}
+
+    def cost(uids: frozenset[str]) -> tuple[int, int]:
+        return max((priority[uid] for uid in uids), default=-1), len(uids)
+
+    assert cost(found.victims) == min(map(cost, enough)), "as many as the best of all sets"

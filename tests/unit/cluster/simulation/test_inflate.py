@@ -1,0 +1,50 @@
+"""The method inflate: which pods arrive, and what is measured when."""
+
+import random
+
+import pytest
+
+from gpumgr.cluster.simulation import inflate
+from gpumgr.cluster.simulation.inflate import inflated, run
+from gpumgr.cluster.simulation.model import NodeSpec, Pod, Shape
+from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.common.errors import InputError
+
+WHOLE = Pod(name="w", shape=Shape(gpus=1, gpu_milli=1000, cpu_milli=1))
+NONE = Pod(name="n", shape=Shape(cpu_milli=1))
+
+
+@pytest.mark.parametrize("count", [1, 12, 40])
+def test_pods_are_added_or_left_out_until_the_demand_is_reached(count: int) -> None:
+    made = inflated([WHOLE] * count + [NONE] * 3, 10_000, random.Random(1))
+    assert made.count(WHOLE) == 13
+    assert made == inflated([WHOLE] * count + [NONE] * 3, 10_000, random.Random(1))
+
+
+def test_a_demand_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="requests a GPU"):
+        inflated([NONE], 10_000, random.Random(1))
+    monkeypatch.setattr(inflate, "MAX_PODS", 5)
+    with pytest.raises(InputError, match="more than 5 pods are needed"):
+        inflated([WHOLE], 10_000, random.Random(1))
+
+
+def test_measures_by_hand() -> None:
+    """Ten GPUs, of which CPU is there for eight. Each pod takes one; the pods from the ninth to the thirteenth fail."""
+    nodes = [NodeSpec(name="a", gpus=8, cpu_milli=8, ram_mebibytes=0), NodeSpec(name="b", gpus=2, cpu_milli=0, ram_mebibytes=0)]
+    for policy in POLICIES:
+        found = run(nodes, [WHOLE], policy, 7, random=random.Random)
+        assert found.allocated_percent == {100: 80, 130: 80}
+        # Free are 5 of 10 with 2 on b, then 2 with 2 on b.
+        assert found.fragmentation_percent == {50: 40, 80: 100, 90: 100}
+        assert found.failed_pods == {"none": 0, "share": 0, "1": 5, "2": 0, "4": 0, "8": 0}
+        assert found.idle_gpus == 2
+
+
+def test_the_order_of_equal_nodes_does_not_matter() -> None:
+    nodes = [NodeSpec(name=f"n{n}", gpus=4, cpu_milli=20, ram_mebibytes=0) for n in range(5)]
+    trace = [
+        Pod(name=str(n), shape=Shape(gpus=1, gpu_milli=milli, cpu_milli=2)) for n, milli in enumerate((300, 500, 800, 1000) * 3)
+    ]
+    for policy in POLICIES:
+        assert run(nodes, trace, policy, 3, random=random.Random) == run(nodes[::-1], trace, policy, 3, random=random.Random)

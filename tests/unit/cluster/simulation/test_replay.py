@@ -1,0 +1,169 @@
+"""The method replay: who starts when, what is measured, and what holds for each policy on any trace."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumgr.cluster.simulation.fragmentation import Fragmentation
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Shape
+from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.replay import Event, events, percentiles, run
+from gpumgr.common.errors import InputError
+
+NODE = NodeSpec(name="a", gpus=2, cpu_milli=10_000, ram_mebibytes=100, memory_blocks=10)
+
+
+def pod(name: str, gpus: int, arrival: float, duration: float | None, priority: int = 0, milli: int = 1000) -> Pod:
+    return Pod(
+        name=name,
+        shape=Shape(gpus=gpus, gpu_milli=milli if gpus else 0, cpu_milli=1000),
+        arrival_seconds=arrival,
+        duration_seconds=duration,
+        priority=priority,
+    )
+
+
+def story(nodes: Sequence[NodeSpec], pods: Sequence[Pod], policy: str = "binpack", seed: int = 1) -> list[Event]:
+    cluster = Cluster(nodes)
+    return list(events(cluster, POLICIES[policy](cluster, 8000, Fragmentation([]), random.Random(seed)), pods))
+
+
+def starts(pods: Sequence[Pod], policy: str = "binpack") -> dict[str, float]:
+    return {pods[event.pod].name: event.seconds for event in story([NODE], pods, policy) if event.what == "started"}
+
+
+@pytest.mark.parametrize(
+    ("pods", "expected"),
+    [
+        # What ends at an instant is free at that instant.
+        ([pod("a", 2, 0, 5), pod("b", 2, 5, 5), pod("c", 2, 5, 1)], {"a": 0, "b": 5, "c": 10}),
+        # Priority comes first, then the arrival, then the row.
+        (
+            [pod("a", 2, 0, 9), pod("b", 2, 2, 1), pod("c", 2, 1, 1), pod("d", 2, 3, 1, priority=1), pod("e", 2, 2, 1)],
+            {"a": 0, "d": 9, "c": 10, "b": 11, "e": 12},
+        ),
+        # A pod that does not fit does not hold up others; its duration begins with its start.
+        ([pod("a", 1, 0, 9), pod("b", 2, 1, 4), pod("c", 1, 2, 3), pod("d", 2, 3, 1)], {"a": 0, "c": 2, "b": 9, "d": 13}),
+        # Rows need no order; a pod without duration does not end, and a duration may be 0.
+        ([pod("c", 1, 8, None), pod("a", 2, 3, 0), pod("b", 2, 3, 2), pod("d", 2, 9, 1)], {"a": 3, "b": 3, "c": 8}),
+        # Shares, and a pod without GPUs.
+        (
+            [pod("a", 1, 0, 9, milli=600), pod("b", 2, 1, 1), pod("c", 1, 1, 1, milli=400), pod("n", 0, 1, 1)],
+            {"a": 0, "b": 9, "c": 1, "n": 1},
+        ),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_starts(policy: str, pods: list[Pod], expected: dict[str, float]) -> None:
+    assert starts(pods, policy) == expected
+
+
+def test_measures_by_hand() -> None:
+    """GPUs: 1 of 2 until 4, then 2 until 6 (b waited for 2 s there), then 2 until 8. The pod that asks for three GPUs waits to the end."""
+    pods = [pod("a", 1, 0, 6), pod("x", 3, 2, 1), pod("b", 2, 4, 4), pod("c", 1, 4, 2)]
+    found = run([NODE], pods, "best-fit", 1, random=random.Random)
+    # From 0 to the last start at 6: no pod waits for 2 s, one for 2 s, two for 2 s.
+    assert found.allocated_percent == {"mean": round((4 * 50 + 2 * 100) / 6, 4), "max": 100}
+    assert found.queue_length == {"mean": 1, "max": 2}
+    assert found.waiting_seconds == {"mean": round(2 / 3, 3), "p50": 0, "p99": round(0.98 * 2, 3)}
+    assert found.failed_pods == {"none": 0, "share": 0, "1": 0, "2": 0, "4": 0, "8": 0, "3": 1}
+    assert len(found.over_time) == 201
+    assert [found.over_time[at] for at in (0, 67, 134, 200)] == [(0, 50, 0), (2.01, 50, 1), (4.02, 100, 2), (6, 100, 1)]
+
+
+def test_all_at_once_and_nothing_placed() -> None:
+    found = run([NODE], [pod("x", 3, 7, 1)], "random", 1, random=random.Random)
+    assert found.allocated_percent == {"mean": 0, "max": 0}
+    assert found.queue_length == {"mean": 1, "max": 1}
+    assert found.waiting_seconds == {"mean": 0, "p50": 0, "p99": 0}
+    with pytest.raises(InputError, match="add the columns arrival_seconds and duration_seconds"):
+        run([NODE], [pod("x", 1, 0, None)], "random", 1, random=random.Random)
+    assert percentiles([5]) == (5, 5)
+
+
+def test_the_order_of_equal_nodes_does_not_matter() -> None:
+    nodes = [replace(NODE, name=f"n{number}", gpus=4) for number in range(3)]
+    source = random.Random(5)
+    trace = [
+        pod(str(number), 1, source.randrange(60), source.randrange(40), milli=source.choice((300, 500, 800, 1000)))
+        for number in range(60)
+    ]
+    for policy in POLICIES:
+        forwards = run(nodes, trace, policy, 3, random=random.Random)
+        assert forwards == run(nodes[::-1], trace, policy, 3, random=random.Random)
+        assert forwards.queue_length["max"] > 0
+
+
+PODS = st.lists(
+    st.builds(
+        Pod,
+        name=st.just("p"),
+        shape=st.sampled_from(
+            [
+                Shape(gpus=1, gpu_milli=300, cpu_milli=500, memory_blocks=3),
+                Shape(gpus=1, gpu_milli=707, cpu_milli=500, memory_blocks=6),
+                Shape(gpus=1, gpu_milli=1000, ram_mebibytes=60),
+                Shape(gpus=2, gpu_milli=1000, cpu_milli=3000),
+                Shape(gpus=3, gpu_milli=1000),
+                Shape(cpu_milli=9000),
+            ]
+        ),
+        priority=st.integers(0, 2),
+        arrival_seconds=st.integers(0, 12),
+        duration_seconds=st.one_of(st.none(), st.integers(0, 9)),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=15)
+@pytest.mark.parametrize("policy", POLICIES)
+@given(pods=PODS, gpus=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_any_trace(policy: str, pods: list[Pod], gpus: list[int]) -> None:
+    """An account of its own: no node and no GPU beyond its capacity; each pod arrives once, starts at most once, and frees what it got
+    after its duration; none waits to the end beside room for it."""
+    specs = [replace(NODE, name=f"n{number}", gpus=count) for number, count in enumerate(gpus)]
+    arrived: set[int] = set()
+    running: dict[int, Event] = {}
+    started: dict[int, Event] = {}
+    now = 0.0
+    for event in story(specs, pods, policy):
+        trace, number = pods[event.pod], event.pod
+        assert event.seconds >= now
+        now = event.seconds
+        if event.what == "arrived":
+            assert number not in arrived
+            assert now == trace.arrival_seconds
+            arrived.add(number)
+        elif event.what == "started":
+            assert number in arrived
+            assert number not in started
+            assert event.where is not None
+            assert len(set(event.where.gpus)) == trace.shape.gpus
+            running[number] = started[number] = event
+        else:
+            assert event.where == running.pop(number).where
+            assert now == started[number].seconds + (trace.duration_seconds or 0)
+        for position, spec in enumerate(specs):
+            here = [
+                (pods[each], placed.where) for each, placed in running.items() if placed.where and placed.where.node == position
+            ]
+            assert sum(each.shape.cpu_milli for each, _ in here) <= spec.cpu_milli
+            assert sum(each.shape.ram_mebibytes for each, _ in here) <= spec.ram_mebibytes
+            for gpu in range(spec.gpus):
+                on_gpu = [each.shape for each, where in here if gpu in where.gpus]
+                assert sum(shape.gpu_milli for shape in on_gpu) <= 1000
+                assert sum(shape.memory_blocks for shape in on_gpu) <= spec.memory_blocks
+    assert arrived == set(range(len(pods)))
+    assert {number for number in started if pods[number].duration_seconds is not None}.isdisjoint(running)
+    left = Cluster(specs)
+    for number, event in running.items():
+        assert event.where is not None
+        left.place(pods[number].shape, event.where)
+    for number in arrived - set(started):
+        assert not any(node.hosts(pods[number].shape) for node in left.nodes)

@@ -1,0 +1,134 @@
+"""Files of nodes and pods: both sets of columns, both formats, and what is refused with its place."""
+
+import json
+
+import pytest
+
+from gpumgr.cluster.simulation import tables
+from gpumgr.cluster.simulation.model import NodeSpec, Shape
+from gpumgr.cluster.simulation.tables import read_nodes, read_pods
+from gpumgr.common.errors import InputError
+
+NODE = NodeSpec(name="a", gpus=2, model="A100", memory_blocks=40, cpu_milli=8000, ram_mebibytes=64)
+POD_HEADER = "name,gpus,cores,memory_blocks,cpu_milli,ram_mebibytes,gpu_models,arrival_seconds"
+ALIBABA = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time"
+
+
+def lines(*rows: str) -> list[str]:
+    return [f"{row}\n" for row in rows]
+
+
+def test_own_columns_in_csv_and_json_are_the_same() -> None:
+    table = lines("name,gpus,model,memory_blocks,cpu_milli,ram_mebibytes", "a,2,A100,40,8000,64")
+    objects = [{"name": "a", "gpus": 2, "model": "A100", "memory_blocks": 40, "cpu_milli": 8000, "ram_mebibytes": 64}]
+    assert read_nodes("n.csv", table)[0] == read_nodes("n.json", [json.dumps(objects)])[0] == [NODE]
+
+
+def test_alibabas_columns() -> None:
+    nodes, skipped = read_nodes("n.csv", lines("sn,cpu_milli,memory_mib,gpu,model", "a,8000,64,2,A100", "b,1,1,0,", "c,1,1,0,"))
+    assert nodes == [NodeSpec(name="a", gpus=2, model="A100", cpu_milli=8000, ram_mebibytes=64)]
+    assert skipped == ["b", "c"]
+    share, whole, none = read_pods(
+        "p.csv", lines(ALIBABA, "x,500,16,1,460,A100|T4,LS,Running,5,25,6", "y,1,2,2,1000,,,,,,", "z,1,2,0,0,,,,,,"), nodes
+    )
+    assert share.shape == Shape(gpus=1, gpu_milli=460, cpu_milli=500, ram_mebibytes=16, use_models=("A100", "T4"))
+    assert (share.arrival_seconds, share.duration_seconds, share.shape.kind) == (5, 19, "share")
+    assert (whole.shape.total_milli, whole.shape.kind, whole.duration_seconds) == (2000, "2", None)
+    assert none.shape.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "p.csv: it has no pods"),
+        (
+            ["name,gpus,cpu_milli", "x,1,1"],
+            "p.csv, line 1: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus",
+        ),
+        (
+            ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
+            "p.csv, line 1: the columns gpus and num_gpu have one meaning; keep one of them",
+        ),
+        (
+            ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
+            "p.csv, line 1: the columns cores and gpu_milli have one meaning; keep one of them",
+        ),
+        ([POD_HEADER, "x,1,50,1,-5,1,,"], "p.csv, line 2, column cpu_milli: -5 is not between 0 and"),
+        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "p.csv, line 2, column ram_mebibytes: 1000000"),
+        ([POD_HEADER, "x,one,50,1,1,1,,"], "p.csv, line 2, column gpus: 'one' is not a whole number"),
+        (
+            [POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"],
+            "p.csv, line 4, column gpu_models: no node has a GPU of model 'H100'",
+        ),
+        ([POD_HEADER, "x,1,0,1,1,1,,"], "p.csv, line 2, column cores: it is 0 and the pod requests 1 GPU"),
+        ([POD_HEADER, "x,2,50,1,1,1,,"], "p.csv, line 2, column cores: a pod with several GPUs requests whole ones"),
+        ([POD_HEADER, "x,0,50,0,1,1,,"], "p.csv, line 2, column cores: it is not 0 and the pod requests no GPU"),
+        ([POD_HEADER, "x,0,0,4,1,1,,"], "p.csv, line 2, column memory_blocks: it is not 0"),
+        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "p.csv, line 2, column arrival_seconds: 'nan' is not a number of seconds"),
+        ([POD_HEADER, "x,1,50"], "p.csv, line 2: 3 columns, and the header has 8"),
+        (["name,name", "x,y"], "p.csv, line 1: the column name is there twice"),
+        ([",".join(map(str, range(60_000))), "x"], "p.csv, line 2: 1 column, and the header has 60000"),
+        ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "p.csv, line 2, column deletion_time: 5 is before the pod's arrival at 9"),
+        (
+            [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
+            "p.csv, line 2, column scheduled_time: 6 is not between the pod's arrival at 1 and its end",
+        ),
+    ],
+)
+def test_bad_pods(rows: list[str], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        read_pods("p.csv", lines(*rows), [NODE])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["name,gpus,cpu_milli,ram_mebibytes", "a,0,1,1"], "n.csv: no node has a GPU"),
+        (["name,gpus,cpu_milli,ram_mebibytes"], "n.csv: it has no nodes"),
+        ([], "n.csv: it has no nodes"),
+        (["name,gpus,cpu_milli,ram_mebibytes", "a,65,1,1"], "n.csv, line 2, column gpus: 65 is not between 0 and 64"),
+        (["name,gpus,cpu_milli,ram_mebibytes", "a,1,1,1", "a,1,1,1"], "n.csv, line 3, column name: the name 'a' is there twice"),
+        (["name,gpus,cpu_milli,ram_mebibytes", ",1,1,1"], "n.csv, line 2, column name: the name is empty"),
+    ],
+)
+def test_bad_nodes(rows: list[str], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        read_nodes("n.csv", lines(*rows))
+    assert str(error.value) == message
+
+
+GOOD = '{"name": "x", "gpus": 1, "cpu_milli": 1, "ram_mebibytes": 1}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"name": ', "p.json, line 1, column 11: it is not JSON: Expecting value"),
+        ("\n{}", "p.json, line 2: a list of objects is expected"),
+        ("[1]", "p.json, line 1, element 1: an object is expected"),
+        (f'[{GOOD},\n{{"name": ["x"]}}]', "p.json, line 2, element 2, column name: a text or a number is expected"),
+        (f"[\n{GOOD},\n{GOOD.replace('1', '1.5', 1)}]", "p.json, line 3, element 2, column gpus: '1.5' is not a whole"),
+        (f"[{GOOD}\n{GOOD}]", "p.json, line 2, column 1: it is not JSON: Expecting ',' delimiter"),
+        (f"[{GOOD}]\n5", "p.json, line 2, column 1: it is not JSON: Extra data"),
+        (f'[{GOOD},\n{{"name": "y", "name": "z"}}]', "p.json, line 2: the key 'name' is there twice; keep one of them"),
+        (f"[{GOOD},\n{GOOD.replace('1', 'NaN', 1)}]", "p.json, line 2: it is not JSON: NaN is no number"),
+        (f"[{GOOD},\n{GOOD.replace('1', '1' * 5000, 1)}]", "p.json, line 2: the number 1111111111111111111111111111"),
+        ("[" * 100_000, "p.json: it is not JSON that can be read: it is nested too deeply"),
+        ("", "p.json, line 1, column 1: it is not JSON: Expecting value"),
+        ("[]", "p.json: it has no pods"),
+    ],
+)
+def test_bad_json(text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        read_pods("p.json", [text], [NODE])
+    assert str(error.value).startswith(message)
+
+
+def test_gpu_memory_that_no_node_has_and_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = [NodeSpec(name="a", gpus=1, cpu_milli=1, ram_mebibytes=1)]
+    with pytest.raises(InputError, match=r"line 2, column memory_blocks: the file of the nodes has no GPU memory"):
+        read_pods("p.csv", lines(POD_HEADER, "x,1,50,1,1,1,,"), without)
+    monkeypatch.setattr(tables, "MAX_ROWS", 2)
+    with pytest.raises(InputError, match="line 4: more than 2 rows"):
+        read_pods("p.csv", lines(POD_HEADER, *["x,1,50,1,1,1,,"] * 3), [NODE])

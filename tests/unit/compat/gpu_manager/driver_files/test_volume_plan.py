@@ -1,0 +1,182 @@
+"""Which files and links a volume is to have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.common.elf import Elf
+from gpumgr.common.files import FileIdentity
+from gpumgr.compat.gpu_manager.driver_files.source import Source
+from gpumgr.compat.gpu_manager.driver_files.volume_plan import Overlay, VolumePlan, plan_volume
+
+DRIVER = "535.54.03"
+_BITS = {"x86-64": 64, "aarch64": 64, "i386": 32, "x32": 32, "arm": 32}
+
+
+def library(name: str, *, folder: str = "/lib64", machine: str = "x86-64", size: int = 1, **elf: Any) -> Source:
+    return Source(
+        name=name,
+        path=Path(folder, name),
+        identity=FileIdentity(1, 1, size, 0),
+        mode=0o100644,
+        elf=Elf(bits=_BITS[machine], machine=machine, **elf),
+    )
+
+
+def program(name: str, machine: str | None = "x86-64") -> Source:
+    elf = Elf(bits=_BITS[machine], machine=machine) if machine else None
+    return Source(
+        name=name, path=Path("/usr/bin", name), identity=FileIdentity(1, 1, 1, 0), mode=0o100755, elf=elf, not_elf="a script"
+    )
+
+
+SHIM = Source(
+    name="libcuda-control.so", path=Path("/opt/shim.so"), identity=FileIdentity(1, 2, 2, 0), mode=0o755, sha256="ab" * 32
+)
+CLIENT = Source(name="gpu-client", path=Path("/opt/client"), identity=FileIdentity(1, 3, 3, 0), mode=0o755, sha256="cd" * 32)
+CUDA = library(f"libcuda.so.{DRIVER}", soname="libcuda.so.1")
+ML = library(f"libnvidia-ml.so.{DRIVER}", soname="libnvidia-ml.so.1")
+CUDA_32 = library(f"libcuda.so.{DRIVER}", folder="/lib32", machine="i386", soname="libcuda.so.1")
+
+
+def draw(*libraries: Source, binaries: tuple[Source, ...] = (), share: bool = False, machine: str = "x86-64") -> VolumePlan:
+    return plan_volume(
+        "nvidia" if share else "origin",
+        libraries=libraries,
+        binaries=binaries,
+        machine=machine,
+        driver_version=DRIVER,
+        overlay=Overlay(shim=SHIM, client=CLIENT) if share else None,
+    )
+
+
+def files(drawn: VolumePlan) -> dict[str, str]:
+    return {target: str(file.source.path) for target, file in drawn.files.items()}
+
+
+def test_a_whole_volume_has_the_driver_as_it_is() -> None:
+    drawn = draw(CUDA, CUDA_32, binaries=(program("nvidia-smi"),))
+    assert files(drawn) == {
+        f"lib64/libcuda.so.{DRIVER}": f"/lib64/libcuda.so.{DRIVER}",
+        f"lib/libcuda.so.{DRIVER}": f"/lib32/libcuda.so.{DRIVER}",
+        "bin/nvidia-smi": "/usr/bin/nvidia-smi",
+    }
+    assert drawn.links == {
+        f"{folder}/{name}": f"libcuda.so.{DRIVER}" for folder in ("lib", "lib64") for name in ("libcuda.so.1", "libcuda.so")
+    }
+
+
+def test_a_share_volume_has_the_shim_over_64_bit_libraries_only() -> None:
+    drawn = draw(CUDA, ML, CUDA_32, share=True)
+    assert files(drawn) == {
+        "lib64/libcuda-control.so": "/opt/shim.so",
+        "bin/gpu-client": "/opt/client",
+        f"lib64/libcuda.so.{DRIVER}": f"/lib64/libcuda.so.{DRIVER}",
+        f"lib64/libnvidia-ml.so.{DRIVER}": f"/lib64/libnvidia-ml.so.{DRIVER}",
+        f"lib/libcuda.so.{DRIVER}": f"/lib32/libcuda.so.{DRIVER}",
+    }
+    shim = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", "libnvidia-ml.so")
+    real = {"lib/libcuda.so.1": f"libcuda.so.{DRIVER}", "lib/libcuda.so": f"libcuda.so.{DRIVER}"}
+    assert drawn.links == {f"lib64/{name}": "libcuda-control.so" for name in shim} | real
+    assert {target for target, file in drawn.files.items() if file.copied} == {"lib64/libcuda-control.so", "bin/gpu-client"}
+
+
+def test_the_real_libraries_have_the_drivers_version_in_their_name() -> None:
+    drawn = draw(library("libcuda.so.1", soname="libcuda.so.1"), share=True)
+    assert files(drawn)[f"lib64/libcuda.so.{DRIVER}"] == "/lib64/libcuda.so.1"
+    assert drawn.links["lib64/libcuda.so.1"] == "libcuda-control.so"
+
+
+def test_another_drivers_library_never_stands_behind_the_shim() -> None:
+    old = library("libcuda.so.470.82.01", soname="libcuda.so.1")
+    drawn = draw(old, CUDA, share=True)
+    assert files(drawn)[f"lib64/libcuda.so.{DRIVER}"] == f"/lib64/libcuda.so.{DRIVER}"
+    assert drawn.skipped == {"/lib64/libcuda.so.470.82.01": "is not of the loaded driver 535.54.03"}
+
+
+def test_the_loaded_drivers_library_has_the_links() -> None:
+    drawn = draw(library("libcuda.so.470.82.01", soname="libcuda.so.1"), CUDA)
+    assert "lib64/libcuda.so.470.82.01" in drawn.files
+    assert drawn.links["lib64/libcuda.so.1"] == f"libcuda.so.{DRIVER}"
+
+
+def test_arm64_is_a_machine_like_others() -> None:
+    drawn = draw(
+        library(f"libcuda.so.{DRIVER}", machine="aarch64", soname="libcuda.so.1"),
+        library(f"libnvidia-cfg.so.{DRIVER}", machine="arm", soname="libnvidia-cfg.so.1"),
+        library(f"libnvidia-fbc.so.{DRIVER}", machine="x86-64"),
+        machine="aarch64",
+    )
+    assert set(files(drawn)) == {f"lib64/libcuda.so.{DRIVER}", f"lib/libnvidia-cfg.so.{DRIVER}"}
+    assert drawn.skipped == {f"/lib64/libnvidia-fbc.so.{DRIVER}": "is for x86-64, this node is aarch64"}
+
+
+@pytest.mark.parametrize("name", ["libEGL.so.1.1.0", "libGLESv1_CM.so.1.2.0", "libGLESv2.so.2.1.0", "libGL.so.1.7.0"])
+def test_mesas_libraries_are_not_the_drivers(name: str) -> None:
+    assert not draw(library(name, needed=("libglapi.so.0",))).files
+    for needed in (f"libnvidia-glcore.so.{DRIVER}", f"libnvidia-eglcore.so.{DRIVER}", "libGLdispatch.so.0"):
+        assert f"lib64/{name}" in draw(library(name, needed=(needed,))).files
+
+
+def test_their_namesakes_are_no_mesa() -> None:
+    assert len(draw(library("libGLX.so.0"), library("libEGL_nvidia.so.535.54.03"), library("libGLdispatch.so.0")).files) == 3
+
+
+def test_of_two_tls_libraries_the_one_with_the_right_note_counts() -> None:
+    name = f"libnvidia-tls.so.{DRIVER}"
+    drawn = draw(library(name, abi=(2, 2, 5)), library(name, folder="/lib64/tls", abi=(2, 3, 99)))
+    assert files(drawn) == {f"lib64/{name}": f"/lib64/tls/{name}"}
+    assert drawn.skipped == {f"/lib64/{name}": "its ABI note is not 2.3.99"}
+    assert f"lib64/{name}" in draw(library(name)).files
+
+
+def test_glx_has_a_link_for_indirect_rendering() -> None:
+    drawn = draw(library(f"libGLX_nvidia.so.{DRIVER}", soname="libGLX_nvidia.so.0"))
+    assert set(drawn.links) == {"lib64/libGLX_nvidia.so.0", "lib64/libGLX_nvidia.so", "lib64/libGLX_indirect.so.0"}
+
+
+def test_a_script_is_a_program_and_no_library() -> None:
+    script = Source(
+        name="libcuda.so.old", path=Path("/x"), identity=FileIdentity(1, 1, 1, 0), mode=0o644, not_elf="is not an ELF file"
+    )
+    drawn = draw(script, binaries=(program("nvidia-debugdump", None), program("nvidia-smi", "aarch64")))
+    assert files(drawn) == {"bin/nvidia-debugdump": "/usr/bin/nvidia-debugdump"}
+    assert drawn.skipped == {"/x": "is not an ELF file", "/usr/bin/nvidia-smi": "is for aarch64, this node is x86-64"}
+
+
+def test_one_name_is_given_once() -> None:
+    drawn = draw(library("libnvcuvid.so.1"), library("libnvcuvid.so.1", folder="/other"))
+    assert drawn.skipped == {"/other/libnvcuvid.so.1": "lib64/libnvcuvid.so.1 is /lib64/libnvcuvid.so.1 already"}
+
+
+def test_a_file_displaces_a_link() -> None:
+    drawn = draw(library("libnvoptix.so.2", soname="libnvoptix.so.1"), library("libnvoptix.so.1"))
+    assert "lib64/libnvoptix.so.1" in drawn.files
+    assert drawn.links == {"lib64/libnvoptix.so": "libnvoptix.so.2"}
+
+
+@pytest.mark.parametrize("soname", ["../../etc/passwd", "..", "x" * 300])
+def test_a_soname_cannot_lead_out_of_its_folder(soname: str) -> None:
+    drawn = draw(library("libnvcuvid.so.1", soname=soname))
+    assert drawn.links == {}
+    assert [*drawn.skipped.values()] == ["its SONAME is not a file name"]
+
+
+def test_only_the_given_shim_and_client_are_taken() -> None:
+    drawn = draw(CUDA, library("libcuda-control.so"), binaries=(program("gpu-client"),), share=True)
+    assert files(drawn)["lib64/libcuda-control.so"] == "/opt/shim.so"
+    assert files(drawn)["bin/gpu-client"] == "/opt/client"
+
+
+def test_libraries_missing_in_the_lists() -> None:
+    gl = library(f"libnvidia-eglcore.so.{DRIVER}", needed=("libc.so.6", f"libnvidia-gpucomp.so.{DRIVER}"))
+    forgot = draw(gl).unmet()
+    assert forgot == {f"libnvidia-gpucomp.so.{DRIVER}": f"lib64/libnvidia-eglcore.so.{DRIVER}"}
+    assert draw(gl, library(f"libnvidia-gpucomp.so.{DRIVER}")).unmet() == {}
+
+
+def test_the_same_content_has_the_same_version() -> None:
+    assert draw(CUDA, ML).version == draw(CUDA, ML).version
+    others = {draw(CUDA).version, draw(CUDA, ML, share=True).version, draw(CUDA, library(ML.name, size=2)).version}
+    assert len(others | {draw(CUDA, ML).version}) == 4

@@ -1,0 +1,162 @@
+"""The plan of a node that had gpu-manager."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumgr.common.errors import SettingsError
+from gpumgr.compat.gpu_manager.command import DaemonSet, GpuManagerCommand, from_text
+from gpumgr.compat.gpu_manager.takeover import GpuManagerState, plan_gpu_manager
+from gpumgr.compat.plan import Plan, settings_yaml, text_of
+from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
+
+CHECKPOINT = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
+NOTHING = GpuManagerState(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
+TO = Path("/etc/gpumgr/gpumgr.yaml")
+
+
+def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> GpuManagerRecord:
+    return GpuManagerRecord(pod_uid=uid, container="main", minors=minors, cores=cores, memory_bytes=blocks << 28)
+
+
+def plan(flags: str = "--share-mode=true", found: GpuManagerState = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:
+    return plan_gpu_manager(replace(from_text(flags), daemon_set=daemon_set), found, to=TO)
+
+
+def test_only_what_differs_from_the_defaults_becomes_a_setting() -> None:
+    made = plan("--share-mode=true --query-port=5679 --query-addr=localhost --sample-period=5 --node-labels=a=b --v=2")
+    assert settings_yaml(made.settings) == (
+        "kubernetes:\n  node_labels:\n  - a=b\nnvml:\n  sample_period_seconds: 5.0\nhttp:\n  address: localhost\n  port: 5679\n"
+    )
+    assert settings_yaml(plan().settings) == "{}\n"
+
+
+def test_its_own_defaults_are_kept_where_ours_are_others() -> None:
+    made = plan("--query-port=5678")
+    assert made.settings == {"placement.share_mode": False}
+    assert any("--share-mode" in note for note in made.notes)
+
+
+def test_a_runtime_that_is_gone_is_not_taken_over() -> None:
+    made = plan("--share-mode --container-runtime-endpoint=/var/run/dockershim.sock")
+    assert made.settings == {}
+    assert any("/var/run/dockershim.sock is gone since Kubernetes 1.24" in note for note in made.notes)
+    assert plan("--share-mode --container-runtime-endpoint=/run/crio/crio.sock").settings == {"cri.socket": "/run/crio/crio.sock"}
+
+
+def test_what_gpumgr_refuses_is_refused_now() -> None:
+    with pytest.raises(SettingsError, match="--driver=dummy is not supported"):
+        plan("--driver=dummy")
+
+
+def test_running_pods_keep_their_gpus_and_pods_without_a_record_are_counted() -> None:
+    records = (record("u1", 0), record("u2", 1, 2, cores=200, blocks=0), record("u3", 3))
+    found = replace(NOTHING, records=records, live={"u1", "u2"}, names={"u1": "team/a"})
+    assert plan(found=found).pods == (
+        "team/a (main): keeps /dev/nvidia0 (vcuda-core 50, vcuda-memory 4) until it ends",
+        "pod uid u2 (main): keeps /dev/nvidia1, /dev/nvidia2 (vcuda-core 200, vcuda-memory 0) until it ends",
+        f"left behind, as the kubelet has forgotten their pods: 1 of 3 records in {CHECKPOINT}",
+    )
+    assert plan(found=replace(found, live=None)).pods[2].startswith("pod uid u3 (main): keeps /dev/nvidia3")
+    assert "cannot be read" in plan(found=replace(found, live=None)).warnings[0]
+
+
+def test_one_that_runs_is_warned_of() -> None:
+    assert plan().warnings == ()
+    answering = replace(NOTHING, answering=[Path("/dp/vcore.sock")], registered={"tencent.com/vcuda-core": 800})
+    assert plan(found=answering).warnings == (
+        "gpu-manager answers at /dp/vcore.sock: stop it before gpumgr starts",
+        "the kubelet has 800 ids of tencent.com/vcuda-core from it",
+    )
+    running = plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), NOTHING, to=TO)
+    assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
+
+
+def test_pods_without_a_record_cause_a_warning() -> None:
+    """The agent offers no device while they run. A record without a GPU does not count."""
+    holders = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u3", "main"): frozenset("z")}
+    found = replace(NOTHING, records=(record("u1", 0), record("u2")), live={"u1", "u2"}, holders=holders, names={"u2": "team/b"})
+    (said,) = plan(found=found).warnings
+    assert said.startswith(
+        f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, according to the kubelet, and {CHECKPOINT} "
+    )
+    assert "gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them" in said
+    assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()
+
+
+def test_what_the_chart_refuses_is_noted() -> None:
+    notes = plan("--share-mode --kubeconfig=/root/.kube/config --addr=/var/run/other.sock --query-addr=127.0.0.2").notes
+    for key in ("kubernetes.kubeconfig", "display.socket", "http.address"):
+        assert any(note.startswith(f"{key}: leave it out of the chart's values") for note in notes)
+    assert not any("the chart's values" in note for note in plan().notes)
+
+
+def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
+    made = plan(daemon_set=DaemonSet())
+    assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]
+    assert made.rollback[-1].startswith("kubectl label node gpu-7 nvidia-device-enable=enable    #")
+    assert not any("systemctl" in line and "gpu-manager" in line.partition("#")[0] for line in (*made.stop, *made.rollback))
+
+
+def test_a_daemon_set_without_a_selector_gets_one() -> None:
+    made = plan(daemon_set=DaemonSet(namespace="gpu", name="gm", selector={}))
+    assert made.stop[0].startswith("kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays")
+    assert made.stop[1].startswith("kubectl -n gpu patch daemonset gm -p '{")
+    assert made.rollback[-1].startswith("kubectl label node gpu-7 gpumgr.io/gpu-manager=stays")
+
+
+def test_a_service_of_the_host_is_stopped_as_one() -> None:
+    made = plan()
+    assert made.stop[0].startswith("systemctl disable --now gpu-manager")
+    assert any(line.startswith("systemctl enable --now gpu-manager") for line in made.rollback)
+
+
+def test_gpumgrs_daemon_set_sees_the_checkpoint_and_comes_and_goes_by_its_own_label() -> None:
+    made = plan()
+    enable, disable = (f"kubectl label node gpu-7 gpumgr.io/node={word} --overwrite" for word in ("enable", "disable"))
+    (helm,) = (line for line in made.start if line.startswith("helm"))
+    assert "--set gpuManager.takeOver=true" in helm
+    assert "components: [config/kustomize/take-over]" in helm
+    assert made.start.index(helm) < made.start.index(enable)
+    (back,) = (line for line in made.rollback if "nvidia-device-enable=enable" in line)
+    assert made.rollback.index(disable) < made.rollback.index(back)
+
+
+def test_commands_take_nothing_from_files_as_shell_text() -> None:
+    evil = "x; reboot #"
+    found = replace(NOTHING, node=evil, checkpoint=Path(f"/tmp/{evil}"))
+    made = plan_gpu_manager(
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={evil: evil})),
+        found,
+        to=Path(f"/etc/{evil}"),
+    )
+    words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
+    for expected in (
+        ["kubectl", "label", "node", evil, f"{evil}-"],
+        ["kubectl", "label", "node", evil, f"{evil}={evil}"],
+        ["gpumgr", "config", "check", f"/etc/{evil}"],
+        ["rm", f"/tmp/{evil}"],
+    ):
+        assert expected in words
+    bare = plan_gpu_manager(
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={})), found, to=TO
+    )
+    assert shlex.split(bare.stop[1])[:6] == ["kubectl", "-n", evil, "patch", "daemonset", evil]
+
+
+def test_as_text_the_steps_are_in_order() -> None:
+    text = text_of(plan("--share-mode --query-port=5679"), str(TO))
+    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert titles == [
+        "Pods",
+        "Differences",
+        "1. Stop",
+        f"2. {TO} (--apply writes it)",
+        "3. Start",
+        "Way back",
+        "Clean up (after this there is no way back)",
+    ]
+    assert "  http:\n    port: 5679\n" in text
+    assert "  # nothing: the defaults are right\n" in text_of(plan(), str(TO))

@@ -1,0 +1,194 @@
+"""The plan for a node on which pods keep running, and the comparison afterwards."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpumgr.common.errors import SettingsError
+from gpumgr.common.units import Amounts
+from gpumgr.compat.hami.config import Config, read_config
+from gpumgr.compat.hami.new_requests import HamiState
+from gpumgr.compat.hami.takeover import differences, plan_take_over, running_pods
+from gpumgr.compat.objects import parse_object
+from gpumgr.compat.plan import Plan
+from gpumgr.kube.hami_node import LOCK, REGISTER, RegisteredGpu, encode_register
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ids import RegisteredGpu as OwnGpu
+from gpumgr.ledger.ledger import Allocation, Ledger
+
+from .test_hami_plan import NODE, TO, commands, config_map, pod, workload
+
+A, B = "GPU-a", "GPU-b"
+GPU = RegisteredGpu(uuid=A, count=2, memory_mebibytes=8000, cores=100, model="NVIDIA")
+ALLOCATED = "hami.io/vgpu-devices-allocated"
+
+
+def node(*gpus: RegisteredGpu, **annotations: str) -> dict[str, Any]:
+    registered = gpus or (GPU, msgspec.structs.replace(GPU, uuid=B))
+    return {"kind": "Node", "metadata": {"name": "gpu-7", "annotations": {REGISTER: encode_register(registered), **annotations}}}
+
+
+def placed(
+    name: str, text: str, *, on: str = "gpu-7", uid: str | None = None, phase: str = "Running", **limits: str
+) -> dict[str, Any]:
+    made = pod(
+        name, phase=phase, annotations={"hami.io/vgpu-node": on, ALLOCATED: text}, **(limits or {"gpu": "1", "gpumem": "3000"})
+    )
+    made["metadata"]["uid"] = uid or f"uid-{name}"
+    return made
+
+
+def state(*documents: dict[str, Any], **found: Any) -> tuple[Config, HamiState]:
+    objects = [parse_object(each, "a test") for each in documents]
+    return read_config(objects, "gpu-7"), HamiState(node="gpu-7", objects=objects, **found)
+
+
+def plan(*documents: dict[str, Any], **found: Any) -> Plan:
+    return plan_take_over(*state(*documents, **found), to=TO)
+
+
+ONE = f"{A},NVIDIA,3000,30:;"
+
+
+def test_running_pods_keep_what_hamis_scheduler_chose() -> None:
+    pair = placed("pair", f"{A},NVIDIA,1000,0:{B},NVIDIA,1000,0:;", gpu="2", gpumem="1000")
+    made = plan(node(), placed("one", ONE), pair, pod("plain"), pod("waits", phase="Pending", gpu="1"))
+    assert made.warnings == ()
+    assert made.pods == (
+        "team/one (main): keeps GPU-a (3000 MiB, 30 cores)",
+        "team/pair (main): keeps GPU-a (1000 MiB, no limit of cores), GPU-b (1000 MiB, no limit of cores)",
+    )
+    assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl label node gpu-7 gpu-"], "no pod ends"
+    assert any("--verify" in line for line in made.start)
+    assert made.settings["node.profile"] == "both"
+    assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
+
+
+def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None:
+    text = "nvidia: {resourceCountName: acme.com/vgpu, deviceSplitCount: 6, deviceMemoryScaling: 1.5}"
+    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0", "args": ["--mig-strategy=mixed"]}
+    made = plan(NODE, config_map("device-config.yaml", text), workload("DaemonSet", plugin, nodeSelector={"vgpu": "yes"}))
+    assert {key: made.settings[key] for key in ("hami.count_resource", "hami.device_split_count", "node.mig_strategy")} == {
+        "hami.count_resource": "acme.com/vgpu",
+        "hami.device_split_count": 6,
+        "node.mig_strategy": "mixed",
+    }
+    assert not any("vcuda requests" in note for note in made.notes), "these values are settings"
+    assert "kubectl label node gpu-7 vgpu=yes" in commands(made.rollback)
+    with pytest.raises(SettingsError, match="device_split_count"):
+        plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))
+
+
+@pytest.mark.parametrize("text", [
+    "", ";", f"{A},NVIDIA,3000;", f"{A},NVIDIA,3000,30", f"{A},NVIDIA,-1,30:;", f"{A},NVIDIA,16Gi,30:;", f"{A},NVIDIA,99999999999,30:;",
+    f"{A},NVIDIA,3000,30:{A}", "nonsense", ONE + ONE,
+])  # fmt: skip
+def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text: str) -> None:
+    made = plan(node(), placed("one", text))
+    (warning,) = made.warnings
+    assert warning.startswith("team/one: the annotation hami.io/vgpu-devices-allocated can't be read: ")
+    assert warning.endswith("; end it first")
+
+
+@pytest.mark.parametrize(
+    ("documents", "found", "warning"),
+    [
+        ([node(), pod("one", gpu="1")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it; end it first"),
+        ([node(), placed("one", ONE, on="gpu-8")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it"),
+        ([node(), placed("one", "GPU-x,NVIDIA,1,1:;")], {}, "team/one (main): HAMi has registered no GPU GPU-x on this node"),
+        (
+            [node(msgspec.structs.replace(GPU, mode="mig")), placed("one", ONE)],
+            {},
+            "team/one (main): it has a MIG device of GPU-a",
+        ),
+        (
+            [node(), *(placed(f"p{number}", f"{A},NVIDIA,3000,0:;") for number in range(3))],
+            {},
+            "GPU-a: its pods have 9000 MiB, 0 cores, 3 containers, and HAMi registered 8000 MiB, 100 cores, 2 containers; end one",
+        ),
+        (
+            [node(**{LOCK: "2026-01-01T00:00:00Z,team,x"})],
+            {},
+            "HAMi's scheduler has locked this node (hami.io/mutex.lock for team/x since 2026",
+        ),
+        ([node(**{LOCK: "soon"})], {}, "HAMi's scheduler has locked this node (hami.io/mutex.lock which can't be read: "),
+        ([node(**{REGISTER: "[1]"})], {}, f"the annotation {REGISTER} can't be read, so no GPU is compared"),
+        ([placed("one", ONE)], {}, "the Node object gpu-7 was not given"),
+        ([node(), placed("one", ONE)], {"kubelet": frozenset()}, "team/one (main): the kubelet has no GPU of it"),
+        (
+            [node()],
+            {"kubelet": frozenset({("u9", "x")})},
+            "pod uid u9 (x): the kubelet has GPUs of it, and it is none of the pods",
+        ),
+    ],
+)
+def test_what_prevents_it_is_named_with_the_remedy(documents: list[Any], found: dict[str, Any], warning: str) -> None:
+    (text,) = plan(*documents, **found).warnings
+    assert text.startswith(warning)
+
+
+def test_the_annotations_that_are_the_agents_now_and_the_scheduler_stay() -> None:
+    made = plan(NODE, folders=[Path("/usr/local/vgpu")])
+    assert commands(made.clean_up) == ["rm -r /usr/local/vgpu"]
+    odd = plan(node(**{"hami.io/device-cordon": "GPU-1; reboot"}))
+    assert any("hami.io/device-cordon has what is no GPU's UUID" in each for each in odd.notes)
+
+
+def test_an_init_container_and_the_app_count_at_their_maximum() -> None:
+    made = placed("steps", f"{A},NVIDIA,8000,0:;{A},NVIDIA,7000,0:;")
+    made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first"}]
+    assert plan(node(), made).warnings == ()
+
+
+def test_all_devices_of_one_gpu_that_a_container_has_count() -> None:
+    made = plan(node(), placed("two", f"{A},NVIDIA,5000,10:{A},NVIDIA,4000,20:;", gpu="2", gpumem="4000"))
+    assert made.pods == (f"team/two (main): keeps {A} (9000 MiB, 30 cores)",)
+    (warning,) = made.warnings
+    assert warning.startswith("GPU-a: its pods have 9000 MiB, 30 cores, 2 containers, and HAMi registered 8000 MiB")
+
+
+def test_a_sidecar_and_the_app_count_together() -> None:
+    made = placed("steps", f"{A},NVIDIA,5000,0:;{A},NVIDIA,4000,0:;")
+    made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "first", "restartPolicy": "Always"}]
+    (warning,) = plan(node(), made).warnings
+    assert warning.startswith("GPU-a: its pods have 9000 MiB")
+
+
+def test_nothing_is_wrong_where_the_kubelet_has_the_same_containers() -> None:
+    assert plan(node(), placed("one", ONE), kubelet=frozenset({("uid-one", "main")})).warnings == ()
+
+
+REGISTRY = GpuRegistry((OwnGpu("first", A, 8192), OwnGpu("second", B, 8192)))
+
+
+def adopted(**changes: Any) -> Ledger:
+    (first, _) = REGISTRY.gpus
+    made = Allocation(
+        id="a",
+        pod=("team", "one"),
+        uid="uid-one",
+        container="main",
+        gpus={first.name: Amounts(30, 3000)},
+        device_ids={},
+        granted_at=0.0,
+    )
+    return Ledger(REGISTRY, {"a": replace(made, **changes)})
+
+
+def test_the_comparison_names_each_difference() -> None:
+    running, problems = running_pods(*state(node(), placed("one", ONE)))
+    assert problems == []
+    first, second = (gpu.name for gpu in REGISTRY.gpus)
+    assert [*differences(running, adopted())] == []
+    assert [*differences(running, Ledger(REGISTRY))] == [
+        "team/one (main) is not adopted: the log has the reason (allocation_not_adopted)"
+    ]
+    assert [*differences(running, adopted(gpus={second: Amounts(30, 3000)}))] == [
+        f"team/one (main) is adopted on {second} and not on GPU-a, which HAMi's scheduler chose"
+    ]
+    assert [*differences(running, adopted(gpus={first: Amounts(30, 2000)}))] == [
+        "team/one (main) is adopted with 2000 MiB of GPU-a instead of 3000 MiB"
+    ]

@@ -1,0 +1,49 @@
+"""Event objects stay within Kubernetes' limits for any text and name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gpumgr.kube.publisher.events import MAX_MESSAGE_BYTES, Body, Event, EventSeries, node_ref, pod_ref
+
+WEB = pod_ref(("team", "web"), "u")
+
+
+def body(about: Any = WEB, message: str = "m", reason: str = "R", warning: bool = True, ids: tuple[str, ...] = ()) -> Body:
+    """The JSON body of an event that occurred once."""
+    event = Event(about=about, reason=reason, message=message, warning=warning, allocations=ids)
+    series = EventSeries(event=event, text=event.text(), first_at=1_800_000_000.5, last_at=1_800_000_000.5, count=1)
+    parsed: Body = json.loads(json.dumps(series.body("node-1")))
+    return parsed
+
+
+@pytest.mark.parametrize("text", ['a "quoted" word', "two\nlines\t", "x" * 5000, "ü\ud800" * 900, ""])
+def test_messages_are_cut_between_characters_and_end_with_the_allocation(text: str) -> None:
+    message = body(message=text, ids=("0123",))["message"]
+    assert len(message.encode()) <= MAX_MESSAGE_BYTES
+    assert message.endswith(" [allocation 0123]")
+    assert message.startswith(text[:10].encode(errors="replace").decode())
+
+
+def test_of_many_allocations_the_annotation_has_all_and_the_message_the_first() -> None:
+    made = body(message="ä" * 999, ids=tuple(f"{number:016x}" for number in range(100)))
+    assert made["message"].endswith("…]")
+    assert len(made["message"].encode()) <= MAX_MESSAGE_BYTES
+    assert made["metadata"]["annotations"]["gpumgr.io/allocation"].count(",") == 99
+
+
+@pytest.mark.parametrize("name", ["w" * 253, "w" * 235 + ".-" + "w" * 16])
+def test_names_of_253_characters_give_valid_names_of_events(name: str) -> None:
+    made = body(pod_ref(("team", name), "u"))
+    assert len(made["metadata"]["name"]) <= 253
+    assert ".-." not in made["metadata"]["name"]
+    assert made["involvedObject"]["name"] == name
+
+
+def test_the_name_depends_on_all_that_distinguishes_events() -> None:
+    bodies = [
+        *(body(), body(ids=("0123",)), body(message="n"), body(reason="S"), body(warning=False)),
+        *(body(pod_ref(("team", "web"), "v")), body(node_ref("web"))),
+    ]
+    assert len({each["metadata"]["name"] for each in bodies}) == len(bodies)

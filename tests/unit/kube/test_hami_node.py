@@ -1,0 +1,189 @@
+"""HAMi's annotations of a node, both ways."""
+
+import contextlib
+import json
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpumgr.kube.hami_mig import registered_profiles
+from gpumgr.kube.hami_node import (
+    RegisteredGpu,
+    decode_register,
+    describe_lock,
+    encode_register,
+    encode_register_csv,
+    encode_scores,
+    reported,
+)
+from gpumgr.placement.evaluators.constraints import device_type
+from tests import mig_profiles
+
+GOLDEN = (
+    '[{"id":"GPU-0fc3","index":1,"count":10,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"hami-core",'
+    '"health":true}]'
+)
+H100 = RegisteredGpu(
+    uuid="GPU-0fc3", index=1, count=10, memory_mebibytes=81559, cores=100, model="NVIDIA H100 80GB HBM3", healthy=True
+)
+CSV = "GPU-ebe7,10,7680,100,NVIDIA-Tesla P4,0,true:"
+MIG_GOLDEN = (
+    '[{"id":"GPU-0fc3","count":7,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"mig","migProfiles":['
+    '{"name":"7g.80gb","memoryMB":81152,"core":100,"sliceCount":7,"placements":[{"start":0,"size":8}]},'
+    '{"name":"3g.40gb","memoryMB":40448,"core":42,"sliceCount":3,"placements":[{"start":0,"size":4},{"start":4,"size":4}]}],'
+    '"health":true}]'
+)
+P4 = RegisteredGpu(uuid="GPU-ebe7", count=10, memory_mebibytes=7680, cores=100, model="NVIDIA-Tesla P4", healthy=True)
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters=",:", exclude_categories=["C"]), max_size=40)
+NUMBERS = st.integers(0, 2**31)
+GPUS = st.lists(
+    st.builds(
+        RegisteredGpu,
+        uuid=TEXTS.filter(lambda text: text[:1] not in ("", "[")),
+        index=st.integers(0, 999),
+        count=NUMBERS,
+        memory_mebibytes=NUMBERS,
+        cores=NUMBERS,
+        model=TEXTS,
+        numa=st.integers(0, 63),
+        mode=st.sampled_from(["hami-core", "mig"]),
+        healthy=st.booleans(),
+    ),
+    max_size=4,
+)
+
+
+def test_the_list_is_hamis() -> None:
+    assert encode_register([H100]) == GOLDEN
+    assert decode_register(GOLDEN) == [H100]
+    sick = RegisteredGpu(uuid="a", count=0, memory_mebibytes=0, cores=0, model="NVIDIA-T4", numa=1, healthy=False)
+    assert encode_register([sick]) == '[{"id":"a","type":"NVIDIA-T4","numa":1,"mode":"hami-core"}]'
+    assert (encode_register([]), decode_register("[]"), decode_register("null")) == ("[]", [], [])
+
+
+def test_a_gpu_with_dynamic_mig_lists_its_profiles() -> None:
+    profiles = registered_profiles((mig_profiles.H100[0], mig_profiles.H100[2]))
+    gpu = replace(H100, index=0, count=7, mode="mig", mig_profiles=profiles)
+    assert encode_register([gpu]) == MIG_GOLDEN
+    assert decode_register(MIG_GOLDEN) == [gpu]
+    for before, after in (
+        ('"sliceCount":7,', ""),
+        ('"size":8', '"size":0'),
+        ('"name":"7g.80gb"', '"name":7'),
+        ("100,", '"100",'),
+    ):
+        with pytest.raises(ValueError, match=r"migProfiles|devcore"):
+            decode_register(MIG_GOLDEN.replace(before, after))
+
+
+@pytest.mark.parametrize(("text", "index", "mode"), [(CSV, 0, "hami-core"), (CSV[:-1] + ",1,mig:", 1, "mig")])
+def test_a_list_of_an_old_plugin(text: str, index: int, mode: str) -> None:
+    (gpu,) = decode_register(text)
+    assert (gpu.uuid, gpu.memory_mebibytes, gpu.model, gpu.index, gpu.mode) == ("GPU-ebe7", 7680, "NVIDIA-Tesla P4", index, mode)
+
+
+@given(GPUS)
+def test_what_is_encoded_is_decoded(gpus: list[RegisteredGpu]) -> None:
+    assert decode_register(encode_register(gpus)) == gpus
+    if gpus:
+        assert decode_register(encode_register_csv(gpus)) == gpus
+
+
+@pytest.mark.parametrize("text", [
+    "",
+    CSV[:-1],
+    "GPU-ebe7:",
+    CSV[:-1] + ",1:",
+    CSV[:-1] + ",-1,mig:",
+    CSV.replace("true", "maybe"),
+    CSV.replace("7680", "-7680"),
+    CSV.replace("7680", "7680Mi"),
+    CSV.replace(",0,", ",x,"),
+    CSV.replace("GPU-ebe7", ""),
+    "[",
+    "[1]",
+    "{}",
+    '[{"id":"a","devmem":"1"}]',
+    '[{"id":"a","devmem":-1}]',
+    '[{"id":"a","health":1}]',
+    '[{"count":1}]',
+])  # fmt: skip
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_register(text)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        decode_register(text)
+
+
+ZONES = st.integers(-720, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+NAMES = st.from_regex("[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
+
+
+@given(st.datetimes(timezones=ZONES), st.none() | st.tuples(NAMES, NAMES))
+def test_a_lock_is_read_as_it_was_written(since: datetime, pod: tuple[str, str] | None) -> None:
+    text = describe_lock(",".join((since.isoformat(), *(pod or ()))))
+    assert text == f"for {'/'.join(pod) if pod else 'a pod'} since {since.isoformat()}"
+
+
+def test_a_lock_of_hamis_scheduler() -> None:
+    """Go writes UTC as Z; an old scheduler writes the time alone."""
+    assert describe_lock("2026-11-24T10:00:00Z,team,one") == "for team/one since 2026-11-24T10:00:00+00:00"
+    assert describe_lock("2026-11-24T10:00:00+08:00") == "for a pod since 2026-11-24T10:00:00+08:00"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "soon", "2026-11-24T10:00:00", "2026-11-24T10:00:00Z,team", "2026-11-24T10:00:00Z,,one", "2026-11-24T10:00:00Z,a,b,c"],
+)
+def test_another_lock_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"isoformat|is no time with"):
+        describe_lock(text)
+
+
+def test_a_model_with_separators_keeps_the_list_readable() -> None:
+    odd = RegisteredGpu(uuid="a", count=1, memory_mebibytes=1, cores=1, model="NVIDIA A,B:C")
+    (gpu,) = decode_register(encode_register_csv([odd]))
+    assert gpu.model == "NVIDIA A-B-C"
+
+
+@pytest.mark.parametrize(("model", "expected"), [
+    ("NVIDIA A100", "NVIDIA A100"),
+    ("Tesla P4", "NVIDIA-Tesla P4"),
+    (None, "NVIDIA-GPU"),
+])  # fmt: skip
+def test_the_type_begins_with_the_vendor(model: str | None, expected: str) -> None:
+    assert device_type(model) == expected
+
+
+def read_scores(text: str) -> dict[str, dict[str, int]]:
+    """As HAMi's scheduler does (pkg/device/nvidia/links.go)."""
+    return {each["uuid"]: each["score"] for each in json.loads(text)}
+
+
+@given(st.lists(NAMES, unique=True, max_size=5), st.data())
+def test_scores_are_read_as_they_were_written(uuids: list[str], data: st.DataObject) -> None:
+    rows = tuple(tuple(data.draw(st.integers(0, 10**6)) for _ in uuids) for _ in uuids)
+    assert read_scores(encode_scores(uuids, rows)) == {
+        uuid: {other: score for other, score in zip(uuids, row, strict=True) if other != uuid}
+        for uuid, row in zip(uuids, rows, strict=True)
+    }
+
+
+@given(st.datetimes(min_value=datetime(2000, 1, 1)))
+def test_a_handshake_is_read_as_it_was_written(now: datetime) -> None:
+    """As schedulers up to HAMi 2.4 do (pkg/scheduler/scheduler.go): the state, and a time of their own zone in seconds."""
+    state, _, time = reported(now).partition("_")
+    assert (state, datetime.strptime(time, "%Y-%m-%d %H:%M:%S")) == ("Reported", now.replace(microsecond=0))
+
+
+def test_scores_and_handshake() -> None:
+    assert encode_scores(["a", "b"], ((0, 120), (120, 0))) == '[{"uuid":"a","score":{"b":120}},{"uuid":"b","score":{"a":120}}]'
+    assert reported(datetime(2026, 1, 2, 3, 4, 5)) == "Reported_2026-01-02 03:04:05"

@@ -1,0 +1,156 @@
+"""Hand-written codecs against Google's protobuf: the same bytes, the same values, and no surprise on bad bytes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.common.rpc import wire
+from gpumgr.kubelet.deviceplugin import codec
+from gpumgr.kubelet.deviceplugin.codec import encode_devices
+from gpumgr.kubelet.deviceplugin.plugin import OPTIONS
+from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
+from tests.kubelet_api import DecodeError
+from tests.kubelet_api import deviceplugin as pb
+
+texts = st.text(st.characters(codec="utf-8"), max_size=200)
+ids = st.lists(texts, max_size=20)
+maps = st.dictionaries(texts, texts, max_size=5)
+mounts = st.builds(Mount, container_path=texts, host_path=texts, read_only=st.booleans())
+nodes = st.builds(DeviceNode, container_path=texts, host_path=texts, permissions=texts)
+responses = st.builds(
+    ContainerResponse,
+    envs=maps,
+    mounts=st.lists(mounts, max_size=4).map(tuple),
+    devices=st.lists(nodes, max_size=4).map(tuple),
+    annotations=maps,
+    cdi_devices=st.lists(texts, max_size=3).map(tuple),
+)
+
+
+def to_google(response: ContainerResponse) -> object:
+    return pb.ContainerAllocateResponse(
+        envs=response.envs,
+        mounts=[
+            pb.Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
+            for mount in response.mounts
+        ],
+        devices=[
+            pb.DeviceSpec(container_path=node.container_path, host_path=node.host_path, permissions=node.permissions)
+            for node in response.devices
+        ],
+        annotations=response.annotations,
+        cdi_devices=[pb.CDIDevice(name=name) for name in response.cdi_devices],
+    )
+
+
+@given(st.lists(ids, max_size=4))
+def test_allocate_requests_read_as_google_wrote_them(containers: list[list[str]]) -> None:
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=each) for each in containers])
+    assert codec.decode_allocate(request.SerializeToString()) == containers
+
+
+def test_ids_of_every_length_are_read() -> None:
+    """The tag of a field is a line feed, which is a length, too."""
+    written = ["x" * size for size in (*range(140), 10, 10)]
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=written)])
+    assert codec.decode_allocate(request.SerializeToString()) == [written]
+    assert codec.encode_preferred([written]) == request.SerializeToString()
+
+
+@given(ids, ids, st.integers(-(2**31), 2**31 - 1))
+def test_preference_requests_read_as_google_wrote_them(available: list[str], must_include: list[str], size: int) -> None:
+    wanted = pb.ContainerPreferredAllocationRequest(
+        available_deviceIDs=available, must_include_deviceIDs=must_include, allocation_size=size
+    )
+    [read] = codec.decode_preferred(pb.PreferredAllocationRequest(container_requests=[wanted]).SerializeToString())
+    assert (read.available, read.must_include, read.size) == (available, must_include, size)
+
+
+@given(ids)
+def test_pre_start_requests_read_as_google_wrote_them(devices: list[str]) -> None:
+    assert codec.decode_pre_start(pb.PreStartContainerRequest(devices_ids=devices).SerializeToString()) == devices
+
+
+@given(st.lists(responses, max_size=3))
+def test_google_reads_allocate_responses(containers: list[ContainerResponse]) -> None:
+    read = pb.AllocateResponse.FromString(codec.encode_allocate(containers))
+    assert list(read.container_responses) == [to_google(response) for response in containers]
+
+
+@given(responses)
+def test_container_responses_survive_google_and_back(response: ContainerResponse) -> None:
+    assert codec.decode_container_response(to_google(response).SerializeToString()) == response  # type: ignore[attr-defined]
+
+
+@given(st.lists(ids, max_size=3))
+def test_preferences_are_googles_bytes(preferences: list[list[str]]) -> None:
+    google = pb.PreferredAllocationResponse(
+        container_responses=[pb.ContainerPreferredAllocationResponse(deviceIDs=each) for each in preferences]
+    )
+    assert codec.encode_preferred(preferences) == google.SerializeToString()
+
+
+@given(st.lists(st.tuples(texts, st.booleans(), st.none() | st.integers(-1, 300)), max_size=20))
+def test_device_lists_are_googles_bytes(entries: list[tuple[str, bool, int | None]]) -> None:
+    google = pb.ListAndWatchResponse()
+    for device_id, healthy, node in entries:
+        device = google.devices.add(ID=device_id, health="Healthy" if healthy else "Unhealthy")
+        if node is not None and node >= 0:
+            device.topology.nodes.add(ID=node)
+    assert encode_devices(entries) == google.SerializeToString()
+
+
+def test_options_are_both_on() -> None:
+    options = pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+    assert options.SerializeToString() == OPTIONS
+
+
+def test_an_empty_answer_is_written() -> None:
+    assert codec.encode_allocate([ContainerResponse()]) == b"\x0a\x00"
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_googles_values_or_an_error(data: bytes) -> None:
+    """What Google refuses inside fields that we skip may pass; groups, which proto3 knows no more, only Google skips."""
+    try:
+        read = codec.decode_preferred(data)
+        google = pb.PreferredAllocationRequest.FromString(data)
+    except (wire.WireError, DecodeError):
+        return
+    assert [each.available for each in read] == [list(each.available_deviceIDs) for each in google.container_requests]
+    assert [each.must_include for each in read] == [list(each.must_include_deviceIDs) for each in google.container_requests]
+    assert [each.size for each in read] == [each.allocation_size for each in google.container_requests]
+
+
+@given(st.lists(texts, min_size=1, max_size=5), st.data())
+def test_truncated_requests_are_refused(devices: list[str], data: st.DataObject) -> None:
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=devices)]).SerializeToString()
+    cut = data.draw(st.integers(1, len(request) - 1))
+    with pytest.raises(wire.WireError):
+        codec.decode_allocate(request[:cut])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x0a\x05\x0a\x03ab", id="inner length beyond the outer end"),
+        pytest.param(b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", id="a length of 2**64"),
+        pytest.param(b"\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01", id="a number of more than 64 bits"),
+        pytest.param(b"\x0a\x02\x0a\x80", id="length cut off"),
+        pytest.param(b"\x0a\x03\x0a\x01\xff", id="not UTF-8"),
+        pytest.param(b"\x0b", id="group"),
+        pytest.param(b"\x0f", id="wire type 7"),
+        pytest.param(b"\x02\x00", id="field number 0"),
+        pytest.param(b"\x11\x00", id="fixed64 cut off"),
+        pytest.param(b"\x15\x00", id="fixed32 cut off"),
+    ],
+)
+def test_malformed_requests_are_refused(data: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        codec.decode_allocate(data)
+
+
+def test_unknown_fields_of_every_wire_type_are_skipped() -> None:
+    unknown = b"\x10\x96\x01" + b"\x19" + b"x" * 8 + b"\x22\x03abc" + b"\x2d" + b"y" * 4
+    inner = unknown + wire.field(1, b"a-c00") + unknown
+    assert codec.decode_allocate(unknown + wire.field(1, inner) + unknown) == [["a-c00"]]

@@ -1,0 +1,229 @@
+"""GetPreferredAllocation: whole containers are placed, one call at a time. The evaluators have their own tests."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import Resource
+from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
+from gpumgr.ledger.choose import Choice, Request, candidates, choose
+from gpumgr.ledger.ids import ALL_CORES, Masks, count
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.placement.evaluators.chain import chain_needs
+from tests.allocations import allocated
+
+from .nodes import app, empty, init, node_of, pod, sidecar
+
+ONE, TWO, THREE, FOUR = "00000000", "00000001", "00000002", "00000003"
+
+
+def low(number: int) -> int:
+    return (1 << number) - 1
+
+
+def asked(
+    ledger: Ledger,
+    kind: Resource,
+    size: int,
+    *containers: ContainerSpec,
+    who: Caller | None = None,
+    available: Masks | None = None,
+    must: Masks | None = None,
+    **node: object,
+) -> Choice:
+    view = pod("new", *containers)
+    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else UNKNOWN_CALLER)
+    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
+    request = Request(resource=kind, available=every if available is None else available, must=must or {}, size=size)
+    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, request)  # type: ignore[arg-type]
+    assert count(choice.masks) == size
+    return choice
+
+
+def on(gpu: str, cores: int, blocks: int) -> Allocation:
+    return allocated(
+        id=f"x-{gpu}", pod=("team", f"x-{gpu}"), container="main", cores={gpu: low(cores)}, blocks={gpu: low(blocks)}, gpus=(gpu,)
+    )
+
+
+def test_the_whole_container_is_placed_whichever_resource_is_asked_first() -> None:
+    """GPU 0 is the fuller one and has cores, but too little memory."""
+    ledger = empty().occupy(on(ONE, 60, 14)).occupy(on(TWO, 20, 2))
+    assert asked(ledger, "core", 30, app(30, 4)).masks == {TWO: low(30) << 20}
+    assert asked(ledger, "memory", 4, app(30, 4)).masks == {TWO: 0b1111 << 2}
+
+
+def test_a_refusal_counts_no_memory_where_somebody_has_the_gpu_whole() -> None:
+    """As the table of what each GPU had left does."""
+    whole = allocated(id="w", pod=("team", "w"), container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
+    ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(whole)
+    with pytest.raises(Refusal) as refused:
+        asked(ledger, "core", 30, app(30, 4))
+    table = {c.index: (c.cores_free, c.memory_mebibytes_free // 256) for c in candidates(node_of(ledger.gpu_registry), ledger)}
+    assert table == {0: (10, 12), 1: (0, 0)}
+    assert str(refused.value).endswith(
+        "GPU0 (00000000) 10 cores and 12 memory blocks, GPU1 (00000001) 0 cores and 0 memory blocks"
+    )
+
+
+def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
+    ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(on(TWO, 90, 4))
+    node = replace(node_of(ledger.gpu_registry), indices={ONE: 2, TWO: 5})
+    assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
+    assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
+    view = pod("new", app(30, 4))
+    request = Request(resource="core", available={}, must={}, size=30)
+    with pytest.raises(Refusal, match=r"GPU2 \(00000000\) .*, GPU5 \(00000001\)"):
+        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
+
+
+def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:
+    visible = {ONE: 0, TWO: 0b1111}
+    assert asked(empty(), "core", 30, app(30, 4), visible=visible).gpus == (TWO,)
+    with pytest.raises(Refusal, match="no GPU has 30 cores and 5 memory blocks free"):
+        asked(empty(), "core", 30, app(30, 5), visible=visible)
+
+
+def test_only_offered_ids_are_candidates() -> None:
+    assert asked(empty(), "core", 30, app(30, 4), available={THREE: ALL_CORES}).gpus == (THREE,)
+
+
+def test_an_offered_id_of_a_running_container_is_never_preferred() -> None:
+    """The kubelet's double hand-out."""
+    ledger = empty([16]).occupy(on(ONE, 60, 4))
+    choice = asked(ledger, "core", 30, app(30, 4), available={ONE: ALL_CORES})
+    assert choice.masks == {ONE: low(30) << 60}
+    with pytest.raises(Refusal, match="no GPU has 50 cores"):
+        asked(ledger, "core", 50, app(50, 4), available={ONE: ALL_CORES})
+
+
+def test_required_ids_pin_the_gpu() -> None:
+    assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
+
+
+def test_a_share_that_must_span_two_gpus_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"GPU0 \(00000000\), GPU1 \(00000001\) must be among them"):
+        asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
+
+
+def test_a_required_gpu_that_is_gone_is_refused() -> None:
+    ledger = empty()
+    node = node_of(ledger.gpu_registry)
+    rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
+    hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
+    view = pod("new", app(30, 4))
+    request = Request(resource="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
+    with pytest.raises(Refusal, match="GPU 00000000 is gone, and the container must be on it") as refused:
+        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
+    assert refused.value.code == "gpu_unhealthy"
+
+
+def test_memory_beside_whole_gpus_is_spread_and_stays_on_them() -> None:
+    assert asked(empty(), "memory", 6, app(200, 6)).masks == {ONE: 0b111, TWO: 0b111}
+    uneven = empty([2, 16, 16, 16])
+    assert asked(uneven, "memory", 10, app(200, 10), available={ONE: 0b11, TWO: low(16)}).masks == {ONE: 0b11, TWO: low(8)}
+
+
+def test_only_the_gpus_with_such_memory_are_taken_whole() -> None:
+    assert asked(empty([4, 16, 4, 16]), "core", 100, app(100, 10)).gpus == (TWO,)
+    assert asked(empty([4, 16, 4, 16]), "core", 200, app(200, 30)).gpus == (TWO, FOUR)
+
+
+def test_fewer_ids_than_requested_are_refused_with_the_free_amounts() -> None:
+    """Memory that the kubelet no longer offers for a GPU that the container's cores already lie on."""
+    half = allocated(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
+    with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
+        asked(empty().occupy(half), "memory", 8, app(100, 8), available={ONE: 0b1})
+    assert refused.value.code == "no_fit"
+
+
+def test_the_first_call_reserves_for_the_whole_chain_of_containers() -> None:
+    """The app container after the init container takes its ids over and needs more: GPU 0 is too full for that."""
+    ledger = empty().occupy(on(ONE, 60, 4))
+    assert asked(ledger, "core", 10, init(10, 1), app(30, 2)).gpus == (ONE,)
+    assert asked(ledger, "core", 10, init(10, 1), app(50, 2)).gpus == (TWO,)
+
+
+def test_a_chain_that_no_gpu_can_hold_is_refused() -> None:
+    with pytest.raises(Refusal, match="container prepare and the containers after it need 101 cores on one GPU"):
+        asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(81, 1))
+
+
+@pytest.mark.parametrize("resource", ["core", "memory"])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        (init(60, 1), app(50, 1), app(50, 1)),
+        (init(60, 1), sidecar(20, 1), app(80, 1)),
+        (init(99, 1), sidecar(98, 1), app(2, 1)),
+    ],
+)
+def test_a_chain_of_exactly_one_gpu_fits_a_free_one(resource: Resource, chain: tuple[ContainerSpec, ...]) -> None:
+    """Kubernetes counts no more than 100 cores for it, so the scheduler binds it to a node with one free GPU."""
+    ledger = empty([16, 16]).occupy(on(ONE, 1, 1))
+    size = chain[0].cores if resource == "core" else 1
+    assert asked(ledger, resource, size, *chain).gpus == (TWO,)
+    with pytest.raises(Refusal, match="free"):
+        asked(ledger.occupy(on(TWO, 1, 1)), resource, size, *chain)
+
+
+def test_all_gpus_that_a_chain_needs_must_be_free() -> None:
+    with pytest.raises(Refusal, match="need 3 entirely free GPUs one after another and this node has 2"):
+        asked(empty([16, 16]), "core", 100, init(100), sidecar(50, 1), app(200))
+
+
+# -- without a spec --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_spec_cores_go_where_some_memory_is() -> None:
+    ledger = empty([16, 16]).occupy(on(ONE, 50, 16))
+    assert asked(ledger, "core", 10).gpus == (TWO,)
+    assert asked(ledger, "core", 100).gpus == (TWO,)
+
+
+def test_without_a_spec_memory_goes_where_most_cores_are() -> None:
+    ledger = empty([16, 16, 16]).occupy(on(ONE, 10, 4)).occupy(on(TWO, 20, 0))
+    choice = asked(ledger, "memory", 4)
+    assert (choice.gpus, choice.evaluator) == ((THREE,), "share")
+
+
+def test_without_a_spec_more_memory_than_one_gpu_has_goes_to_free_gpus() -> None:
+    ledger = empty([16, 16, 16]).occupy(on(ONE, 10, 4))
+    assert asked(ledger, "memory", 20).masks == {TWO: low(10), THREE: low(10)}
+    with pytest.raises(
+        Refusal, match=r"40 memory blocks are not free together on the GPUs that fit .*GPU1 \(00000001\) 16, GPU2"
+    ):
+        asked(ledger, "memory", 40)
+    with pytest.raises(Refusal, match=r"\(free there: none\)"):
+        asked(empty([16]).occupy(on(ONE, 10, 4)), "memory", 15)
+
+
+def test_without_a_spec_the_second_call_follows_the_first() -> None:
+    half = allocated(id="own", cores={FOUR: low(30)}, gpus=(FOUR,))
+    ledger = empty().occupy(half)
+    assert asked(ledger, "memory", 4, who=Caller(continues="own")).gpus == (FOUR,)
+    memory = allocated(id="own", blocks={FOUR: 0b1111}, gpus=(FOUR,))
+    assert asked(empty().occupy(memory), "core", 30, who=Caller(continues="own")).gpus == (FOUR,)
+
+
+# -- chains ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("containers", "needs"),
+    [
+        ((app(30, 4),), (30, 4, 30)),
+        ((app(30, 4), app(50, 2)), (30, 4, 30)),
+        ((init(30, 4), app(50, 2)), (50, 4, 50)),
+        ((init(30, 4), init(40, 1), app(20, 6)), (40, 6, 40)),
+        ((init(30, 4), sidecar(10, 1), app(50, 4)), (60, 5, 50)),
+        ((init(30, 0), app(0, 2), app(30, 1)), (30, 1, 30)),
+        ((init(100, 0), app(100, 4), app(100, 4)), (100, 4, 100)),
+        ((), (0, 0, 0)),
+    ],
+)
+def test_what_a_chain_needs(containers: tuple[ContainerSpec, ...], needs: tuple[int, int, int]) -> None:
+    found = chain_needs(containers)
+    assert (found.cores, found.memory_blocks, found.most_cores) == needs

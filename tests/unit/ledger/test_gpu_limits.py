@@ -1,0 +1,79 @@
+"""How strongly each GPU's limits are enforced, and the text of it."""
+
+import pytest
+
+from gpumgr.ledger.gpu_limits import GpuLimits, Strengths, describe_limits, gpu_limits
+from gpumgr.placement.topology.devices import Gpu
+
+STRENGTHS: Strengths = {
+    "nvml-memory": {"memory": "hard"},
+    "hami-core": {"core": "soft", "memory": "soft"},
+    "mps": {"core": "hard", "memory": "soft"},
+    "none": {},
+}
+BOTH = GpuLimits(memory="hard", memory_by="nvml-memory", cores="hard", cores_by="mps")
+NEITHER = GpuLimits(memory_by="nvml-memory", cores_by="mps")
+
+
+def gpu(model: str | None = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False) -> Gpu:
+    return Gpu(index=0, uuid="GPU-0", minor=0, bus_id=None, model=model, memory_bytes=1 << 30, mig_enabled=mig)
+
+
+@pytest.mark.parametrize(
+    ("where", "mechanisms", "found"),
+    [
+        pytest.param(gpu(), ("nvml-memory", "mps"), BOTH, id="each its resource, the first counts"),
+        pytest.param(gpu(mig=None), ("nvml-memory", "mps"), BOTH, id="a GPU without MIG"),
+        pytest.param(gpu(mig=True), ("nvml-memory", "mps"), NEITHER, id="MIG"),
+        pytest.param(
+            gpu("Tesla P100-PCIE-16GB"),
+            ("nvml-memory", "mps"),
+            GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps"),
+            id="older than Volta",
+        ),
+        pytest.param(gpu("Tesla V100-SXM2-32GB"), ("nvml-memory", "mps"), BOTH, id="Volta"),
+        pytest.param(gpu("a new model"), ("nvml-memory", "mps"), BOTH, id="an unknown model"),
+        pytest.param(
+            gpu(mig=True),
+            ("hami-core",),
+            GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core"),
+            id="a library is independent of the GPU",
+        ),
+        pytest.param(gpu(), ("nvml-memory",), GpuLimits(memory="hard", memory_by="nvml-memory"), id="memory alone"),
+        pytest.param(gpu(), ("none",), GpuLimits(), id="none"),
+        pytest.param(gpu(), ("mps-open",), GpuLimits(), id="a mechanism without limits"),
+    ],
+)
+def test_the_limits_of_a_gpu(where: Gpu, mechanisms: tuple[str, ...], found: GpuLimits) -> None:
+    assert gpu_limits(where, mechanisms, STRENGTHS, ()) == found
+
+
+def test_a_mechanism_that_the_node_can_not_use_limits_nothing() -> None:
+    found = gpu_limits(gpu(), ("nvml-memory", "mps"), STRENGTHS, {"mps": "no program"})
+    assert found == GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps")
+    assert str(found) == "memory hard (nvml-memory), cores none (mps can't be used)"
+
+
+def test_equal_gpus_are_described_together() -> None:
+    soft = GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")
+    text = describe_limits([(0, BOTH), (4, soft), (1, BOTH), (2, BOTH), (5, GpuLimits()), (7, BOTH)])
+    described, _, measured = text.partition("; measured: ")
+    assert described == (
+        "GPU 0-2,7: memory hard (nvml-memory), cores hard (mps); GPU 4: memory soft (mps), cores soft (mps); "
+        "GPU 5: memory none, cores none"
+    )
+    assert "measured" not in measured
+    assert describe_limits([]) == ""
+
+
+@pytest.mark.parametrize("name", ["mps", "hami-core"])
+def test_limits_of_cores_are_shown_with_what_was_measured(name: str) -> None:
+    shown = describe_limits([(0, GpuLimits(memory="soft", memory_by=name, cores="soft", cores_by=name))])
+    assert f"; measured: {name} " in shown
+    assert "H200, driver 580.159.04" in shown
+    assert "2026-11-26" in shown
+
+
+@pytest.mark.parametrize("limits", [GpuLimits(cores="soft", cores_by="vcuda"), GpuLimits(cores="none", cores_by="mps")])
+def test_nothing_is_shown_as_measured_that_was_not_or_that_does_not_apply(limits: GpuLimits) -> None:
+    assert "measured" not in describe_limits([(0, limits)])

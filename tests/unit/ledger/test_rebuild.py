@@ -1,0 +1,358 @@
+"""A ledger out of what others remember."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts, Resource
+from gpumgr.ledger.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
+from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.listing import Listing
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from tests.allocations import allocated, block_count
+
+from .nodes import app, empty, init, pod
+
+ONE, TWO = "00000000", "00000001"
+
+
+def entry(
+    kind: Resource, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
+) -> KubeletEntry:
+    ids = tuple(f"{gpu}-c{n:02}" if kind == "core" else f"{gpu}-m{n}" for n in numbers)
+    return KubeletEntry(uid=uid, container=container, resource=kind, device_ids=ids, allocation_id=name)
+
+
+def adopted(ledger: Ledger, *entries: KubeletEntry, listing: Listing | None = None, views: tuple[PodView, ...] = ()) -> Rebuilt:
+    ids = (f"n{n}" for n in count(len(ledger.allocations)))
+    rebuilt = adopt(ledger, entries, listing, {v.uid: v for v in views}.get, new_id=lambda: next(ids), now=7.0)
+    rebuilt.ledger.check()
+    return rebuilt
+
+
+def listing_of(*ids: str, name: str = "a") -> Listing:
+    return Listing.of(
+        {("team", name): {"main": {CORE_RESOURCE: [i for i in ids if "-c" in i], MEMORY_RESOURCE: [i for i in ids if "-m" in i]}}}
+    )
+
+
+def test_both_resources_of_a_container_become_one_allocation_under_its_old_id() -> None:
+    view = pod("a", app(2, 1))
+    (a,) = adopted(empty(), entry("memory", 3), entry("core", 1, 2, name="old"), views=(view,)).added
+    assert (a.id, a.pod, a.uid, a.container, a.held("core"), a.held("memory"), tuple(a.gpus)) == (
+        "old",
+        ("team", "a"),
+        "uid-a",
+        "main",
+        {ONE: 0b110},
+        {ONE: 0b1000},
+        (ONE,),
+    )
+    assert (a.granted_at, a.why) == (7.0, "as the kubelet remembers")
+
+
+def test_what_is_known_is_not_added_again() -> None:
+    first = adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1)),))
+    assert not adopted(first.ledger, entry("core", 1)).added
+    assert not adopted(first.ledger, listing=listing_of(f"{ONE}-c01")).added
+
+
+def test_pods_that_ended_and_ids_of_others_are_left_out() -> None:
+    assert not adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1), phase="Failed"),)).added
+    assert not adopted(empty(), KubeletEntry(uid="u", container="c", resource="core", device_ids=("gpu-manager-1",))).added
+
+
+def test_podresources_alone_are_enough() -> None:
+    (a,) = adopted(empty(), listing=listing_of(f"{ONE}-c01", f"{ONE}-m2")).added
+    assert (a.pod, a.uid, a.container, a.cores, block_count(a)) == (("team", "a"), None, "main", 1, 1)
+
+
+def test_podresources_give_a_nameless_entry_its_pod() -> None:
+    (a,) = adopted(empty(), entry("core", 1), entry("memory", 2), listing=listing_of(f"{ONE}-c01", f"{ONE}-m2")).added
+    assert (a.pod, a.uid, a.init) == (("team", "a"), "uid-a", False)
+
+
+def test_what_podresources_do_not_show_was_an_init_containers() -> None:
+    """Without specs, or the two would contradict each other."""
+    entries = (entry("core", 1, 2, container="prepare"), entry("core", 1))
+    added = adopted(empty(), *entries, listing=listing_of(f"{ONE}-c01")).added
+    assert {(a.container, a.init, a.pod) for a in added} == {("prepare", True, ("team", "a")), ("main", False, ("team", "a"))}
+    assert len(adopted(empty(), *entries).problems) == 1
+
+
+def test_init_containers_are_known_from_specs() -> None:
+    view = pod("a", init(2, 1), app(1, 1))
+    added = adopted(empty(), entry("core", 1, 2, container="prepare"), entry("core", 1), views=(view,)).added
+    assert {(a.container, a.init) for a in added} == {("prepare", True), ("main", False)}
+
+
+def test_a_half_is_completed() -> None:
+    view = pod("a", app(1, 1))
+    half = adopted(empty(), entry("core", 1), views=(view,))
+    both = adopted(half.ledger, entry("core", 1), entry("memory", 2), views=(view,))
+    assert [a.id for a in both.added] == [a.id for a in half.added]
+    assert [block_count(a) for a in both.ledger.allocations.values()] == [1]
+
+
+def hami_view(name: str, *gpus: str, memory: int = 1000, bound_by_hami: bool = True) -> PodView:
+    """A pod with 20 cores and so many MiB of each of these GPUs (UUIDs), as HAMi's scheduler chose them."""
+    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=len(gpus), cores=20, memory_mebibytes=memory))
+    placed = (("main", tuple((uuid, Amounts(20, memory)) for uuid in gpus)),)
+    return replace(pod(name, main), placed=placed, bound_by_hami=bound_by_hami)
+
+
+def with_replicas(replicas: int = 10) -> tuple[Ledger, list[str]]:
+    """A ledger of two GPUs, and their UUIDs."""
+    uuids = [f"GPU-{number:08x}" for number in range(2)]
+    registry = GpuRegistry()
+    for uuid in uuids:
+        registry = registry.register(uuid, 4096, replicas)
+    return Ledger(registry), uuids
+
+
+@pytest.mark.hami_bug("B11: the kubelet's ids lie on other GPUs than the container has")
+def test_a_pod_of_hamis_plugin_counts_on_the_gpus_that_its_scheduler_chose() -> None:
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
+    (a,) = adopted(ledger, kubelets, views=(hami_view("a", second),)).added
+    one, two = (ledger.gpu_registry.by_uuid[uuid].name for uuid in (first, second))
+    assert (a.held("replica"), a.gpus) == ({one: 0b1000}, {two: Amounts(20, 1000)})
+    (again,) = adopted(ledger, kubelets, views=(hami_view("a", second, bound_by_hami=False),)).added
+    assert again.gpus == {one: Amounts(20, 1000)}
+    (unknown,) = adopted(ledger, kubelets, views=(hami_view("a", "GPU-gone"),)).added
+    assert unknown.gpus == {one: Amounts(20, 1000)}
+
+
+def test_replicas_that_hamis_plugin_offered_beyond_ours_are_adopted() -> None:
+    """The GPU then has these replicas, too. With PodResources alone the pod's amounts are not known, so that is a problem."""
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-19",))
+    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
+    (a,) = rebuilt.added
+    registry = rebuilt.ledger.gpu_registry
+    one, two = (registry.by_uuid[uuid].name for uuid in (first, second))
+    assert (a.held("replica"), a.gpus) == ({one: 1 << 19}, {one: Amounts(20, 1000)})
+    assert [registry.by_name[name].replicas for name in (one, two)] == [20, 10]
+    listing = Listing.of({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{second}-10"]}}})
+    assert adopted(ledger, listing=listing).problems == ("team/a (main): team/a (main) was granted no GPU",)
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"), [("GPU-gone-3", 10), ("{}-1000", 10), ("{}", 10), ("{}::0", 10), ("{}-03", 10), ("{}-3", 0)]
+)
+def test_replicas_that_can_not_be_adopted_are_reported_where_replicas_are_offered(text: str, replicas: int) -> None:
+    ledger, (first, _) = with_replicas(replicas)
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(text.format(first),))
+    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
+    problem = f"team/a (main): it holds {text.format(first)}, which is no replica of this node's GPUs"
+    assert (rebuilt.added, rebuilt.ledger, rebuilt.problems) == ((), ledger, (problem,) if replicas else ())
+    assert not adopted(ledger, kubelets, views=(replace(hami_view("a", first), phase="Succeeded"),)).problems
+
+
+def test_a_percentage_is_adopted_as_hamis_scheduler_counted_it() -> None:
+    ledger, (first, second) = with_replicas()
+    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
+    view = hami_view("a", second, memory=1000)
+    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=50, memory_on=((second, 1000),)))
+    (a,) = adopted(ledger, kubelets, views=(replace(view, containers=(main,)),)).added
+    assert a.gpus == {ledger.gpu_registry.by_uuid[second].name: Amounts(0, 1000)}
+
+
+def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
+    ledger, (first, second) = with_replicas()
+    entries = [
+        KubeletEntry(uid=f"uid-{name}", container="main", resource="replica", device_ids=(f"{first}-{place}",))
+        for place, name in enumerate("ab")
+    ]
+    rebuilt = adopted(ledger, *entries, views=(hami_view("a", second, memory=3000), hami_view("b", second, memory=3000)))
+    assert len(rebuilt.added) == len(rebuilt.problems) == 1
+
+
+def test_a_contradiction_is_reported_and_skipped() -> None:
+    held = adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1)),)).ledger
+    rebuilt = adopted(held, entry("core", 1, 2, uid="uid-b"), views=(pod("b", app(2, 1)),))
+    assert rebuilt.problems == ("team/b (main): team/b (main) and team/a (main) hold the same core ids",)
+    assert rebuilt.ledger == held
+
+
+def test_whole_gpus_are_adopted_whole() -> None:
+    ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
+    merged = KubeletEntry(uid="uid-a", container="main", resource="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
+    (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
+    assert (tuple(a.gpus), a.whole) == ((ONE, TWO), True)
+
+
+# -- gpu-manager's checkpoint ----------------------------------------------------------------------------------------------
+
+
+def moved(ledger: Ledger, *records: AnonymousRecord) -> Rebuilt:
+    ids = (f"n{n}" for n in count())
+    rebuilt = migrate(ledger, records, {0: ONE, 3: TWO}, new_id=lambda: next(ids), now=7.0)
+    rebuilt.ledger.check()
+    return rebuilt
+
+
+def record(*minors: int, cores: int = 30, blocks: int = 4) -> AnonymousRecord:
+    return AnonymousRecord(uid="uid-a", container="main", minors=minors, cores=cores, memory_blocks=blocks)
+
+
+def test_a_share_is_reserved_on_the_gpu_of_its_minor_number() -> None:
+    (a,) = moved(empty(), record(3)).added
+    assert (tuple(a.gpus), a.held("core"), a.held("memory"), a.anonymous, a.pod, a.uid) == (
+        (TWO,),
+        {TWO: (1 << 30) - 1},
+        {TWO: 0b1111},
+        True,
+        None,
+        "uid-a",
+    )
+
+
+def test_whole_gpus_are_taken_whole() -> None:
+    (a,) = moved(empty(), record(0, 3, cores=200, blocks=0)).added
+    assert a.held("core") == {ONE: ALL_CORES, TWO: ALL_CORES}
+
+
+def test_a_share_without_memory_takes_cores() -> None:
+    (a,) = moved(empty(), record(0, blocks=0)).added
+    assert a.held("memory") == {}
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [
+        ((record(7),), "pod uid uid-a (main): /dev/nvidia7 is none of this node's GPUs"),
+        ((record(),), "pod uid uid-a (main): /dev/nvidia? is none of this node's GPUs"),
+        ((record(0, cores=80), record(0, cores=80)), "pod uid uid-a (main): its GPU has no such room left"),
+        (
+            (record(0), record(0, cores=100)),
+            "pod uid uid-a (main): pod uid uid-a (main) and pod uid uid-a (main) hold the same core",
+        ),
+    ],
+)
+def test_records_that_do_not_fit_are_reported(records: tuple[AnonymousRecord, ...], sentence: str) -> None:
+    rebuilt = moved(empty(), *records)
+    assert len(rebuilt.added) == len(records) - 1
+    assert rebuilt.problems[0].startswith(sentence)
+
+
+def test_records_that_are_read_again_are_taken_once() -> None:
+    first = moved(empty(), record(0))
+    assert moved(first.ledger, record(0)).added == ()
+
+
+def test_a_records_gpu_that_comes_late_is_added() -> None:
+    pair = record(0, 3, cores=200, blocks=0)
+    first = migrate(empty(), [pair], {0: ONE}, new_id=lambda: "n0", now=7.0)
+    assert (first.left, [tuple(a.gpus) for a in first.added]) == ((pair,), [(ONE,)])
+    again = migrate(first.ledger, [pair], {0: ONE}, new_id=lambda: "n1", now=8.0)
+    assert (again.left, again.added, again.ledger) == ((pair,), (), first.ledger)
+    both = migrate(first.ledger, [pair], {0: ONE, 3: TWO}, new_id=lambda: "n1", now=8.0)
+    (a,) = both.ledger.check().allocations.values()
+    assert (both.left, a.id, a.granted_at, tuple(a.gpus), a.cores) == ((), "n0", 7.0, (ONE, TWO), 200)
+
+
+def test_records_are_left_while_they_may_fit_later() -> None:
+    rebuilt = moved(empty(), record(0, cores=80), late := record(7), full := record(0, cores=90), record())
+    assert rebuilt.left == (late, full)
+
+
+def test_what_gpu_managers_pods_have_is_never_part_of_ours() -> None:
+    taken = moved(empty(), record(0, cores=2, blocks=1)).ledger
+    rebuilt = adopted(taken, entry("core", 0, 1), entry("memory", 2))
+    assert (rebuilt.ledger, len(rebuilt.problems)) == (taken, 1)
+
+
+def test_a_pod_with_another_uid_is_another() -> None:
+    held = adopted(empty(), entry("core", 1)).ledger
+    rebuilt = adopted(held, entry("core", 1, uid="uid-b"), entry("memory", 2, uid="uid-b"))
+    assert (rebuilt.ledger, len(rebuilt.problems)) == (held, 1)
+
+
+def test_a_static_pod_has_the_api_servers_uid() -> None:
+    view = pod("a", app(1, 1))
+    rebuilt = adopt(empty(), [entry("core", 1, uid="static")], None, {"static": view}.get, new_id=lambda: "n", now=7.0)
+    assert [(a.pod, a.uid) for a in rebuilt.added] == [(view.key, view.uid)]
+
+
+def test_foreign_ids_name_no_gpu_and_have_no_record() -> None:
+    theirs = "tencent.com/vcuda-core-1"
+    entries = [
+        ("uid-a", "main", ("0badc0de-c07", "0badc0dex1-m400")),
+        ("uid-b", "main", (theirs, "tencent.com/vcuda-core-2")),
+        ("uid-b", "main", ("tencent.com/vcuda-memory-268435456-0",)),
+        ("uid-b", "told", (theirs,)),
+    ]
+    assert foreign(entries, {("uid-b", "told")}) == {
+        ("uid-b", "main"): {theirs, "tencent.com/vcuda-core-2", "tencent.com/vcuda-memory-268435456-0"}
+    }
+
+
+def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:
+    listing = Listing.of({("team", "a"): {"main": {CORE_RESOURCE: ["x", "y"], MEMORY_RESOURCE: []}}})
+    entries = [
+        ("uid-a", "main", frozenset({"y", "x"})),
+        ("uid-b", "main", frozenset({"z"})),
+        ("uid-c", "side", frozenset({"x", "y"})),
+    ]
+    assert names_of(entries, listing) == {"uid-a": ("team", "a")}
+
+
+# -- what a container gets -------------------------------------------------------------------------------------------------
+
+GPUS = {ONE: GrantedGpu(uuid="GPU-0", minor=0), TWO: GrantedGpu(uuid="GPU-1", minor=None)}
+WHOLE = allocated(id="a1", cores={ONE: ALL_CORES, TWO: ALL_CORES}, blocks={ONE: 0b111}, gpus=(ONE, TWO))
+SHARE = allocated(id="a2", cores={ONE: 0b111}, blocks={ONE: 0b1}, gpus=(ONE,))
+
+
+def test_everything_is_named_as_gpu_manager_names_it() -> None:
+    host = HostPaths(
+        exists=lambda _: True, share_driver_dir="/share", whole_driver_dir="/whole", extra_devices=("/dev/infiniband/x",)
+    )
+    answer = core_answer(WHOLE, GPUS, host)
+    assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
+    assert [node.host_path for node in answer.devices] == [
+        "/dev/nvidia0",
+        "/dev/dxg",
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+        "/dev/infiniband/x",
+    ]
+    assert {("/usr/local/nvidia", "/whole"), ("/etc/vcuda", "/etc/gpu-manager/vm/a1")} <= {
+        (m.container_path, m.host_path) for m in answer.mounts
+    }
+    assert answer.annotations == {CORE_RESOURCE: "200", "tencent.com/vcuda-device": "/dev/nvidia0"}
+    assert memory_answer(WHOLE).annotations == {MEMORY_RESOURCE: str(3 * 256 * 1024 * 1024)}
+
+
+@pytest.mark.parametrize("gpu", [ONE, TWO])
+def test_the_device_of_wsl_is_named_for_gpus_without_a_minor_number_only(gpu: str) -> None:
+    wsl = HostPaths(exists=lambda path: path in {"/host/dev/dxg", "/host/dev/nvidia0"}, device_root="/host/dev")
+    answer = core_answer(allocated(id="a", cores={gpu: ALL_CORES}, blocks={}, gpus=(gpu,)), GPUS, wsl)
+    named = "nvidia0" if gpu == ONE else "dxg"
+    assert [(node.container_path, node.host_path) for node in answer.devices] == [(f"/dev/{named}", f"/host/dev/{named}")]
+
+
+def test_only_what_the_host_has_is_named() -> None:
+    host = HostPaths(exists=lambda path: path == "/host/dev/nvidia0", device_root="/host/dev", share_driver_dir="/share")
+    answer = core_answer(SHARE, GPUS, host)
+    assert [(node.container_path, node.host_path) for node in answer.devices] == [("/dev/nvidia0", "/host/dev/nvidia0")]
+    assert [m.container_path for m in answer.mounts] == ["/etc/vcuda"]
+    assert all(f"/dev/{name}" not in {d.container_path for d in answer.devices} for name in CONTROL_NODES)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "found"),
+    [
+        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1"}, "a1"),
+        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1/"}, "a1"),
+        ({"/etc/vcuda": "/"}, None),
+        ({"/usr/local/nvidia": "/share"}, None),
+    ],
+)
+def test_the_allocations_id_is_in_its_response(mounts: dict[str, str], found: str | None) -> None:
+    assert allocation_id_in(mounts) == found

@@ -1,0 +1,250 @@
+"""From /proc/PID/cgroup to the container, for every way that a node can be set up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.runtime.cgroup_path import (
+    ContainerCgroup,
+    container_cgroup_in,
+    container_id_in,
+    expand_cgroups_path,
+    memory_path,
+    own_cgroup,
+    parse_nspid,
+)
+
+A = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f4"
+B = "b1946ac92492d2347c6235b4d2611184f0e1c2d3a4b5968778695a4b3c2d1e0f"
+UID = "0c1c3a5e-6f2b-4d8e-9b57-3f1a2c4d5e6f"
+OTHER = "7d1f0b9c-52f6-4d5b-8b1c-6a0a3f8e2c11"
+FILE_HASH = "9f3c1d0b6a8e4f7281c5d3b2a1907e6f"
+SLICE_UID = UID.replace("-", "_")
+SLICES = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod" + SLICE_UID + ".slice"
+GUARANTEED = f"/kubepods.slice/kubepods-pod{SLICE_UID}.slice"
+
+
+def parse_proc_cgroup(text: str) -> ContainerCgroup | None:
+    """/proc/PID/cgroup -> the container that its path names."""
+    path = memory_path(text)
+    return container_cgroup_in(path) if path is not None else None
+
+
+def v1(path: str, memory: str = "memory") -> str:
+    """As recorded on a hybrid node with runc's cgroupfs driver, controllers one by one, the unified hierarchy last."""
+    controllers = ["name=systemd", "pids", "blkio", "freezer", "devices", memory, "cpuset", "cpu,cpuacct"]
+    return "".join(f"{10 - at}:{each}:{path}\n" for at, each in enumerate(controllers)) + f"0::{path}\n"
+
+
+FOUND = {
+    "v2, cgroupfs, burstable": (f"0::/kubepods/burstable/pod{UID}/{A}\n", UID, f"/kubepods/burstable/pod{UID}/{A}"),
+    "v2, cgroupfs, besteffort": (f"0::/kubepods/besteffort/pod{UID}/{A}\n", UID, f"/kubepods/besteffort/pod{UID}/{A}"),
+    "v2, cgroupfs, guaranteed": (f"0::/kubepods/pod{UID}/{A}\n", UID, f"/kubepods/pod{UID}/{A}"),
+    "v2, cgroupfs, CRI-O": (f"0::/kubepods/burstable/pod{UID}/crio-{A}\n", UID, f"/kubepods/burstable/pod{UID}/crio-{A}"),
+    "v2, systemd, containerd": (f"0::{SLICES}/cri-containerd-{A}.scope\n", UID, f"{SLICES}/cri-containerd-{A}.scope"),
+    "v2, systemd, CRI-O": (f"0::{SLICES}/crio-{A}.scope\n", UID, f"{SLICES}/crio-{A}.scope"),
+    "v2, systemd, CRI-O with crun": (f"0::{SLICES}/crio-{A}.scope/container\n", UID, f"{SLICES}/crio-{A}.scope"),
+    "v2, systemd, Docker": (f"0::{SLICES}/docker-{A}.scope\n", UID, f"{SLICES}/docker-{A}.scope"),
+    "v2, systemd, guaranteed": (f"0::{GUARANTEED}/cri-containerd-{A}.scope\n", UID, f"{GUARANTEED}/cri-containerd-{A}.scope"),
+    "v2, systemd, the kubelet below a cgroup root of its own": (
+        f"0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE_UID}.slice"
+        f"/cri-containerd-{A}.scope\n",
+        UID,
+        f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE_UID}.slice"
+        f"/cri-containerd-{A}.scope",
+    ),
+    "v2, a node in a Docker container": (
+        f"0::/docker/{B}/kubelet/kubepods/burstable/pod{UID}/{A}\n",
+        UID,
+        f"/docker/{B}/kubelet/kubepods/burstable/pod{UID}/{A}",
+    ),
+    "v2, mixed drivers": (
+        f"0::/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}\n",
+        UID,
+        f"/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}",
+    ),
+    "v1, mixed drivers, guaranteed": (
+        v1(f"/kubepods-pod{SLICE_UID}.slice:cri-containerd:{A}"),
+        UID,
+        f"/kubepods-pod{SLICE_UID}.slice:cri-containerd:{A}",
+    ),
+    "hybrid, recorded": (v1(f"/kubepods/burstable/pod{UID}/{A}"), UID, f"/kubepods/burstable/pod{UID}/{A}"),
+    "v1, memory beside another controller": (
+        f"5:cpuset:/\n4:hugetlb,memory:/kubepods/pod{UID}/{A}\n1:name=systemd:/\n",
+        UID,
+        f"/kubepods/pod{UID}/{A}",
+    ),
+    "hybrid, memory counts although the unified hierarchy differs": (
+        f"4:memory:/kubepods/pod{UID}/{A}\n0::/system.slice/containerd.service\n",
+        UID,
+        f"/kubepods/pod{UID}/{A}",
+    ),
+    "hybrid, memory is in the unified hierarchy": (
+        f"2:cpu:/\n1:name=systemd:{SLICES}/crio-{B}.scope\n0::{SLICES}/crio-{A}.scope\n",
+        UID,
+        f"{SLICES}/crio-{A}.scope",
+    ),
+    "a static pod, cgroupfs": (
+        f"0::/kubepods/burstable/pod{FILE_HASH}/{A}\n",
+        FILE_HASH,
+        f"/kubepods/burstable/pod{FILE_HASH}/{A}",
+    ),
+    "a static pod, systemd": (
+        f"0::/kubepods.slice/kubepods-pod{FILE_HASH}.slice/cri-containerd-{A}.scope\n",
+        FILE_HASH,
+        f"/kubepods.slice/kubepods-pod{FILE_HASH}.slice/cri-containerd-{A}.scope",
+    ),
+    "Docker in a container": (
+        v1(f"/kubepods/burstable/pod{UID}/{A}/docker/{B}"),
+        UID,
+        f"/kubepods/burstable/pod{UID}/{A}",
+    ),
+    "systemd in a container": (
+        f"0::{SLICES}/cri-containerd-{A}.scope/system.slice/ssh.service\n",
+        UID,
+        f"{SLICES}/cri-containerd-{A}.scope",
+    ),
+    "a whole cluster in a container": (
+        f"0::/kubepods/burstable/pod{UID}/{A}/kubelet/kubepods/besteffort/pod{OTHER}/{B}\n",
+        UID,
+        f"/kubepods/burstable/pod{UID}/{A}",
+    ),
+    "a container that names its cgroups like another's": (
+        f"0::{SLICES}/cri-containerd-{A}.scope/kubepods-pod{OTHER.replace('-', '_')}.slice:cri-containerd:{B}\n",
+        UID,
+        f"{SLICES}/cri-containerd-{A}.scope",
+    ),
+    "its cgroup was removed": (f"0::/kubepods/burstable/pod{UID}/{A} (deleted)\n", UID, f"/kubepods/burstable/pod{UID}/{A}"),
+}
+
+
+@pytest.mark.parametrize(("text", "uid", "cgroup"), FOUND.values(), ids=FOUND.keys())
+def test_the_container_is_found(text: str, uid: str, cgroup: str) -> None:
+    assert parse_proc_cgroup(text) == ContainerCgroup(pod_uid=uid, container_id=A, cgroup=cgroup)
+
+
+@pytest.mark.parametrize("separator", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
+def test_a_name_can_not_pass_for_a_line(separator: str) -> None:
+    own = f"/kubepods/burstable/pod{UID}/{A}"
+    forged = f"{separator}0:memory:/kubepods/burstable/pod{OTHER}/{B}"
+    assert parse_proc_cgroup(f"0::{own}/x{forged}\n") == ContainerCgroup(pod_uid=UID, container_id=A, cgroup=own)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0::/\n",
+        "0::/user.slice/user-1000.slice/session-2.scope\n",
+        "0::/system.slice/kubelet.service\n",
+        v1("/"),
+        v1("/system.slice/containerd.service"),
+        "0::/kubepods/burstable\n",
+        f"0::/kubepods/burstable/pod{UID}\n",
+        f"0::{SLICES}\n",
+        f"0::{SLICES}/crio-conmon-{A}.scope\n",
+        f"0::/kubepods/burstable/pod{UID}/crio-conmon-{A}\n",
+        f"0::/kubepods/burstable/pod{UID}/{A[:12]}\n",
+        f"0::/kubepods/burstable/pod{UID}/{A.upper()}\n",
+        f"0::/docker/{A}\n",
+        f"0::/pod{UID}/{A}\n",
+        f"0::/burstable/pod{UID}/{A}\n",
+        f"0::/../../pod{UID}/{A}\n",
+        f"0::/../../../kubepods/burstable/pod{UID}/{A}\n",
+        f"0::/../{SLICES}/cri-containerd-{A}.scope\n",
+        f"4:memory:/\n0::/kubepods/burstable/pod{UID}/{A}\n",
+        f"1:name=memory:/kubepods/burstable/pod{UID}/{A}\n",
+        "no colon\n0:one colon\n0::not absolute\n",
+    ],
+)
+def test_a_cgroup_that_is_no_container_of_the_kubelet_is_unknown(text: str) -> None:
+    assert parse_proc_cgroup(text) is None
+
+
+segments = st.sampled_from(
+    ["", "..", "kubepods", "kubepods.slice", "burstable", f"pod{UID}", "pod", A, f"crio-{A}", f"kubepods-pod{SLICE_UID}.slice"]
+) | st.text(max_size=8)
+lines = st.tuples(st.sampled_from(["0", "4", "x", ""]), st.sampled_from(["", "memory", "cpu,memory", "pids"]), st.lists(segments))
+
+
+@given(st.text() | st.lists(lines).map(lambda rows: "\n".join(f"{a}:{b}:/{'/'.join(path)}" for a, b, path in rows)))
+def test_no_text_is_too_much(text: str) -> None:
+    place = parse_proc_cgroup(text)
+    path = memory_path(text)
+    if place is not None:
+        assert path is not None
+        assert path.strip("/").startswith(place.cgroup.strip("/"))
+        assert container_cgroup_in(place.cgroup) == place
+    assert expand_cgroups_path(text) is None or str(expand_cgroups_path(text)).startswith("/")
+    number = parse_nspid(text)
+    assert number is None or number >= 0
+
+
+@pytest.mark.parametrize(
+    ("cgroups_path", "path"),
+    [
+        (f"/kubepods/burstable/pod{UID}/{A}", f"/kubepods/burstable/pod{UID}/{A}"),
+        (f"//kubepods/pod{UID}/{A}/", f"/kubepods/pod{UID}/{A}"),
+        (f"kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}", f"{SLICES}/cri-containerd-{A}.scope"),
+        (f"kubepods-pod{SLICE_UID}.slice:crio:{A}", f"{GUARANTEED}/crio-{A}.scope"),
+        (f"kubepods.slice:crio:{A}", f"/kubepods.slice/crio-{A}.scope"),
+        (f":docker:{A}", f"/system.slice/docker-{A}.scope"),
+        (f"-.slice:docker:{A}", f"/docker-{A}.scope"),
+        ("a-b.slice::c", "/a.slice/a-b.slice/c.scope"),
+        ("a-b.slice:x:a-b-c.slice", "/a.slice/a-b.slice/a-b-c.slice"),
+        ("", None),
+        ("/", None),
+        ("relative/path", None),
+        ("/up/../there", None),
+        ("a.slice:b", None),
+        ("a:b:c:d", None),
+        ("a--b.slice:crio:c", None),
+        (".slice:crio:c", None),
+        ("noslice:crio:c", None),
+        ("a.slice:crio:", None),
+        ("a/b.slice:crio:c", None),
+    ],
+)
+def test_the_cgroup_parent_of_the_runtime_becomes_a_path(cgroups_path: str, path: str | None) -> None:
+    assert expand_cgroups_path(cgroups_path) == path
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Name:\tpython3\nUmask:\t0022\nNStgid:\t4711\t23\t9\nNSpid:\t4711\t23\t7\nNSpgid:\t4711\t23\t1\n", 7),
+        ("NSpid:\t4711\n", 4711),
+        ("Name:\tx\rNSpid:\t1\nNSpid:\t4711\t23\n", 23),
+        ("Name:\tNSpid:\nPid:\t12\n", None),
+        ("NSpid:\t\n", None),
+        ("NSpid:\t" + "9" * 5000 + "\n", None),
+        ("", None),
+    ],
+)
+def test_the_innermost_number_is_read(text: str, number: int | None) -> None:
+    assert parse_nspid(text) == number
+
+
+JOINED = f"/kubepods-pod{UID.replace('-', '_')}.slice:cri-containerd"
+
+
+@pytest.mark.parametrize(
+    ("path", "cgroup"),
+    [
+        (f"/system.slice/cri-containerd-{A}.scope", f"/system.slice/cri-containerd-{A}.scope"),
+        (f"/k8s.io/{A}/init.scope", f"/k8s.io/{A}"),
+        (f"/docker/{A}/a/{B}", f"/docker/{A}"),
+        (f"{JOINED}:{A}/x", f"{JOINED}:{A}"),
+    ],
+)
+def test_a_container_is_found_below_any_parent(path: str, cgroup: str) -> None:
+    assert container_id_in(path) == A
+    assert own_cgroup(path, A) == cgroup
+
+
+def test_the_kubelets_container_comes_before_others_in_a_path() -> None:
+    """A whole node can be a container of Docker."""
+    assert container_id_in(f"/docker/{B}/kubelet/kubepods/pod{UID}/{A}") == A
+    for path in ("/", "/user.slice", "/k8s.io/abc", f"/k8s.io/x{A}"):
+        assert container_id_in(path) is None
+        assert own_cgroup(path, B) is None

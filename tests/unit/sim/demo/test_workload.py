@@ -1,0 +1,37 @@
+"""How the demo's containers sway: within their grant, differently from one another, and the same at every showing."""
+
+import pytest
+
+from gpumgr.sim.demo.workload import use_at
+
+GRANT_BYTES = 5 << 30
+NAMES = [f"pod-{number}" for number in range(50)]
+
+
+def series(name: str, noise: float = 0.0) -> list[tuple[int, int]]:
+    return [use_at(name, tick, memory_bytes=GRANT_BYTES, cores=40, noise=noise) for tick in range(120)]
+
+
+@pytest.mark.parametrize("noise", [-0.02, 0.02])
+def test_no_container_exceeds_its_grant(noise: float) -> None:
+    for name in NAMES:
+        for memory_bytes, percent in series(name, noise):
+            assert 0 < memory_bytes <= GRANT_BYTES
+            assert 1 <= percent <= 40
+
+
+def test_the_use_of_every_container_changes() -> None:
+    for name in NAMES:
+        memory, percents = zip(*series(name), strict=True)
+        assert max(memory) - min(memory[4:]) > GRANT_BYTES // 20
+        assert len(set(percents)) > 5
+
+
+def test_a_model_is_loaded_first() -> None:
+    memory = [memory_bytes for memory_bytes, _ in series("0/a/main")]
+    assert memory[0] < memory[1] < memory[2] < memory[3]
+
+
+def test_the_same_name_works_in_the_same_way() -> None:
+    assert series("7/a/main") == series("7/a/main")
+    assert len({tuple(series(name)) for name in NAMES}) == len(NAMES)

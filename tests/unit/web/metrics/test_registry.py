@@ -1,0 +1,186 @@
+"""What is counted while it happens, and that all names keep the rules that `promtool check metrics` applies."""
+
+import re
+from typing import get_args
+
+import pytest
+
+import gpumgr
+from gpumgr.agent.ports import FindingCode, Meter
+from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
+from gpumgr.enforcement.backend import BackendName
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.runtime.memory_limit_watcher import LimitMeter as AccountingMeter
+from gpumgr.web.metrics.registry import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics, catalogue
+
+from .pages import families, full_picture, metrics_of
+from .pictures import uuid_of
+
+#: Words of promtool's linter that must not stand in a name: types, and units that are no base units.
+_FORBIDDEN_WORDS = {
+    *("counter", "gauge", "histogram", "summary", "untyped"),
+    *("s", "sec", "ms", "us", "ns", "b", "kb", "mb", "gb", "kib", "mib", "gib", "percent"),
+    *(
+        "milliseconds",
+        "microseconds",
+        "nanoseconds",
+        "minutes",
+        "hours",
+        "days",
+        "kilobytes",
+        "megabytes",
+        "gigabytes",
+        "mebibytes",
+    ),
+}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return metrics_of(None)
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    """Of one series; None: it is not there."""
+    found = {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in families(metrics).values()
+        for each in family.samples
+    }
+    return found.get((f"gpumgr_{name}", frozenset(labels.items())))
+
+
+def test_calls_are_counted_by_outcome(metrics: Metrics) -> None:
+    metrics.called("Allocate", "core", "ok", 0.002)
+    metrics.called("Allocate", "core", "no_fit", 0.001)
+    metrics.called("GetPreferredAllocation", "memory", "ok", 0.2)
+    metrics.called("PreStartContainer", "memory", "conflict", 0.2)
+    assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="ok") == 1
+    assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="no_fit") == 1
+    assert value(metrics, "allocate_duration_seconds_count", resource=CORE_RESOURCE) == 2
+    assert value(metrics, "allocate_duration_seconds_bucket", resource=CORE_RESOURCE, le="0.0025") == 2
+    assert value(metrics, "prefer_requests_total", resource=MEMORY_RESOURCE, outcome="ok") == 1
+    assert value(metrics, "prestart_requests_total", resource=MEMORY_RESOURCE, outcome="conflict") == 1
+    assert value(metrics, "prestart_duration_seconds_sum", resource=MEMORY_RESOURCE) == pytest.approx(0.2)
+
+
+def test_all_outcomes_stand_from_the_start_and_none_is_added(metrics: Metrics) -> None:
+    metrics.called("Allocate", "core", "surprise", 0.001)
+    metrics.called("GetDevicePluginOptions", "core", "ok", 0.001)
+    found = {s.labels["outcome"] for s in families(metrics)["gpumgr_allocate_requests"].samples}
+    assert found == set(OUTCOMES)
+    assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="internal") == 1
+
+
+def test_drift_is_counted_by_kind(metrics: Metrics) -> None:
+    kinds: tuple[Drift, ...] = ("freed", "renamed", "adopted", "rejected")
+    meter: Meter = metrics
+    for kind in kinds:
+        meter.drifted(kind, 2)
+    assert [value(metrics, "book_reconcile_drift_total", kind=kind) for kind in kinds] == [2.0] * 4
+
+
+def test_registrations_never_count_back(metrics: Metrics) -> None:
+    for registered, registrations in ((True, 1), (False, 1), (True, 2), (True, 0), (True, 1)):
+        metrics.linked("core", registered=registered, registrations=registrations)
+    assert value(metrics, "kubelet_registered", resource=CORE_RESOURCE) == 1
+    assert value(metrics, "kubelet_registrations_total", resource=CORE_RESOURCE) == 3
+    assert value(metrics, "kubelet_registered", resource=MEMORY_RESOURCE) == 0
+
+
+def test_in_mode_dra_the_driver_has_the_series_and_the_resources_have_none() -> None:
+    metrics = Metrics(node="node-1", version="1", driver=DRIVER, process=False)
+    metrics.linked(DRIVER, registered=True, registrations=2)
+    metrics.called("NodePrepareResources", DRIVER, "ok", 0.002)
+    metrics.called("NodeUnprepareResources", DRIVER, "surprise", 0.002)
+    assert value(metrics, "kubelet_registered", resource=DRIVER) == 1
+    assert value(metrics, "kubelet_registrations_total", resource=DRIVER) == 2
+    assert value(metrics, "prepare_requests_total", resource=DRIVER, outcome="ok") == 1
+    assert value(metrics, "prepare_duration_seconds_count", resource=DRIVER) == 1
+    assert value(metrics, "unprepare_requests_total", resource=DRIVER, outcome="internal") == 1
+    found = {s.labels["resource"] for family in families(metrics).values() for s in family.samples if "resource" in s.labels}
+    assert found == {DRIVER}
+
+
+@pytest.mark.parametrize("kind", ["core", "memory"])
+def test_offered_lists_are_counted(metrics: Metrics, kind: Resource) -> None:
+    metrics.listed(kind)
+    assert value(metrics, "listandwatch_updates_total", resource=f"tencent.com/vcuda-{kind}") == 1
+
+
+def test_xids_are_counted_by_gpu_and_number(metrics: Metrics) -> None:
+    metrics.xid(uuid_of(0), 79)
+    metrics.xid(None, 79)
+    metrics.xid(uuid_of(0), 2**40)
+    metrics.xid(uuid_of(0), -1)
+    assert value(metrics, "gpu_xid_events_total", gpu=uuid_of(0), xid="79") == 1
+    assert value(metrics, "gpu_xid_events_total", gpu="", xid="79") == 1
+    assert value(metrics, "gpu_xid_events_total", gpu=uuid_of(0), xid="other") == 2
+
+
+def test_over_limit_containers_and_findings_are_counted(metrics: Metrics) -> None:
+    meter: AccountingMeter = metrics
+    meter.went_over()
+    meter.went_over()
+    metrics.evicted()
+    meter.found("hami-core", "tampered")
+    meter.found("a new one", "what a surprise")
+    assert value(metrics, "over_limit_total") == 2
+    assert value(metrics, "evictions_total") == 1
+    assert value(metrics, "enforcement_findings_total", backend="hami-core", code="tampered") == 1
+    assert value(metrics, "enforcement_findings_total", backend="mps", code="broken") == 0
+    assert value(metrics, "enforcement_findings_total", backend="other", code="other") == 1
+
+
+def test_the_mechanisms_and_their_findings_are_those_that_exist() -> None:
+    assert get_args(BackendName) == BACKENDS
+    assert get_args(FindingCode) == FINDINGS
+
+
+def test_loop_lag_is_a_histogram(metrics: Metrics) -> None:
+    metrics.lagged(0.02)
+    assert value(metrics, "event_loop_lag_seconds_bucket", le="0.025") == 1
+    assert value(metrics, "event_loop_lag_seconds_bucket", le="0.01") == 0
+
+
+def test_the_build_metric_has_the_versions() -> None:
+    told = families(Metrics(node="node-1", version=gpumgr.__version__, process=False))
+    (sample,) = told["gpumgr_build_info"].samples
+    assert sample.labels["version"] == gpumgr.__version__
+    assert re.fullmatch(r"3\.\d+\.\d+.*", sample.labels["python"])
+
+
+def test_the_process_metrics_have_the_memory() -> None:
+    (sample,) = families(Metrics(node="node-1", version="1"))["process_resident_memory_bytes"].samples
+    assert sample.value > 2**20
+
+
+def full_metrics() -> Metrics:
+    metrics = metrics_of(full_picture(), gpu_manager_names=False)
+    metrics.xid(uuid_of(0), 79)
+    return metrics
+
+
+def test_names_keep_the_rules_of_promtool() -> None:
+    for family in families(full_metrics()).values():
+        # The parser takes a counter's _total off its name.
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert family.documentation, name
+        assert family.type in ("counter", "gauge", "histogram"), name
+        assert re.fullmatch(r"gpumgr(_[a-z]+)+", name), name
+        assert not _FORBIDDEN_WORDS & set(name.split("_")), name
+        assert name.endswith("_total") == (family.type == "counter"), name
+        assert not re.search(r"_(bucket|count|sum|created)$", name), name
+        assert all(re.fullmatch(r"[a-z_]+", label) for s in family.samples for label in s.labels), name
+
+
+def test_the_catalogue_has_what_a_page_has() -> None:
+    found = []
+    of_claims = families(Metrics(node="node-1", version="1", driver=DRIVER, process=False))
+    for name, plain in families(full_metrics()).items():
+        family = of_claims[name] if "prepare_" in name else plain  # these have series in mode dra alone
+        assert family.samples, family.name
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for each in family.samples for label in each.labels} - {"le"}
+        found.append((name, family.type, labels, family.documentation))
+    assert sorted(found) == [(name, kind, set(labels), about) for name, kind, labels, about in catalogue()]
