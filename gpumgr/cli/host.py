@@ -1,16 +1,25 @@
-"""The files and units of a host, or of a host's image, which a command changes."""
+"""The files, settings and units of a host, or of a host's image, which a command changes."""
 
 import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import click
+
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.files import replace_file, sync_folder, temporary_of
+from gpumgr.settings import Settings, load_settings
 
+CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
+#: The unit's EnvironmentFile=.
+ENVIRONMENT: Final = Path("/etc/default/gpumgr")
+#: Links to the unit and the settings file of the source tree; the wheel contains copies.
+SHIPPED: Final = Path(__file__).with_name("shipped")
 #: States of `systemctl is-active` of a unit with a process. A Type=notify unit is "activating" until it is READY.
 _RUNNING: Final = frozenset({"active", "activating", "reloading"})
 #: The kernel's limit of followed links. Source: path_resolution(7).
@@ -77,12 +86,6 @@ class Host:
             self.place(path).unlink()
         return there
 
-    def remove_empty(self, folder: Path) -> None:
-        """Removes a folder if it is empty."""
-        with contextlib.suppress(OSError):
-            if not self.dry_run:
-                self.path(folder).rmdir()
-
     def systemctl(self, *arguments: str) -> None:
         """Runs systemctl; does nothing in an image. Raises GpumgrError."""
         if self.root is not None or not self._record(f"run        systemctl {' '.join(arguments)}"):
@@ -96,6 +99,16 @@ class Host:
         if self.root is not None or shutil.which("systemctl") is None:
             return False
         return subprocess.run(["systemctl", "is-active", unit], capture_output=True, text=True).stdout.strip() in _RUNNING
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Prints the actions at the end. Raises GpumgrError in place of OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise GpumgrError(f"{error.filename or 'a file'} can't be written: {error.strerror or error}") from error
+        finally:
+            click.echo("".join(f"{line}\n" for line in self.actions), nl=False)
 
     def _record(self, line: str) -> bool:
         """Records the action; returns whether to carry it out."""
@@ -125,3 +138,24 @@ def resolve_in(root: Path, path: Path) -> Path:
         done = Path("/") if target.is_absolute() else done
         ahead += [each for each in reversed(target.parts) if each != "/"]
     return done
+
+
+def host_settings(host: Host) -> Settings:
+    """The agent's settings, from the existing file (else the one that an installation writes) and its environment.
+
+    Raises InvalidSettingsError.
+    """
+    own = host.path(CONFIG)
+    environ = environment(host.text(ENVIRONMENT) or "")
+    return load_settings(own if own.exists() else SHIPPED / CONFIG.name, environ=environ, overrides={})
+
+
+def environment(text: str) -> dict[str, str]:
+    """The variables of the unit's EnvironmentFile=. Source: systemd.exec(5)."""
+    lines = (line.strip() for line in text.splitlines())
+    pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
+    return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value

@@ -14,8 +14,7 @@ from typing import Final
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.host import Host
-from gpumgr.cli.host_settings import CONFIG, host_settings
+from gpumgr.cli.host import CONFIG, Host, host_settings
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
@@ -94,11 +93,7 @@ def library(file: Path, sha256: str | None, version: str, root: Path | None) -> 
     if root is None and os.geteuid() != 0:
         raise GpumgrError("only root may install a library: run it with sudo")
     host = Host(root=root)
-    try:
+    with host.reporting():
         following = install_library(host, host_settings(host), file, sha256=sha256, version=version)
-    except OSError as error:
-        raise GpumgrError(f"{error.filename or 'a file'} can't be written: {error.strerror or error}") from error
-    finally:
-        click.echo("".join(f"{line}\n" for line in host.actions), nl=False)
     click.echo("\nnext:")
     click.echo("\n".join(f"  {line}" for line in following))

@@ -46,6 +46,14 @@ ExecStart=
 ExecStart={GPUMGR} run --sim {SIM} --sim-dir /var/lib/gpumgr/sim
 Environment=XDG_CACHE_HOME=/opt/cache FAKE_SMI_NODE=/var/lib/gpumgr/sim
 """
+#: As docs/operations.md has it.
+FOLDERS = """[Unit]
+RequiresMountsFor=/data/ledger /srv/vm
+
+[Service]
+ExecStartPre=+/usr/bin/mkdir --parents /data/ledger /srv/vm
+ReadWritePaths=/data /srv/vm
+"""
 #: For the one test in which the agent hangs: that is to be noticed soon. In all others a machine that stalls would be taken for it.
 IMPATIENT = "[Service]\nWatchdogSec=5\n"
 
@@ -259,10 +267,12 @@ def test_mounted_files_of_a_running_container_are_kept(service: Machine) -> None
     assert service.run("ls", "/run/cdi") == f"{cdi.file_name(living)}\n"
 
 
-def test_folders_of_the_settings_are_allowed_by_an_install(service: Machine, kubelet: Kubelet) -> None:
+def test_folders_of_the_settings_are_allowed_by_a_drop_in(service: Machine, kubelet: Kubelet) -> None:
     elsewhere = "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/agent.lock}\ncontainer: {allocation_dir: /srv/vm}\n"
     service.write(CONFIG, SETTINGS + elsewhere)
-    assert f"write      /etc/systemd/system/{UNIT}.d/zz-gpumgr-settings.conf\n" in service.run(GPUMGR, "install", "systemd")
+    assert "the unit does not allow /data/ledger (checkpoint.dir), " in service.run(GPUMGR, "install", "systemd")
+    service.write(Path(f"/etc/systemd/system/{UNIT}.d/folders.conf"), FOLDERS)
+    service.run("systemctl", "daemon-reload")
     assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
     service.run("systemctl", "start", UNIT)
     kubelet.run("far")

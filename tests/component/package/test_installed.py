@@ -21,9 +21,8 @@ print(len(found), *sorted({sys.modules[name].__file__.partition("gpumgr")[0] for
 INSTALL = """
 import sys
 from pathlib import Path
-from gpumgr.cli.install import Host, Program, install
-program = Path("/opt/gpumgr/bin/gpumgr")
-install(Host(root=Path(sys.argv[1])), Program(command=(str(program),), places=(program,)))
+from gpumgr.cli.install import Host, install
+install(Host(root=Path(sys.argv[1])))
 """
 
 

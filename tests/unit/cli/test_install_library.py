@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from gpumgr.cli.host_settings import CONFIG
+from gpumgr.cli.host import CONFIG
 from gpumgr.cli.install import command
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
