@@ -1,9 +1,12 @@
 """Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
 The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each. The agent therefore calls it once for
-each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low.
+each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low. If `List`
+fails and several pods wait for the same, the agent calls it again for a while and then refuses: it does not guess.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -22,15 +25,15 @@ from gpumgr.ledger.callers import (
     find_caller,
     handed_on,
     next_container,
-    oldest_waiting,
     reuser,
+    waiting,
     waits_for,
 )
-from gpumgr.ledger.choose import Choice, Request, open_allocation
+from gpumgr.ledger.choose import Choice, Request
 from gpumgr.ledger.ids import Masks, common, count, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.pods import ContainerSpec, PodKey
 from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
 
 log = structlog.get_logger(__name__)
@@ -42,6 +45,9 @@ SPARE_LOOKS_BURST = 4.0
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
+#: How long `List` is called again, and the pause between two calls, if nothing else shows which pod a call is for.
+LIST_AGAIN_SECONDS = 5.0
+LIST_PAUSE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +124,19 @@ class Admission:
         self._incomplete_until = self._clock() + incomplete_seconds
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
-        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation as exactly as it can be known."""
+        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises Refusal if several pods may be
+        the caller."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
         if follows is not None and not contested and not self._spare_look():
             return ledger, follows
-        listing = await self.list_pods()
+        listing: Listing | Caller | None = await self.list_pods()
         if listing is None:
-            return ledger, follows or self._by_order(ledger, resource, size)
-        ledger = await self._corrected(self._without_guess(ledger, listing), listing, resource, offered)
+            listing = follows or await self._only_or_listed(ledger, resource, size)
+        if isinstance(listing, Caller):
+            return ledger, listing
+        ledger = await self._corrected(ledger, listing, resource, offered)
         caller = await self._find(ledger, listing, resource, size)
         if caller.spec is not None:
             caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, resource))
@@ -153,38 +162,20 @@ class Admission:
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
             ledger = await self._corrected(ledger, listing, resource, masks)
-        caller = self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
-        unsure = (resource == "replica" and caller.guessed) or self._placed_rival(ledger, caller, resource, size)
-        if unsure and (listing := await self.list_pods()) is not None:
-            caller = await self._find(ledger, listing, resource, size)
+        caller = self._follower(ledger, resource, size) or await self._only_or_listed(ledger, resource, size, masks)
+        if isinstance(caller, Listing):
+            caller = await self._find(ledger, caller, resource, size)
         return ledger, caller
 
-    def refuse_guess(self, ledger: Ledger, caller: Caller, resource: Resource, size: int) -> None:
-        """Raises Refusal if the call may be for a pod that the scheduler placed, and only the order of calls could decide that."""
-        if resource == "replica" and caller.guessed:
+    def refuse_placed(self, caller: Caller) -> None:
+        """Raises Refusal if the scheduler placed the caller's pod, and no container of it is known to make this call."""
+        view = self._pods.get(caller.pod) if caller.pod and caller.spec is None and caller.continues is None else None
+        if view is not None and view.placed:
             raise Refusal(
                 "conflict",
-                "which pod this call is for follows only from the order of pods, and the amounts are only in the pod: the agent does not "
-                "guess; the pod must be created again (if this continues, look for pod_resources_unavailable in the log)",
+                f"the scheduler chose the GPUs of the containers of {'/'.join(view.key)}, and none of them is known to request this now; "
+                "the pod's controller must replace the pod",
             )
-        placed = self._placed_rival(ledger, caller, resource, size)
-        if placed is not None:
-            raise Refusal(
-                "conflict",
-                f"it is not certain which pod this call is for, and the scheduler chose the GPUs of {'/'.join(placed.key)}: the agent "
-                f"does not guess; the pod must be created again (if this continues, look for pod_resources_unavailable in the log)",
-            )
-
-    def _placed_rival(self, ledger: Ledger, caller: Caller, resource: Resource, size: int) -> PodView | None:
-        """A pod that the scheduler placed and that the call may be for, if the caller is not certain."""
-        if caller.guessed:
-            if open_allocation(ledger, caller, other_resource(resource)) is not None:
-                return None
-            views = [view for view in self._pods.all() if view.placed and waits_for(ledger, view, resource, size)]
-        else:
-            known = self._pods.get(caller.pod) if caller.pod and caller.spec is None and caller.continues is None else None
-            views = [known] if known and known.placed else []
-        return next(iter(views), None)
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         """To be called when an Allocate of this caller is answered."""
@@ -224,24 +215,6 @@ class Admission:
                 reason = runs if ended[a.id] is False else unknown
                 log.warning("offered_ids_kept", allocation=a.id, holder=a.describe(), gpus=a.places, reason=reason)
                 self._kept |= {a.id}
-
-    def _without_guess(self, ledger: Ledger, listing: Listing) -> Ledger:
-        """The ledger with the right pod for the last grant, if that went to a guessed pod. The kubelet lists a pod before its first call:
-        the guess was wrong if that pod is not listed, and then the caller is the newest pod with these containers."""
-        last = self._last(ledger)
-        guess = self._pods.by_uid(last.uid) if last is not None and last.uid is not None and self.current.guessed else None
-        if guess is None or guess.ended or guess.key in listing:
-            return ledger
-        views = [
-            view for pod in listing.pods if (view := self._pods.get(pod)) and not view.ended and not ledger.of(pod, view.uid)
-        ]
-        fits = [view for view in views if view.containers == guess.containers]
-        if not fits:
-            return ledger
-        caller = max(fits, key=lambda view: (self._seen[view.key], view.created_at, view.key))
-        for a in ledger.of(guess.key, guess.uid):
-            ledger = ledger.occupy(replace(a, pod=caller.key, uid=caller.uid))
-        return ledger
 
     def _is_over(self, a: Allocation, listing: Listing) -> bool:
         """`List` lacks its pod, and a second source confirms the end: the API server, or without a UID the name, which `List` lacked
@@ -298,22 +271,53 @@ class Admission:
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
         spec = waits_for(ledger, view, resource, size)
-        return Caller(pod=view.key, view=view, spec=spec, guessed=self.current.guessed) if spec else None
+        return Caller(pod=view.key, view=view, spec=spec, unconfirmed=self.current.unconfirmed) if spec else None
 
-    def _by_order(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None) -> Caller:
-        """Without `List`: the container of the last Allocate if it lacks this resource, else the pod that waits for it the longest.
+    async def _only_or_listed(
+        self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None
+    ) -> Caller | Listing:
+        """The only container that the call can be for, else what `List` returns within LIST_AGAIN_SECONDS. Raises Refusal if it does not
+        answer. `List` must also confirm an only pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
+        callers = self._candidates(ledger, resource, size, masks)
+        if not callers:
+            return UNKNOWN_CALLER
+        if len(callers) == 1 and resource != "replica" and not (callers[0].view and callers[0].view.placed):
+            return callers[0]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LIST_AGAIN_SECONDS):
+                while True:
+                    if (listing := await self.list_pods()) is not None:
+                        return listing
+                    await asyncio.sleep(LIST_PAUSE_SECONDS)
+        pods = ", ".join("/".join(each.pod) if each.pod else "an unknown pod" for each in callers[:3])
+        raise Refusal(
+            "conflict",
+            f"only the kubelet's PodResources API can show which pod requests these {size} {resource} ids, and it did not answer for "
+            f"{LIST_AGAIN_SECONDS:g} s ({self._unavailable}); {len(callers)} of the known pods wait for as many ({pods}); the pod's "
+            "controller must replace the pod",
+        )
+
+    def _candidates(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None) -> list[Caller]:
+        """Without `List`: the container of the last Allocate if it lacks this resource, and the pods that wait for it.
 
         A share always has both resources. A container with whole GPUs may request no memory; ids on other GPUs (`masks`, if known) are
         not its own.
         """
+        callers = [
+            replace(each, continues=self._unclaimed(ledger, each.spec, resource))
+            for each in waiting(ledger, self._pods.all(), resource, size)
+            if each.spec is not None
+        ]
         last = self._last(ledger)
         if (
             last is not None
             and self._open(ledger, last.pod, resource, size)
             and (masks is None or not last.whole or {*masks} & {*last.held("core")})
+            and not any(each.continues for each in callers)
         ):
-            return Caller(pod=last.pod, continues=last.id)
-        return oldest_waiting(ledger, self._pods.all(), resource, size) or UNKNOWN_CALLER
+            half = Caller(pod=last.pod, continues=last.id)
+            return [half, *(each for each in callers if each.pod != last.pod)]
+        return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
         """The container of this pod that waits for `size` ids; None if none does."""
@@ -321,8 +325,8 @@ class Admission:
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))
         spec = waits_for(ledger, view, resource, size)
-        guessed = self.current.guessed and self.current.pod == view.key
-        return Caller(pod=view.key, view=view, spec=spec, guessed=guessed) if spec else None
+        unconfirmed = self.current.unconfirmed and self.current.pod == view.key
+        return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
         """Every container of its pod has what it requests, so the kubelet does not pass on its ids any more."""

@@ -67,7 +67,7 @@ class ContainerStarts:
         return replace(allocation, mechanisms=mechanisms)
 
     def _check_exemption(self, allocation: Allocation) -> None:
-        """The operator's exemption applies only to the pods that it names; the pod of a grant may have been a wrong guess."""
+        """The operator's exemption applies only to the pods that it names; a later `List` call may have corrected the pod of a grant."""
         exemption = allocation.exemption
         if exemption is None:
             return

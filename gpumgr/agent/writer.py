@@ -145,7 +145,7 @@ class Agent:
             ledger, caller = await self.admission.identify(agent_state.ledger, request)
             self._put(ledger)
             self._identified(record, caller)
-            self.admission.refuse_guess(ledger, caller, resource, size)
+            self.admission.refuse_placed(caller)
             self._refuse_share(caller, resource, size)
             choice = choose_instances(ledger, request) if resource == "mig" else await self._choose(caller, request)
             self.admission.pending = Pending(record=record, choice=choice)
@@ -235,7 +235,7 @@ class Agent:
             self._put(ledger)
             why, evaluator = "the kubelet asked for no preference", None
             self._identified(record, caller)
-            self.admission.refuse_guess(ledger, caller, resource, len(device_ids))
+            self.admission.refuse_placed(caller)
         caller = record.caller
         self._refuse_share(caller, resource, len(device_ids))
         node, ledger, now = agent_state.node(), agent_state.ledger, self._wall_clock()
@@ -302,11 +302,11 @@ class Agent:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
+        """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a confirmed caller."""
         whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)
         elif allocation.mechanisms:
             return allocation
-        terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
+        terms = self._enforcement.terms(None if caller.unconfirmed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)

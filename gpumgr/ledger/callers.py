@@ -20,15 +20,15 @@ FindPod = Callable[[PodKey], PodView | None]
 class Caller:
     """The container for which the kubelet calls; what is not known is None.
 
-    `guessed`: it follows only from the order of pods. `continues`: an allocation that this call completes according to the order of
-    calls, though it does not have the caller's name.
+    `unconfirmed`: `List` did not show its pod, the only one that is known to wait for the ids. `continues`: an allocation that this
+    call completes according to the order of calls, though it does not have the caller's name.
     """
 
     pod: PodKey | None = None
     view: PodView | None = None
     spec: ContainerSpec | None = None
     continues: AllocationId | None = None
-    guessed: bool = False
+    unconfirmed: bool = False
 
     @property
     def uid(self) -> str | None:
@@ -109,13 +109,13 @@ def find_caller(
     return max(candidates, key=lambda c: c[:4])[4] if candidates else None
 
 
-def oldest_waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: int) -> Caller | None:
-    """Without `List`: of the pods that wait for this, the one created first (the kubelet admits a batch in that order)."""
-    waiting = [(view.created_at, view.key, view, spec) for view in views if (spec := waits_for(ledger, view, resource, size))]
-    if not waiting:
-        return None
-    _, pod, view, spec = min(waiting, key=lambda w: w[:2])
-    return Caller(pod=pod, view=view, spec=spec, guessed=True)
+def waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: int) -> list[Caller]:
+    """Without `List`: the containers that may call now for `size` ids of `resource`."""
+    return [
+        Caller(pod=view.key, view=view, spec=spec, unconfirmed=True)
+        for view in views
+        if (spec := waits_for(ledger, view, resource, size)) is not None
+    ]
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:

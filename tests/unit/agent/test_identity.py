@@ -10,7 +10,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.allocations import block_count
 from tests.component.stage.stage import snapshot
-from tests.unit.agent.world import Plugin, Refused, World
+from tests.unit.agent.world import Plugin, Refused, World, played
 
 ORDERS = ["core_first", "memory_first"]
 
@@ -200,13 +200,14 @@ async def test_init_containers_without_an_api_server(seed: int) -> None:
     assert not world.ledger.allocations
 
 
-async def test_a_wrong_guess_is_corrected_by_the_next_list_call() -> None:
+async def test_ids_without_a_preference_belong_to_the_pod_that_list_shows() -> None:
     """Two equal pods are bound at once and the younger is admitted first; aligned ids are handed out without a preference."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
     await world.run(world.pod("first", app(50, 8)))
     older, younger = world.pod("older", app(50, 8)), world.pod("younger", app(50, 8))
     world.update_cache(older)
     await world.admit(younger)
+    world.check_names()
     await world.admit(older)
     await world.sweep(2)
     world.check_names()
@@ -248,7 +249,7 @@ async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("containers", [(init(20, 2), app(10, 4)), (init(20, 2),), (app(20, 2),)], ids=["both", "init", "app"])
-async def test_a_guessed_pod_that_the_next_list_lacks_was_a_wrong_guess(order: str, containers: tuple[SimContainer, ...]) -> None:
+async def test_of_several_replicas_list_is_called_again(order: str, containers: tuple[SimContainer, ...]) -> None:
     """One `List` fails at the first call of the younger replica, which the kubelet admits first."""
     world = await World.made(snapshot(2, 16), resource_order=order)
     older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
@@ -256,6 +257,7 @@ async def test_a_guessed_pod_that_the_next_list_lacks_was_a_wrong_guess(order: s
     world.update_cache(younger)
     world.failing_lists = 1
     await world.run(younger)
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-1")}
     await world.run(older)
     await world.sweep(2)
     world.check_places()
@@ -311,12 +313,39 @@ async def test_without_podresources_the_order_of_calls_decides(order: str) -> No
     assert [(a.cores, block_count(a), a.pod) for a in world.ledger.allocations.values()] == [(20, 3, None)] * 4
 
 
-async def test_without_podresources_the_cache_names_the_oldest_that_waits() -> None:
+async def test_without_podresources_the_only_pod_that_waits_is_the_caller() -> None:
     world = await World.made()
     world.away = True
+    other = world.pod("other", app(30, 5))
+    world.update_cache(other)
     pods = [await world.run(world.pod(f"p{number}", app(20, 3))) for number in range(3)]
     world.check_names()
     assert len(pods) == len(world.ledger.allocations)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("numa", [False, True], ids=["preferred", "aligned"])
+def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> None:
+    """Without PodResources the agent refuses; with it, the next pod has its ids."""
+
+    async def scenario(world: World) -> None:
+        await world.run(world.pod("first", app(50, 8)))
+        world.clock.now += 2
+        older, younger = world.pod("web-0", app(50, 8)), world.pod("web-1", app(50, 8))
+        world.update_cache(older)
+        world.away = True
+        before = world.clock.now
+        with pytest.raises(
+            Refused, match=r"did not answer for 5 s \(no PodResources socket\); 2 of the known pods wait .*web-0.*web-1"
+        ):
+            await world.admit(younger)
+        assert world.clock.now == before + 5
+        assert len(world.ledger.allocations) == 1
+        world.away = False
+        await world.run(older)
+        world.check_names()
+
+    played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order=order)
 
 
 async def test_whole_gpus_that_were_just_freed_are_granted_to_a_memory_call() -> None:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from gpumgr.sim.kubelet_pods import SimContainer
 from tests.component.stage.stage import snapshot
 
-from .world import Refused, World
+from .world import Refused, World, played
 
 UUIDS = [gpu.uuid for gpu in snapshot(4, 16).gpus]
 
@@ -94,16 +94,19 @@ async def test_an_ignored_placement_is_an_event_once_and_the_agent_chooses() -> 
     assert gpus(world) == {"a": {0}}
 
 
-async def test_a_placed_pod_is_not_identified_by_the_order_of_pods() -> None:
-    """Without PodResources, any pod that waits for this could be the caller."""
-    world = await made()
-    world.away = True
-    world.placed = {"a": 3}
-    other = world.pod("b", app())
-    with pytest.raises(Refused, match="the scheduler chose the GPUs of team/a"):
-        await world.run(world.pod("a", app()))
-    await world.run(other)
-    assert set(gpus(world)) == {"b"}
+def test_a_placed_pod_is_identified_by_list_alone() -> None:
+    """Without PodResources, a pod that is not known yet could be the caller, too."""
+
+    async def scenario(world: World) -> None:
+        world.away = True
+        world.placed = {"a": 3}
+        other = world.pod("b", app())
+        with pytest.raises(Refused, match=r"did not answer for 5 s .* \(team/a\); the pod's controller must replace the pod"):
+            await world.run(world.pod("a", app()))
+        await world.run(other)
+        assert set(gpus(world)) == {"b"}
+
+    played(scenario, node=snapshot(4, 16))
 
 
 async def test_a_pod_that_is_placed_by_the_agent_waits_for_nothing_new() -> None:

@@ -13,7 +13,6 @@ from gpumgr.common.errors import CheckpointError
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.ledger.sweep import sweep
-from gpumgr.placement.evaluators.chain import ContainerKind
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
@@ -66,36 +65,6 @@ async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_
     world.clock.now += 0.01
     await learning
     assert world.lists == 1
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [("init", "app"), ("sidecar", "init"), ("init", "sidecar", "init")],
-    ids=["an app takes over its ids", "no container takes over its ids", "its ids are those of another init container"],
-)
-async def test_a_wrong_guess_is_corrected_with_its_init_containers(
-    kinds: tuple[ContainerKind, ...],
-) -> None:
-    """Both wait, both are listed, and one `List` fails while the younger one is admitted: only the order of pods decides."""
-    world = await settled()
-    containers = [
-        SimContainer(name=f"c{number}", kind=kind, cores=10, memory_blocks=4 if kind == kinds[0] else 2)
-        for number, kind in enumerate(kinds)
-    ]
-    older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
-    for pod in (older, younger):
-        world.update_cache(pod)
-        world.active[pod.uid] = pod
-    world.away = True
-    await world.admit(younger)
-    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-0")}
-    world.away = False
-    await world.sweep(3)
-    world.check_names()
-    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-1")}
-    await world.admit(older)
-    await world.sweep(3)
-    world.check_names()
 
 
 async def test_no_list_call_is_made_right_after_an_allocate() -> None:

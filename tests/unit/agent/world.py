@@ -1,6 +1,7 @@
 """A node without sockets: the kubelet's device manager calls the agent directly, so a test sees hundreds of pods a second."""
 
 import asyncio
+import selectors
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,28 @@ from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from tests.component.stage.mig import MemoryMig
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
+
+
+class ClockLoop(asyncio.SelectorEventLoop):
+    """An event loop on a test's clock: a wait for a timer sets the clock forward. On a slow machine no timer fires sooner."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        super().__init__(_ClockSelector(self))
+
+    def time(self) -> float:
+        return self.clock.now
+
+
+class _ClockSelector(selectors.DefaultSelector):
+    def __init__(self, loop: ClockLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout:
+            self._loop.clock.now += timeout
+        return super().select(timeout and 0)
 
 
 class Refused(Exception):
@@ -422,3 +445,12 @@ class World:
                 if c.cores and c.memory_blocks:
                     assert places["memory"] <= places["core"], (pod.name, places)
                 assert len(places["core"]) == -(-c.cores // 100), (pod.name, places)
+
+
+def played(scenario: Callable[[World], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Runs the scenario in an event loop on the clock of its world: waits take no time."""
+    loop = ClockLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        world = runner.run(World.made(**options))
+        loop.clock = world.clock
+        runner.run(scenario(world))
