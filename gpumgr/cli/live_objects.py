@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, Required, TypedDict, TypeVar
 
-from gpumgr.cli import live_schema
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.cluster.simulation.node_filters import selects
+from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.kube.pods import MIRROR_ANNOTATION, parse_milli
 
 Json = Mapping[str, Any]
@@ -62,18 +62,18 @@ def read_pod(
     item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Json] = ()
 ) -> tuple[WatchedPod, LivePod]:
     """`nodes`: those on which pods are. Raises ValueError, which names the field."""
-    live_schema.check(item, live_schema.Pod)
+    _check(item, _PodObject)
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
 
 
 def _budget(item: Json) -> Json:
-    live_schema.check(item, live_schema.Budget)
+    _check(item, _BudgetObject)
     return item
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
-    live_schema.check(item, live_schema.Node)
+    _check(item, _NodeObject)
     node = parse_node(item)
     return node, _live_node(item, node)
 
@@ -184,3 +184,144 @@ def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
         texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
         name = "/".join(str(text) for text in texts if text) or "without a name"
         yield f"{place}: {kind} {name}" if place else f"{kind} {name}", item
+
+
+# -- the fields of API objects that are read, with their types -----------------------------------------------------------------
+
+
+_Texts = dict[str, str] | None
+_Amounts = dict[str, str | int | float] | None
+
+
+class _Owner(TypedDict, total=False):
+    kind: Required[str]
+    controller: bool | None
+
+
+class _Metadata(TypedDict, total=False):
+    name: Required[str]
+    uid: Required[str]
+    labels: _Texts
+    annotations: _Texts
+    ownerReferences: list[_Owner] | None
+
+
+class _PodMetadata(_Metadata, total=False):
+    namespace: Required[str]
+
+
+class _Taint(TypedDict, total=False):
+    key: Required[str]
+    effect: Required[str]
+    value: str | None
+
+
+class _Toleration(TypedDict, total=False):
+    key: str | None
+    effect: str | None
+    operator: str | None
+    value: str | None
+
+
+class _Requirement(TypedDict, total=False):
+    key: Required[str]
+    operator: Required[Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]]
+    values: list[str] | None
+
+
+class _Term(TypedDict, total=False):
+    matchExpressions: list[_Requirement] | None
+    matchFields: list[_Requirement] | None
+
+
+class _Terms(TypedDict, total=False):
+    nodeSelectorTerms: list[_Term] | None
+
+
+class _NodeAffinity(TypedDict, total=False):
+    requiredDuringSchedulingIgnoredDuringExecution: _Terms | None
+
+
+class _Affinity(TypedDict, total=False):
+    nodeAffinity: _NodeAffinity | None
+
+
+class _Resources(TypedDict, total=False):
+    requests: _Amounts
+    limits: _Amounts
+
+
+class _Container(TypedDict, total=False):
+    name: Required[str]
+    restartPolicy: str | None
+    resources: _Resources | None
+    ports: list[dict[str, Any]] | None
+    env: list[dict[str, Any]] | None
+
+
+class _PodSpec(TypedDict, total=False):
+    containers: Required[list[_Container]]
+    initContainers: list[_Container] | None
+    nodeName: str | None
+    nodeSelector: _Texts
+    tolerations: list[_Toleration] | None
+    affinity: _Affinity | None
+    overhead: _Amounts
+    resources: _Resources | None
+    priority: int | None
+    volumes: list[dict[str, Any]] | None
+
+
+class _PodObject(TypedDict, total=False):
+    metadata: Required[_PodMetadata]
+    spec: Required[_PodSpec]
+    status: dict[str, Any] | None
+
+
+class _NodeSpec(TypedDict, total=False):
+    unschedulable: bool | None
+    taints: list[_Taint] | None
+
+
+class _Condition(TypedDict):
+    type: str
+    status: str
+
+
+class _NodeStatus(TypedDict, total=False):
+    capacity: _Amounts
+    allocatable: _Amounts
+    conditions: list[_Condition] | None
+
+
+class _NodeObject(TypedDict, total=False):
+    metadata: Required[_Metadata]
+    spec: _NodeSpec | None
+    status: Required[_NodeStatus]
+
+
+class _Selector(TypedDict, total=False):
+    matchLabels: _Texts
+    matchExpressions: list[_Requirement] | None
+
+
+class _BudgetSpec(TypedDict, total=False):
+    selector: _Selector | None
+
+
+class _BudgetMetadata(TypedDict):
+    namespace: str
+
+
+class _BudgetObject(TypedDict, total=False):
+    metadata: Required[_BudgetMetadata]
+    spec: _BudgetSpec | None
+
+
+def _check(item: object, kind: Any) -> None:
+    """Raises ValueError, which names the field."""
+    try:
+        convert(item, kind)
+    except UnreadableText as error:
+        what, _, path = str(error).replace("`", "").partition(" - at $")
+        raise ValueError(f"{path.removeprefix('.') or 'the object'}: {what[:1].lower()}{what[1:]}") from error

@@ -1,53 +1,94 @@
 """`gpumgr simulate`: compares placement policies on a described cluster."""
 
+import csv
+import io
 import os
 import random
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from io import StringIO
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from statistics import fmean, stdev
+from typing import Any, Final, NamedTuple
 
 import click
+import msgspec
 
-from gpumgr.cli.simulate_group import LiveGroup, answered
-from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
-from gpumgr.cli.simulate_report import report
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import FiniteRange
+from gpumgr.cli.printable import printable
 from gpumgr.cli.text_file import read_text
 from gpumgr.cluster.simulation import inflate, replay
+from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
+from gpumgr.cluster.simulation.json_text import count_text, short
 from gpumgr.cluster.simulation.model import NodeSpec, Pod
 from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.replay import ReplayResult, percentiles
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
-from gpumgr.cluster.simulation.texts import count_text, short
+from gpumgr.settings.schema import SchedulerSettings
 
 _EXAMPLES = """
 \b
 Examples:
   gpumgr simulate --nodes nodes.csv --pods pods.csv
   gpumgr simulate --nodes nodes.csv --pods pods.csv --policy best-fit,least-fragmentation --seed 42 --seed 43 --output json
-  gpumgr simulate --from-cluster --snapshot cluster.json --anonymise
+  gpumgr simulate --from-cluster --snapshot cluster.json
   gpumgr simulate fit pod.yaml --from-cluster
 """
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
-_METHODS: Final[Mapping[str, Callable[..., AnyResult]]] = {"inflate": inflate.run, "replay": replay.run}
-#: Of all simulations; of one the method, policy, thousandths of a CPU beside one GPU, and seed.
+_ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
+#: Each simulation is a process that imports this module. The modules for a live cluster, which need the client of the API server, are
+#: imported only when one of their commands is called.
+_LIVE: Final = "gpumgr.cli.simulate_live"
+CPUS_PER_GPU: Final = click.Option(
+    ["--cpus-per-gpu"],
+    type=FiniteRange(0.1, 1000),
+    default=SchedulerSettings().cpus_per_gpu,
+    show_default=True,
+    help="The setting scheduler.cpus_per_gpu, for least-fragmentation.",
+)
+SOURCE: Final = (
+    click.Option(["--from-cluster"], is_flag=True, help="Read nodes and pods through the API server."),
+    click.Option(["--kubeconfig"], type=_ANY_FILE, help="With --from-cluster.  [default: $KUBECONFIG, ~/.kube/config]"),
+    click.Option(["--snapshot"], type=_ANY_FILE, help="The file to read, or with --from-cluster to write."),
+)
+_Result = inflate.Result | ReplayResult
+_METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate.run, "replay": replay.run}
 _Trace = tuple[list[NodeSpec], list[Pod]]
+#: The method, the policy, thousandths of a CPU beside one GPU, and the seed of one simulation.
 _Task = tuple[str, str, int, int]
+#: A result with the time of each decision in nanoseconds.
+_Timed = tuple[_Result, Sequence[int]]
+
+
+class _Group(ExitingCommand, click.Group):
+    """A group that may also be called without a subcommand, for a simulation or to save a snapshot."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, invoke_without_command=True, **options)
+        self.params += [CPUS_PER_GPU, *SOURCE]
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        return ["fit", "defrag"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return getattr(import_module(_LIVE), cmd_name) if cmd_name in self.list_commands(ctx) else None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.obj = {str(each.name): ctx.params.pop(str(each.name)) for each in SOURCE}
+        return super().invoke(ctx)
 
 
 def _writable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
-    """Refused before the run, which may take long. click.Path has checked a file that exists."""
+    """Refuses a file before the run, which may take long. click.Path has checked a file that exists."""
     if path is not None and not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise click.BadParameter(f"'{path}' can't be written: '{path.parent}' is no folder in which files can be created")
     return path
-
-
-_OUTPUT_FILE: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -58,7 +99,7 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     return list(dict.fromkeys(names))
 
 
-@click.group("simulate", cls=LiveGroup, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
+@click.group("simulate", cls=_Group, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--nodes", "nodes_file", type=_FILE, help="CSV or JSON (*.json) of the nodes.")
 @click.option("--pods", "pods_file", type=_FILE, help="CSV or JSON (*.json) of the pods.")
 @click.option(
@@ -81,54 +122,61 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 @click.option(
     "--seed", "seeds", type=click.IntRange(min=0), multiple=True, default=(42,), show_default=True, help="Can be repeated."
 )
-@click.option("--output", type=click.Choice(list(RENDERERS)), default="table", show_default=True)
+@click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.option(
-    "--report", "report_file", type=_OUTPUT_FILE, callback=_writable, help="Writes charts and the table to this HTML file."
+    "--times",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_writable,
+    help="Writes decision times to this CSV file.",
 )
-@click.option("--times", type=_OUTPUT_FILE, callback=_writable, help="Writes decision times to this CSV file.")
 @click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     nodes_file: Path | None,
     pods_file: Path | None,
-    method: str,
-    policies: list[str],
-    seeds: tuple[int, ...],
     output: str,
-    report_file: Path | None,
     times: Path | None,
-    cpus_per_gpu: float,
     processes: int | None,
+    **of_tasks: Any,
 ) -> None:
     """Compare placement policies, or ask where a pod would fit.
 
     The same files and seeds give the same output. docs/simulate.md describes files, policies and measures.
     """
-    if answered(click.get_current_context()):
+    if context.invoked_subcommand is not None:
+        return
+    if context.obj["from_cluster"] and context.obj["snapshot"] is not None:
+        import_module(_LIVE).document_of(**context.obj)
         return
     if nodes_file is None or pods_file is None:
         raise click.UsageError("give --nodes and --pods, or --from-cluster with --snapshot, or one of the commands")
     trace = _read(nodes_file, pods_file)
-    cpu_milli = round(1000 * cpus_per_gpu)
-    tasks = [(method, policy, cpu_milli, seed) for policy in policies for seed in dict.fromkeys(seeds)]
+    tasks = _tasks(**of_tasks)
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
     found = list(_progress(_simulated(trace, tasks, workers), len(tasks)))
-    click.echo(RENDERERS[output](found), nl=False)
-    if report_file is not None:
-        # A file's name need not be UTF-8.
-        report_file.write_text(report(found, *trace, nodes_file.name, pods_file.name), encoding="utf-8", errors="replace")
+    click.echo(_as_json(found) if output == "json" else text_table(_rows(found)), nl=False)
     if times is not None:
-        times.write_text(times_csv(found), encoding="utf-8")
+        times.write_text(_times_csv(found), encoding="utf-8")
+
+
+def _tasks(method: str, policies: list[str], seeds: tuple[int, ...], cpus_per_gpu: float) -> list[_Task]:
+    return [(method, policy, round(1000 * cpus_per_gpu), seed) for policy in policies for seed in dict.fromkeys(seeds)]
 
 
 def _read(nodes_file: Path, pods_file: Path) -> _Trace:
-    nodes, skipped = read_nodes(str(nodes_file), StringIO(read_text(nodes_file), newline=""))
+    nodes, skipped = read_nodes(str(nodes_file), io.StringIO(read_text(nodes_file), newline=""))
     if skipped:
         shown = ", ".join(map(short, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
         click.echo(f"{nodes_file}: {count_text(len(skipped), 'row')} skipped, nodes without GPUs: {shown}", err=True)
-    return nodes, read_pods(str(pods_file), StringIO(read_text(pods_file), newline=""), nodes)
+    return nodes, read_pods(str(pods_file), io.StringIO(read_text(pods_file), newline=""), nodes)
 
 
-def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[Timed]:
+# -- simulations ---------------------------------------------------------------------------------------------------------------
+
+
+def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[_Timed]:
     if workers == 1:
         _receive(trace)
         yield from map(_simulate, tasks)
@@ -141,26 +189,101 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Once in each process, because a trace may be large."""
+    """Is called once in each process, because a trace may be large."""
     _received[:] = [trace]
 
 
-def _simulate(task: _Task) -> Timed:
+def _simulate(task: _Task) -> _Timed:
     method, policy, cpu_milli, seed = task
     moments = array("q")
-    decided = _stopwatch(moments)
+
+    def decided() -> None:
+        moments.append(time.perf_counter_ns())
+
     result = _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli, decided=decided)
     return result, array("q", (end - start for start, end in zip(moments[::2], moments[1::2], strict=True)))
 
 
-def _stopwatch(moments: "array[int]") -> Callable[[], None]:
-    return lambda: moments.append(time.perf_counter_ns())
-
-
-def _progress(found: Iterator[Timed], total: int) -> Iterator[Timed]:
-    """With a bar on stderr if that is a terminal."""
+def _progress(found: Iterator[_Timed], total: int) -> Iterator[_Timed]:
+    """Shows a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield from found
         return
     with click.progressbar(found, length=total, label="Simulations", show_eta=True, show_pos=True, file=sys.stderr) as bar:
         yield from bar
+
+
+# -- output --------------------------------------------------------------------------------------------------------------------
+
+
+class _Column(NamedTuple):
+    """A measure of the table: a field of the results, with a key if the field is a mapping."""
+
+    title: str
+    field: str
+    key: int | str = ""
+    digits: int = 1
+
+    def value(self, result: _Result) -> float:
+        """0 for a kind of pods that the result does not have."""
+        found: float | Mapping[int | str, float] = getattr(result, self.field)
+        return found.get(self.key, 0) if isinstance(found, Mapping) else found
+
+
+_INFLATED: Final = (
+    *(_Column(f"ALLOC@{each}%", "allocated_percent", each, 2) for each in ALLOCATED_AT),
+    *(_Column(f"FRAG@{each}%", "fragmentation_percent", each, 2) for each in FRAGMENTED_AT),
+)
+_REPLAYED: Final = (
+    _Column("ALLOC mean %", "allocated_percent", "mean", 2),
+    _Column("max %", "allocated_percent", "max", 2),
+    _Column("QUEUE mean", "queue_length", "mean"),
+    _Column("max", "queue_length", "max", 0),
+    _Column("WAIT mean s", "waiting_seconds", "mean"),
+    _Column("p50 s", "waiting_seconds", "p50"),
+    _Column("p99 s", "waiting_seconds", "p99"),
+)
+
+
+def _as_json(found: Iterable[_Timed]) -> str:
+    """{"results": [...]}; percentages have the text of the percentage of arrived demand as key."""
+    entries = [{field: getattr(result, field) for field in result.REPORTED} for result, _ in found]
+    return msgspec.json.format(msgspec.json.encode({"results": entries}), indent=2).decode() + "\n"
+
+
+def _rows(found: Sequence[_Timed]) -> list[list[str]]:
+    """The header and a row for each policy: means over the seeds, with the standard deviation if there are several seeds."""
+    results = [result for result, _ in found]
+    others = {kind for result in results for kind in result.failed_pods} - set(KINDS)
+    failed = [_Column(f"FAILED:{kind}", "failed_pods", kind) for kind in [*KINDS, *sorted(others, key=int)]]
+    inflated = [*_INFLATED, *failed, _Column("IDLE GPUS", "idle_gpus")]
+    columns = [*_REPLAYED, *failed] if isinstance(results[0], ReplayResult) else inflated
+    rows = [["POLICY", "SEEDS", *(column.title for column in columns)]]
+    for policy in dict.fromkeys(result.policy for result in results):
+        alike = [result for result in results if result.policy == policy]
+        cells = [_mean([column.value(result) for result in alike], column.digits) for column in columns]
+        rows.append([policy, str(len(alike)), *cells])
+    return rows
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    mean = f"{fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ±{stdev(values):.{digits}f}"
+
+
+def text_table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns of equal width, also for untrusted texts."""
+    lines = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "".join(f"{text}\n" for text in texts)
+
+
+def _times_csv(found: Iterable[_Timed]) -> str:
+    """The median and the 99th percentile of the decision times in microseconds."""
+    rows: list[list[Any]] = [["policy", "seed", "decisions", "p50_microseconds", "p99_microseconds"]]
+    for result, nanoseconds in found:
+        rows.append([result.policy, result.seed, len(nanoseconds), *(round(each / 1000, 1) for each in percentiles(nanoseconds))])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,30 +1,27 @@
-"""`gpumgr simulate fit`, `defrag` and `capacity`: questions about a live cluster, answered on a snapshot of it. Nothing is changed."""
+"""`gpumgr simulate fit` and `defrag`: questions about a live cluster, answered on a snapshot of it. Nothing is changed."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import click
+import yaml
 
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
-from gpumgr.cli.live_snapshot import anonymised, foreign_texts, load, read_cluster, save
+from gpumgr.cli.live_snapshot import load, read_cluster, save
 from gpumgr.cli.options import default_kubeconfig
 from gpumgr.cli.printable import cleaned
-from gpumgr.cli.simulate_group import CPUS_PER_GPU, SOURCE
-from gpumgr.cli.simulate_output import text_table
-from gpumgr.cli.yaml_object import read_object
-from gpumgr.cluster.scheduler.reasons import request_text
+from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
-from gpumgr.cluster.simulation.capacity import Capacity
 from gpumgr.cluster.simulation.defrag import Defrag
+from gpumgr.cluster.simulation.json_text import count_text
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
-from gpumgr.cluster.simulation.node_filters import amount_text
-from gpumgr.cluster.simulation.texts import count_text
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.settings.tree import UnreadableError, compose, line_of
 
 NOT_CHECKED: Final = f"{', '.join(UNCHECKED)}, quotas, admission, preemption"
 _EXIT_CODES: Final = {
@@ -32,8 +29,7 @@ _EXIT_CODES: Final = {
     1: "the pod does not fit, no plan was found, or the cluster can't be read",
     2: "wrong usage or input",
 }
-_POD: Final = click.Argument(["files"], metavar="POD.yaml", type=click.File("rb"), nargs=1, callback=lambda _, __, file: (file,))
-_PODS: Final = click.Argument(["files"], metavar="[POD.yaml]...", type=click.File("rb"), nargs=-1)
+_POD: Final = click.Argument(["file"], metavar="POD.yaml", type=click.File("rb"))
 _DEFAULTS: Final = SchedulerSettings()
 _POLICY: Final = click.Option(
     ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
@@ -59,7 +55,7 @@ def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], cli
 
 
 @_question(_POD, _POLICY, CPUS_PER_GPU)
-def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
+def fit(cluster: LiveCluster, pod: LivePod) -> Answer:
     """Print the node and the GPUs that a pod would get, or the reason of every node.
 
     \b
@@ -67,7 +63,6 @@ def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
       gpumgr simulate fit pod.yaml --from-cluster
       gpumgr simulate fit pod.yaml --snapshot cluster.json --policy spread
     """
-    (pod,) = pods
     spot = next(iter(cluster.spots(pod)), None)
     reasons = {} if spot is not None else dict(cluster.reasons(pod))
     place = _place(cluster, pod, spot)
@@ -80,7 +75,7 @@ def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
 
 
 @_question(_POD, _POLICY, CPUS_PER_GPU, _MOST_MOVES)
-def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> Answer:
+def defrag(cluster: LiveCluster, pod: LivePod, most_moves: int) -> Answer:
     """Print the fewest moves of other pods after which a pod fits. Nothing is moved.
 
     \b
@@ -88,7 +83,6 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
       gpumgr simulate defrag pod.yaml --from-cluster
       gpumgr simulate defrag pod.yaml --snapshot cluster.json --most-moves 5 --output json
     """
-    (pod,) = pods
     search = Defrag(cluster, most_moves=most_moves)
     plan = search.plan(pod) or []
     moves: list[Json] = [
@@ -108,48 +102,19 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
     return answer, text, bool(plan)
 
 
-@_question(_PODS)
-def capacity(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
-    """Print how many more pods of each shape fit, by the setting scheduler.policy. Without files: of each shape in the cluster.
-
-    \b
-    Examples:
-      gpumgr simulate capacity --from-cluster
-      gpumgr simulate capacity small.yaml large.yaml --snapshot cluster.json --output json
-    """
-    shapes: dict[object, list[LivePod]] = {}
-    for pod in pods or cluster.pods.values():
-        if pod.request.containers:
-            shapes.setdefault((pod.request, pod.policy, pod.rules, tuple(sorted(pod.requests.items()))), []).append(pod)
-    counted = Capacity(cluster)
-    rows: list[Json] = [
-        {
-            "shape": _shape(alike[0]),
-            "example": alike[0].name,
-            "pods": len(alike),
-            "more": {policy: counted.more(alike[0], policy) for policy in POLICIES},
-        }
-        for alike in sorted(shapes.values(), key=lambda alike: (-len(alike), alike[0].name))
-    ]
-    header = ["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)]
-    cells = ([each["shape"], each["example"], str(each["pods"]), *map(str, each["more"].values())] for each in rows)
-    return {"shapes": rows}, text_table([header, *cells]), True
-
-
-def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, **given: Any) -> None:
+def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: Any) -> None:
     """Options about a snapshot may also be those of the group."""
     context = click.get_current_context()
     before: Json = context.obj
     document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
-    policy, cpus = given.pop("policy", _DEFAULTS.policy), given.pop("cpus_per_gpu", _DEFAULTS.cpus_per_gpu)
-    cluster, problems = live_cluster(document, policy, cpus)
+    cluster, problems = live_cluster(document, given.pop("policy"), given.pop("cpus_per_gpu"))
     if not cluster.nodes:
         raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
-    pods = [_read_pod(file, anonymised=document.get("anonymised") is True) for file in files]
-    answer, text, found = ask(cluster, pods, **given)
+    pod = _read_pod(file)
+    answer, text, found = ask(cluster, pod, **given)
     if problems:
         click.echo("\n".join(cleaned([f"{count_text(len(problems), 'problem')} of the snapshot:", *problems])), err=True)
-    demands = sorted({each for pod in pods for each in pod.unchecked})
+    demands = sorted(set(pod.unchecked))
     if output == "json":
         limits = {"not_checked": NOT_CHECKED.split(", "), "not_checked_demands": demands, "problems": problems}
         click.echo(json.dumps(cleaned({**answer, **limits}), indent=2))
@@ -158,11 +123,11 @@ def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, 
     context.exit(0 if found else 1)
 
 
-def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None, anonymise: bool) -> Json:
+def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None) -> Json:
     """Raises GpumgrError."""
-    if (anonymise and not (from_cluster and snapshot)) or (kubeconfig and not from_cluster):
-        raise click.UsageError("--kubeconfig needs --from-cluster; --anonymise needs --from-cluster and --snapshot")
     if not from_cluster:
+        if kubeconfig is not None:
+            raise click.UsageError("--kubeconfig needs --from-cluster")
         if snapshot is None:
             raise click.UsageError("give --from-cluster, or --snapshot FILE")
         return load(snapshot)
@@ -170,11 +135,11 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
         raise InputError("there is no kubeconfig; give --kubeconfig FILE")
     document = read_cluster(kubeconfig)
     if snapshot is not None:
-        save(anonymised(document) if anonymise else document, snapshot)
+        save(document, snapshot)
     return document
 
 
-def _read_pod(file: BinaryIO, *, anonymised: bool) -> LivePod:
+def _read_pod(file: BinaryIO) -> LivePod:
     """Raises InputError."""
     item = read_object(file.name, file.read())
     if item.get("kind") != "Pod":
@@ -188,13 +153,10 @@ def _read_pod(file: BinaryIO, *, anonymised: bool) -> LivePod:
         watched, pod = read_pod(item)
     except ValueError as error:
         raise InputError(f"{file.name}: {error}; correct it, see `kubectl explain pod`") from error
-    foreign = ", ".join(foreign_texts(item["spec"])) if anonymised else ""
     reasons = {
         "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
         watched.refusal: watched.refusal,
         "it requests no GPU; set the limit tencent.com/vcuda-core in a container": not watched.wants_gpu,
-        f"it names {foreign}, and the snapshot is anonymised, so it has other names for them; write the names of the snapshot "
-        "(node-..., value-..., example.com/resource-...), or make a snapshot without --anonymise": foreign,
     }
     if (reason := next((reason for reason, applies in reasons.items() if applies), None)) is not None:
         raise InputError(f"{file.name}: {reason}")
@@ -214,6 +176,31 @@ def _where(place: Json) -> str:
     return f"{place['node']} GPU {gpus}" if gpus else str(place["node"])
 
 
-def _shape(pod: LivePod) -> str:
-    amounts = [f"{name} {amount_text(name, pod.requests[name])}" for name in ("cpu", "memory") if name in pod.requests]
-    return ", ".join([request_text(pod.request), *amounts])
+def read_object(file: str, content: bytes) -> dict[str, Any]:
+    """Raises InputError, which names file and line, also for a key that is there twice."""
+    try:
+        node = compose(content)
+    except UnreadableError as error:
+        place = file if error.line is None else f"{file}, line {error.line}"
+        raise InputError(f"{place}: {error}") from error
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{file}: an object is expected, with apiVersion, kind, metadata and spec")
+    try:
+        made: dict[str, Any] = _Constructor().construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else line_of(node)
+        raise InputError(f"{file}, line {line}: {error.problem}") from error
+    except Exception as error:  # PyYAML raises any error for a bad tag
+        raise InputError(f"{file}: a value does not have the form that its tag demands, or is nested too deeply") from error
+    return made
+
+
+class _Constructor(yaml.constructor.SafeConstructor):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in keys:
+                what = f"the key {key.value} is there twice" if isinstance(key, yaml.ScalarNode) else "a key is no text"
+                raise yaml.constructor.ConstructorError(None, None, f"{what}; keep one text for each key", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,15 +1,12 @@
-"""Plans and capacities on random small clusters, checked by placing pods one by one."""
+"""Plans of moves on random small clusters, checked by placing pods one by one."""
 
 from collections.abc import Sequence
-from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.cluster.core.request import Policy
-from gpumgr.cluster.simulation.capacity import Capacity
 from gpumgr.cluster.simulation.defrag import Defrag
-from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
+from gpumgr.cluster.simulation.live import LivePod, Spot
 from tests.unit.cluster.simulation.live_states import cluster, contents, live_pod
 
 COUNTS = {"a": 2, "b": 1, "c": 2}
@@ -88,21 +85,6 @@ def after_one_move(pods: Sequence[LivePod]) -> list[list[LivePod]]:
                 if not pod.fixed and pod.home is not None and pod.home.node != name and min(*gpus.values(), *cpu.values()) >= 0:
                     found.append([*rest, moved])
     return found
-
-
-@given(pods_at_home(), NEW, st.sampled_from(["least-fragmentation", "binpack", "spread", "topology"]))
-def test_capacity_is_what_the_scheduler_places(pods: list[LivePod], new: LivePod, policy: Policy) -> None:
-    made = cluster(pods, **COUNTS)
-    found = LiveCluster(made.nodes.values(), pods, policy)
-    expected = Capacity(found).more(new, policy)
-    for placed in count():
-        each = live_pod(f"new{placed}", new.request.containers[0].cores, cpu=new.requests["cpu"])
-        spots = found.spots(each)
-        if not spots:
-            break
-        found.put(each, spots[0])
-    assert placed == expected
-    assert all(amounts.cores <= 100 for name in COUNTS for amounts in found.index.used(name))
 
 
 @given(pods_at_home(), NEW)

@@ -7,16 +7,15 @@ none is tried twice.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random
 from gpumgr.cluster.simulation.policies import POLICIES
-from gpumgr.cluster.simulation.randomness import Random
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
-#: Of the GPUs that pods have asked for, in percent of all.
+#: Percentages of arrived demand (the GPUs that pods have asked for, of all GPUs) at which something is measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; others are named by their number of GPUs.
@@ -26,10 +25,7 @@ MAX_PODS: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli.
-
-    `over_demand`: arrived, granted and fragmented percent at each whole percent of arrived demand, from 1.
-    """
+    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli."""
 
     policy: str
     seed: int
@@ -37,7 +33,8 @@ class Result:
     fragmentation_percent: dict[int, float]
     failed_pods: dict[str, int]
     idle_gpus: int
-    over_demand: tuple[tuple[int, float, float], ...]
+    #: The fields that are printed as JSON.
+    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "fragmentation_percent", "failed_pods")
 
 
 def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
@@ -89,11 +86,10 @@ def run(
     return Result(
         policy=policy,
         seed=seed,
-        allocated_percent={mark: marks.measured[mark - 1][1] for mark in ALLOCATED_AT},
-        fragmentation_percent={mark: marks.measured[mark - 1][2] for mark in FRAGMENTED_AT},
+        allocated_percent={mark: marks.measured[mark][0] for mark in ALLOCATED_AT},
+        fragmentation_percent={mark: marks.measured[mark][1] for mark in FRAGMENTED_AT},
         failed_pods=by_kind(failed),
         idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
-        over_demand=tuple(marks.measured),
     )
 
 
@@ -102,21 +98,18 @@ def by_kind(pods: Counter[str]) -> dict[str, int]:
 
 
 class _Marks:
-    """The measures at each whole percent of arrived demand."""
+    """`measured`: granted and fragmented percent by the percentage of arrived demand."""
 
     def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
         self._cluster, self._fragmentation = cluster, fragmentation
-        self._demand = self._seen = 0
-        self._amounts = list(map(fragmentation.of, cluster.nodes))
-        self.measured: list[tuple[int, float, float]] = []
+        self._demand = 0
+        self._left = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True)
+        self.measured: dict[int, tuple[float, float]] = {}
 
     def arrived(self, pod: Pod) -> None:
         self._demand += pod.shape.total_milli
         capacity, nodes = self._cluster.capacity_milli, self._cluster.nodes
-        while (mark := len(self.measured) + 1) <= DEMAND_PERCENT and self._demand * 100 >= mark * capacity:
-            for position in set(self._cluster.changes[self._seen :]):
-                self._amounts[position] = self._fragmentation.of(nodes[position])
-            self._seen = len(self._cluster.changes)
+        while self._left and self._demand * 100 >= self._left[-1] * capacity:
             free = sum(node.free_milli for node in nodes)
-            fragmented = 100 * sum(self._amounts) / free if free else 0.0
-            self.measured.append((mark, round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)))
+            fragmented = 100 * sum(map(self._fragmentation.of, nodes)) / free if free else 0.0
+            self.measured[self._left.pop()] = round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)

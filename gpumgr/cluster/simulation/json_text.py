@@ -5,12 +5,21 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from gpumgr.cluster.simulation.texts import short
 from gpumgr.common.errors import InputError
 
 _BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _MOST_DIGITS: Final = 40
 _KINDS: Final = {"[": "a list of objects", "{": "an object"}
+
+
+def short(text: str, most: int = 40) -> str:
+    """A printable text of at most so many characters, for a message."""
+    printed = "".join(each if each.isprintable() else "?" for each in text)
+    return printed if len(printed) <= most else printed[: most - 3] + "..."
+
+
+def count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class Entry(NamedTuple):

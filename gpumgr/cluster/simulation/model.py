@@ -1,9 +1,9 @@
 """Nodes, pods and what is free, in thousandths: of a GPU (`*_milli` of GPUs) and of a CPU."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar
 
 GPU_MILLI: Final = 1000
 #: The requests, used last, of which a policy keeps the state of all nodes: a trace of many different ones would fill the memory.
@@ -11,6 +11,16 @@ MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.
 Gpus = tuple[int, ...]
+_T = TypeVar("_T")
+
+
+class Random(Protocol):
+    """The part of `random.Random` that is used. It is an argument, so that a seed gives the same result."""
+
+    def expovariate(self, lambd: float) -> float: ...
+    def random(self) -> float: ...
+    def choice(self, seq: Sequence[_T], /) -> _T: ...
+    def shuffle(self, x: MutableSequence[Any], /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from statistics import fmean, quantiles
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.inflate import by_kind
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Shape
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Random, Shape
 from gpumgr.cluster.simulation.policies import POLICIES, Placer
-from gpumgr.cluster.simulation.randomness import Random
 from gpumgr.common.errors import InputError
 
 #: Points of the result over time.
@@ -48,6 +47,8 @@ class ReplayResult:
     waiting_seconds: dict[str, float]
     failed_pods: dict[str, int]
     over_time: tuple[tuple[float, float, int], ...]
+    #: The fields that are printed as JSON.
+    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "queue_length", "waiting_seconds", "failed_pods", "over_time")
 
 
 def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Callable[[], None] = lambda: None) -> Iterator[Event]:

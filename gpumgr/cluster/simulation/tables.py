@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpumgr.cluster.simulation.json_text import JsonText
+from gpumgr.cluster.simulation.json_text import JsonText, count_text, short
 from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
-from gpumgr.cluster.simulation.texts import count_text, short
 from gpumgr.common.errors import InputError
 from gpumgr.placement.topology.matrix import MAX_GPUS
 

@@ -15,7 +15,7 @@ from gpumgr.cli import live_objects
 from gpumgr.cli.client import schema
 from gpumgr.cli.examination.cluster_config import parse_config
 from gpumgr.cli.place_request import parse_question
-from gpumgr.cli.yaml_object import read_object
+from gpumgr.cli.simulate_live import read_object
 from gpumgr.cluster.claims import objects as claims
 from gpumgr.cluster.scheduler.objects import QuotaLabels, parse_node, parse_watched_pod
 from gpumgr.cluster.scheduler.pod_spec import decode_pod
@@ -48,7 +48,7 @@ _OWN_DECODERS: Final = {
     "kube/credentials": "it reads on a thread, and its errors must not quote secrets",
     "settings/tree": "it needs the lines of a YAML file",
     "settings/load": "its types need a hook for paths, and it collects all mistakes of a file",
-    "cli/yaml_object": "it refuses keys that are there twice, with their lines",
+    "cli/simulate_live": "it refuses keys that are there twice, with their lines",
     "cli/config": "it decodes what it has encoded itself",
     "cluster/simulation/json_text": "it needs the lines of a JSON file; this package does not import msgspec",
     "compat/gpu_manager/driver_files/volume_conf": "it names the line and the column of a mistake",

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.simulation.capacity import Capacity
 from gpumgr.cluster.simulation.defrag import Defrag
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod
 from gpumgr.cluster.simulation.node_filters import refusal, selects, short, shortage_text
 from gpumgr.common.units import Amounts
-from tests.cluster_states import constrained, node_state, request, share
+from tests.cluster_states import node_state, request
 
 from .live_states import cluster, contents, live_node, live_pod
 
@@ -157,28 +156,3 @@ def test_an_agent_that_chooses_can_not_move_pods_within_its_node() -> None:
     assert (
         plan_of(LiveCluster([live_node(node_state("a", 2, naming="none"))], [ONE, TWO], "binpack"), live_pod("new", 100)) is None
     )
-
-
-@pytest.mark.parametrize(
-    ("pod", "binpack", "spread"),
-    [
-        (live_pod("new", 60), 3, 3),
-        (live_pod("new", 30), 8, 8),
-        (live_pod("new", 30, cpu=4000), 4, 4),
-        (live_pod("new", 100), 2, 2),
-        (live_pod("new", 0, request=request(("app", 50, 1), ("app", 50, 1))), 2, 2),
-        (live_pod("new", 60, request=constrained(share(60, 1), use_uuids=("GPU-b-0",))), 1, 1),
-        (live_pod("new", 60, policy="spread"), 3, 3),
-    ],
-)
-def test_capacity(pod: LivePod, binpack: int, spread: int) -> None:
-    """GPU 0 of a has 60 cores free, and both of b are free."""
-    counted = Capacity(cluster([ONE], a=1, b=2))
-    assert (counted.more(pod, "binpack"), counted.more(pod, "spread")) == (binpack, spread)
-
-
-def test_capacity_depends_on_the_policy_within_a_node() -> None:
-    """The second pod's share is on the GPU of the first one's, or leaves no GPU entirely free."""
-    pod = live_pod("new", 0, request=request(("app", 50, 1), ("app", 100, 0)))
-    counted = Capacity(cluster([], a=3))
-    assert (counted.more(pod, "binpack"), counted.more(pod, "spread")) == (2, 1)
