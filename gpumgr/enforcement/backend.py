@@ -1,4 +1,5 @@
-"""The interface of a mechanism. A new one is a module with its settings, and a line where the backends are constructed.
+"""The interface of a mechanism, and "none", which limits nothing. A new one is a module with its settings, and a line where the backends
+are constructed.
 
 Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a second while
 it runs; `cleanup` when its allocation is gone and it has no process. The agent may end and start again at any point: what must survive
@@ -74,3 +75,29 @@ class Backend:
 
     async def close(self) -> None:
         """The agent ends; containers and their limits stay."""
+
+
+#: Called for a container that starts without limits, with the message for its pod's event.
+ReportUnlimited = Callable[[GpuShare, str], None]
+
+
+class Unlimited(Backend):
+    """No limits, which is reported. The operator chose it, or the node can use no other mechanism."""
+
+    name: BackendName = "none"
+    limits: Mapping[Resource, Strength] = {}
+
+    def __init__(self, report: ReportUnlimited) -> None:
+        self._report = report
+
+    async def start(self, tenant: GpuShare) -> None:
+        self._report(tenant, unlimited_message(tenant, "enforcement backend none"))
+
+
+def unlimited_message(tenant: GpuShare, why: str) -> str:
+    """For the event of its pod."""
+    cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
+    return (
+        f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
+        f"({why}); `gpumgr doctor` on the node says what could"
+    )

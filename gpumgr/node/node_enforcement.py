@@ -21,15 +21,13 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.proc import HostProcesses, environment
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
-from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.backend import Backend, Unlimited, unlimited_message
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.mechanism_choice import Mechanisms
-from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.mps.unlimited import UnlimitedMps
-from gpumgr.enforcement.unlimited import Unlimited, unlimited_message
+from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
 from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits

@@ -12,7 +12,7 @@ from gpumgr.enforcement.hami_core.backend import FOLDER
 from gpumgr.enforcement.hami_core.volume import unbounded
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
-from gpumgr.enforcement.mps.control_program import find_control_program
+from gpumgr.enforcement.mps.control import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.settings.installed_library import VERSION
 from gpumgr.settings.schema import BackendName, MpsSettings

@@ -12,13 +12,12 @@ from gpumgr.cli.examination.examine import CheckResult, error, ok, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import NvmlError
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.backend import Backend, Unlimited
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings

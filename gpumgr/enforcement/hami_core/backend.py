@@ -20,7 +20,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.files import names_in, replace_file
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.enforcement.hami_core import priorities, seed
+from gpumgr.enforcement.hami_core import content, repairs
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
@@ -113,7 +113,7 @@ class HamiCore(Backend):
         if kind == "memory":
             return ContainerResponse(
                 envs={
-                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // seed.MEBIBYTE}m"
+                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // content.MEBIBYTE}m"
                     for index, gpu in enumerate(tenant.gpus)
                     if not gpu.whole
                 }
@@ -176,7 +176,7 @@ class HamiCore(Backend):
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
-        wanted = seed.limits(tenant.gpus)
+        wanted = content.limits(tenant.gpus)
         with _INSTALLING:
             _install(library, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
@@ -187,14 +187,14 @@ class HamiCore(Backend):
             make_folder(each, 0o711)
         if self._volumes is not None:
             self._volumes.renew(folder)
-        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
+        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, content.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
 
     def _adjust(self, running: Sequence[RunningContainer]) -> None:
         words = {each.tenant: self._monitor_of(each.tenant).repair(each) for each in running}
-        for tenant, word in priorities.due({tenant: word for tenant, word in words.items() if word is not None}).items():
+        for tenant, word in repairs.due({tenant: word for tenant, word in words.items() if word is not None}).items():
             self._monitor_of(tenant).set_recent_kernel(word)
 
     def _cleanup(self, allocation: AllocationId) -> None:

@@ -13,10 +13,10 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
-from gpumgr.enforcement.hami_core import layout, repairs, seed
+from gpumgr.enforcement.hami_core import content, layout, repairs
+from gpumgr.enforcement.hami_core.content import ProblemCode, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair
-from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 from gpumgr.ledger.gpu_share import GpuShare
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
@@ -224,7 +224,7 @@ class _PidMap:
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
     """Empty for a container with an unknown share or order of GPUs: its limits must not become others."""
     try:
-        wanted = seed.limits(tenant.gpus)
+        wanted = content.limits(tenant.gpus)
     except ValueError:
         return []
     return list(repairs.drifted(seen, wanted))

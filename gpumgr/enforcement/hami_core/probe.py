@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
+from gpumgr.enforcement.hami_core.content import MEBIBYTE
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
-from gpumgr.enforcement.hami_core.seed import MEBIBYTE
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
 #: Without these an allocation or a launch is not limited, or the library does not limit programs that look functions up by name; the last

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from gpumgr.common.files import replacing
-from gpumgr.enforcement.hami_core import layout, view
-from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.hami_core import content, layout
+from gpumgr.enforcement.hami_core.content import RegionView
 
 FILE_NAME: Final = "region.cache"
 #: For all users: the container's processes run as any user, and the library ends every CUDA process that can't write the file.
@@ -65,7 +65,7 @@ class RegionFile:
     def read(self) -> RegionView:
         """Reads header, tail, and the slots in use, of any content."""
         self._check()
-        return view.decode(self._read)
+        return content.decode(self._read)
 
     def cut(self) -> int:
         """Removes what the container appended; returns how many bytes that were."""

@@ -1,13 +1,26 @@
-"""The words to write into a region so that it has the granted limits again. Pure; one word for each repair."""
+"""The words that the agent writes into regions. Pure.
+
+A repair restores one word of the granted limits. The word `recent_kernel` implements priorities of containers on one GPU: launches of
+one wait while a container of a lower number launches. The library sets that word at each launch, and delays launches while it is below
+0; both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
+"""
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.seed import MEBIBYTE, PRIORITY, SWITCH_ON, RegionLimits
-from gpumgr.enforcement.hami_core.view import ProcessSlot, RegionView
+from gpumgr.enforcement.hami_core.content import (
+    MEBIBYTE,
+    PRIORITY,
+    RECENT_KERNEL,
+    SWITCH_ON,
+    ProcessSlot,
+    RegionLimits,
+    RegionView,
+)
+from gpumgr.ledger.gpu_share import GpuShare
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
@@ -94,3 +107,24 @@ def unstuck(slot: ProcessSlot) -> Repair:
     even = struct.pack("<Q", (slot.seqlock + 1) % (1 << 64))
     message = f"slot {slot.index} left locked by process {slot.pid}, which has ended"
     return Repair("seqlock", layout.slot_at(slot.index) + layout.SLOT_SEQLOCK, even, message)
+
+
+_BLOCKED: Final = -1
+
+
+def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
+    """The words to write once a second, of the containers that run, by the words that were found. A launch counts for two passes. The
+    priorities are those of the pods, and no container can write a word that counts longer."""
+    aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
+    if len({share.priority for share in found}) < 2:
+        return {share: 0 for share, word in found.items() if word < 0}
+    active = [share for share, word in aged.items() if word > 0]
+    wanted = {
+        share: _BLOCKED if any(each.priority < share.priority and _meet(each, share) for each in active) else max(word, 0)
+        for share, word in aged.items()
+    }
+    return {share: word for share, word in wanted.items() if word != found[share]}
+
+
+def _meet(one: GpuShare, other: GpuShare) -> bool:
+    return not {gpu.uuid for gpu in one.gpus}.isdisjoint(gpu.uuid for gpu in other.gpus)

@@ -1,4 +1,4 @@
-"""Backend "mps"."""
+"""The backends "mps", and "mps-open" for containers that the operator exempted from limits on a node that limits by MPS."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -11,20 +11,27 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, MpsError, Refusal
 from gpumgr.common.units import Process, Resource
 from gpumgr.common.unix_socket import MAX_PATH_BYTES
-from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.enforcement.mps import findings, injection, launcher, probe, processes
+from gpumgr.enforcement.backend import Backend, BackendName, ReportUnlimited, Unlimited
+from gpumgr.enforcement.mps import findings, launcher, probe, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
-from gpumgr.enforcement.mps.control import ControlProgram
-from gpumgr.enforcement.mps.control_program import find_control_program
+from gpumgr.enforcement.mps.control import ControlProgram, find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
-from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
-from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
+from gpumgr.enforcement.mps.folders import (
+    DaemonRecords,
+    GpuFolder,
+    Share,
+    boot_id,
+    gpu_folders,
+    read_protocol,
+    socket_path_bytes,
+    write_protocol,
+)
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.response import ContainerResponse, Mount
 
 #: A process without MPS is reported after this number of further checks: a client that has just started is not listed yet.
 _CHECKS: Final = 2
@@ -32,6 +39,8 @@ _CHECKS: Final = 2
 _USERS_OF: Final = 16
 #: The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
+#: More than any GPU has, for a GPU of unknown size.
+_ALL_MEMORY_BYTES: Final = 1 << 40
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +50,8 @@ class Mps(Backend):
     must not depend on it.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `in_pod`: the agent runs in a pod and
-    MPS on the host. `idle_gpu` returns the UUID of a GPU without
-    allocations and processes, on which a daemon may be tried, or None; `on_probed` is called after a try.
+    MPS on the host. `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
+    `on_probed` is called after a try.
 
     The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
     and no container starts on a shared GPU or gets a whole one before it has ended.
@@ -217,7 +226,7 @@ class Mps(Backend):
 
     def answer(self, tenant: GpuShare, kind: Resource, limits: Collection[Resource]) -> ContainerResponse:
         """The answer with these limits only. Raises Refusal."""
-        return injection.answer(tenant, kind, self._ready().config.protocol, limits, self._root)
+        return answer(tenant, kind, self._ready().config.protocol, limits, self._root)
 
     async def start(self, tenant: GpuShare) -> None:
         await self.admit(tenant, _share(tenant.only_gpu("MPS")))
@@ -369,3 +378,67 @@ class Mps(Backend):
 
 def _share(gpu: SharedGpu) -> Share:
     return Share(cores=gpu.core_percent, memory_bytes=gpu.memory_bytes)
+
+
+def answer(
+    tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
+) -> ContainerResponse:
+    """The answer to Allocate for MPS. Pure: it depends on the arguments alone. `root` has one folder for each GPU; `limits` are the
+    resources that MPS limits. Raises Refusal for a container with several GPUs: a GPU has its own daemon, and a process uses one daemon.
+
+    The pipe folder has the same path in the container as on the host, because all clients of a daemon must use the daemon's own path
+    (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted read-only, as NVIDIA's container toolkit does: sockets and pipes
+    work there, and root in a container can't make links where the daemon, which is root on the host, opens its files next time. In
+    protocol 3 only the folder of the container's own namespace is mounted. The socket determines the limits, so the container can't
+    select others.
+
+    /dev/shm: client and server of the CUDA driver share memory there, and NVIDIA's device plugin gives both the same small tmpfs. gpumgr
+    does the same with one tmpfs for each GPU, which is all the shared memory of the GPU's containers. A pod that mounts a volume of its
+    own at /dev/shm keeps that volume: the kubelet lists the pod's mounts after those of a device plugin, and the last mount covers the
+    others. Its processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is not
+    known whether they work.
+
+    The pod's annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.
+    """
+    gpu = tenant.only_gpu("MPS")
+    if kind == "memory":
+        # The GPU has the index 0 at the daemon. An entry for a GPU that is not visible would make the limit void.
+        limited = protocol == 2 and "memory" in limits
+        return ContainerResponse(envs={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={gpu.memory_bytes >> 20}M"} if limited else {})
+    folder = GpuFolder(root / gpu.uuid)
+    pipe = folder.pipe if protocol == 2 else folder.namespace(tenant.allocation)
+    envs = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
+    if protocol == 2 and "core" in limits:
+        envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(gpu.core_percent)
+    mounts = (
+        Mount(container_path=str(pipe), host_path=str(pipe), read_only=True),
+        Mount(container_path="/dev/shm", host_path=str(folder.shm)),
+    )
+    return ContainerResponse(envs=envs, mounts=mounts)
+
+
+class UnlimitedMps(Unlimited):
+    """A GPU of MPS gives CUDA contexts through its daemon only, so exempt containers use the daemon, without limits of their own. The
+    backend `mps` manages the daemons and the files of these containers.
+
+    In protocol 2 the outer bound of a GPU's daemon is its largest share: with an exempt container on the GPU that is the whole GPU, and
+    the other containers are limited by their environment alone.
+    """
+
+    name: BackendName = "mps-open"
+
+    def __init__(self, mps: Mps, report: ReportUnlimited) -> None:
+        super().__init__(report)
+        self._mps = mps
+
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """Raises Refusal."""
+        return self._mps.answer(tenant, kind, self.limits)
+
+    async def start(self, tenant: GpuShare) -> None:
+        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES))
+        await super().start(tenant)
+
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        """Whether the daemon works for them; they have no limits to evade. Raises OSError."""
+        return [finding for finding in await self._mps.observe(running) if finding.code == "broken"]

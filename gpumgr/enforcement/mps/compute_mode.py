@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import structlog
 
 from gpumgr.common.errors import GpumgrError, MpsError
-from gpumgr.enforcement.mps.records import DaemonRecords
+from gpumgr.enforcement.mps.folders import DaemonRecords
 
 #: NVML's nvmlComputeMode_t.
 DEFAULT: Final = 0

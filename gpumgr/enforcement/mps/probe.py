@@ -18,9 +18,8 @@ from gpumgr.common.files import replace_file
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
-from gpumgr.enforcement.mps.folders import GpuFolder, Share
+from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, Share, boot_id
 from gpumgr.enforcement.mps.launcher import LaunchMethod
-from gpumgr.enforcement.mps.records import DaemonRecords, boot_id
 
 #: A failure is tried again after this time.
 RETRY_SECONDS: Final = 600.0

@@ -11,8 +11,7 @@ import structlog
 from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
-from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
-from gpumgr.enforcement.mps.records import DaemonRecords
+from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, gpu_folders
 from gpumgr.ledger.ledger import AllocationId
 
 #: How long a tick waits for the checks that it started; a check of a daemon that hangs continues by itself.

@@ -15,10 +15,9 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.units import Resource
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation

@@ -19,8 +19,8 @@ from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, CriError
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
+from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.kube.pods import parse_quantity, selected
 from gpumgr.kube.replica_requests import replica_request
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient

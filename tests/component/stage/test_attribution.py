@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.units import MEMORY_RESOURCE
-from gpumgr.enforcement.backend import BackendName
+from gpumgr.enforcement.backend import BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
 from gpumgr.ledger.pods import PodKey, PodView

@@ -8,8 +8,8 @@ import pytest
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, Resource
+from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.pods import ContainerSpec, PodView

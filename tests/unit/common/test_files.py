@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.files import FileIdentity, replace_file, replacing, temporary_of
-from gpumgr.enforcement.mps.records import read_protocol, write_protocol
+from gpumgr.enforcement.mps.folders import read_protocol, write_protocol
 
 
 @pytest.fixture

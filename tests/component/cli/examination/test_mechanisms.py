@@ -111,7 +111,7 @@ async def test_a_pod_that_may_not_enter_its_host(
 
 async def test_in_a_pod_the_daemons_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nsenter(tmp_path, 'shift 4; exec "$@"', monkeypatch)
-    monkeypatch.setattr("gpumgr.enforcement.mps.control_program.obstacle", lambda *_: None)  # this host is no other host
+    monkeypatch.setattr("gpumgr.enforcement.mps.control.obstacle", lambda *_: None)  # this host is no other host
     found = await look_at_mps(program(tmp_path, NEW), {"auto"}, **{**HERE, "in_pod": True})
     assert "one server for all users, daemons are units of the host's systemd; mind" in found.message
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.enforcement.hami_core import layout
+from gpumgr.enforcement.hami_core.content import limits, seed
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
-from gpumgr.enforcement.hami_core.seed import limits, seed
 from tests.component.enforcement.hami_core.harness import Client
 from tests.shares import shared_gpu
 

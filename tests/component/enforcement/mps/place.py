@@ -21,8 +21,7 @@ from gpumgr.common.units import RESOURCES
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.mps.folders import GpuFolder
-from gpumgr.enforcement.mps.records import DaemonRecords
+from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse, merged

@@ -3,8 +3,8 @@
 import pytest
 
 from gpumgr.common.errors import Refusal
+from gpumgr.enforcement.mps.backend import UnlimitedMps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.ledger.gpu_share import GpuShare
 from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
 from tests.shares import gpu_share, shared_gpu

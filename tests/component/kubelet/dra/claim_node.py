@@ -11,8 +11,8 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
 from gpumgr.common.rpc.unix_server import UnixServer
+from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

@@ -3,19 +3,18 @@
 import struct
 from collections.abc import Callable
 
-from gpumgr.enforcement.hami_core import layout, seed, view
-from gpumgr.enforcement.hami_core.seed import RegionLimits
-from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.hami_core import content, layout
+from gpumgr.enforcement.hami_core.content import RegionLimits, RegionView
 from tests.shares import shared_gpu
 
-GRANTED: RegionLimits = seed.limits([shared_gpu()])
+GRANTED: RegionLimits = content.limits([shared_gpu()])
 
 
 class Pieces:
     """One region's bytes: at first a seed."""
 
     def __init__(self) -> None:
-        self.content = bytearray(seed.seed(GRANTED))
+        self.content = bytearray(content.seed(GRANTED))
 
     def put(self, offset: int, form: str, *values: int | bytes) -> None:
         struct.pack_into(form, self.content, offset, *values)
@@ -28,7 +27,7 @@ class Pieces:
         self.put(layout.PROC_NUM, "<i", count + 1)
 
     def view(self) -> RegionView:
-        return view.decode(lambda offset, size: bytes(self.content[offset : offset + size]))
+        return content.decode(lambda offset, size: bytes(self.content[offset : offset + size]))
 
 
 def table(**numbers: int | tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:

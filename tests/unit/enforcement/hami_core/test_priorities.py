@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.enforcement.hami_core.priorities import due
+from gpumgr.enforcement.hami_core.repairs import due
 from gpumgr.ledger.gpu_share import GpuShare
 from tests.shares import TWO_GPUS, gpu_share
 

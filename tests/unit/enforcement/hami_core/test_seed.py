@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.enforcement.hami_core.seed import limits
+from gpumgr.enforcement.hami_core.content import limits
 from tests.shares import TWO_GPUS, shared_gpu
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.mps.control_program import OwnView, obstacle, receives_mounts
+from gpumgr.enforcement.mps.control import OwnView, obstacle, receives_mounts
 
 RUN_DIR = Path("/run/gpumgr")
 NAME = "nvidia-cuda-mps-control"

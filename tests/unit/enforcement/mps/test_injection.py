@@ -7,8 +7,8 @@ import pytest
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCES, Resource
+from gpumgr.enforcement.mps.backend import answer
 from gpumgr.enforcement.mps.commands import MpsProtocol
-from gpumgr.enforcement.mps.injection import answer
 from tests.shares import TWO_GPUS, gpu_share, shared_gpu
 
 ROOT = Path("/run/gpumgr/mps")

@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
-from gpumgr.enforcement.mps.records import read_protocol, write_protocol
+from gpumgr.enforcement.mps.folders import read_protocol, write_protocol
 
 OLD: ControlFeatures = {2: ""}
 NEW: ControlFeatures = {2: "", 3: "--multiuser"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.mps.records import DaemonRecords
+from gpumgr.enforcement.mps.folders import DaemonRecords
 
 UUID = "GPU-0fe1c342"
 
