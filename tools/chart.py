@@ -154,7 +154,7 @@ def _added(before: list[Json], after: list[Json]) -> list[Json]:
 
 
 def settings_schema() -> Json:
-    """JSON schema of the value `settings`: the agent's own sections and keys, each of which may be null."""
+    """JSON schema of the value `settings`: the agent's own sections and keys; each may be null."""
     return _closed(
         {section: _closed({key: _or_null(kind) for key, kind in keys.items()}) for section, keys in sections().items()}
     )

@@ -1,6 +1,7 @@
-"""The style of comments, docstrings and Markdown: `python -m tools.prose` (make prose) lists every banned word with file and line.
+"""The style of comments, docstrings and Markdown: `python -m tools.prose` (make prose) lists what is banned, with file and line.
 
-A newcomer must understand each sentence at first reading, so personifications, metaphors and words of no one meaning are banned.
+A newcomer must understand each sentence at first reading. So personifications, metaphors, words without one meaning, and constructions
+that hide the subject of a sentence are banned.
 Text in backquotes and fenced blocks is code or a quotation and is not checked; nor are the files of EXEMPT.
 """
 
@@ -38,12 +39,24 @@ BANNED: Final[Mapping[str, str]] = {
     r"podside": "API side",
     r"nodeface": "node status",
     r"whereabouts": "process ownership",
+    r"of (?:which|whom)": "a sentence of its own",
+    r"those (?:that|which|who)": "the noun, with a relative clause",
+    r"no more(?! than)": "no longer, or no further",
+    r"stands": "is, or means",
+    r"comes? from": "a verb that names the action (is read from, is sent by)",
 }
 #: Paths (a file, or a folder with all that is in it) that others wrote, or that quote what is banned.
 EXEMPT: Final = ("CHANGELOG.md", "proto", "tests/data", "gpumgr/_pb")
 
+#: A relative clause with more words than this must be read twice.
+LONGEST_CLAUSE: Final = 25
+
 _WORDS: Final = [(re.compile(rf"(?<![\w`])(?:{words})(?![\w`])", re.IGNORECASE), instead) for words, instead in BANNED.items()]
-_ANY: Final = re.compile("|".join(BANNED), re.IGNORECASE)
+_OPENING: Final = re.compile(r"(?:^[\s*|>-]*|(?<=[.:;!?|] ))Of(?= )", re.MULTILINE)
+_CLAUSE: Final = re.compile(rf"\b(?:that|where|which|who)(?:\s+[^\s.,;:()|]+){{{LONGEST_CLAUSE + 1}}}")
+_CHECKS: Final = [*_WORDS, (_OPENING, "the subject first"), (_CLAUSE, "two sentences")]
+#: A file without any of these is not parsed.
+_ANY: Final = [re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE), re.compile(r"\bOf "), _CLAUSE]
 _QUOTED: Final = re.compile(r"(`+)[^`]+\1")
 _FENCED: Final = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _AFTER_HASH: Final = re.compile(r"(?:^|(?<=\s))#(?!!).*", re.MULTILINE)
@@ -52,7 +65,7 @@ _AFTER_SLASHES: Final = re.compile(r"/\*.*?\*/|(?:^|(?<=\s))//.*?$", re.MULTILIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A banned word. `file` is relative to the source tree, `line` counts from 1."""
+    """Banned words. `file` is relative to the source tree, `line` counts from 1."""
 
     file: Path
     line: int
@@ -64,13 +77,13 @@ class Finding:
 
 
 def findings(root: Path = PROJECT) -> Iterator[Finding]:
-    """Every banned word in the source tree, by file and line."""
+    """All findings in the source tree, by file and line."""
     for file in files(root):
         yield from findings_in(file, (root / file).read_text(encoding="utf-8"))
 
 
 def files(root: Path) -> list[Path]:
-    """The files to check, relative to `root`, without those that .gitignore names and without the exempt ones."""
+    """The files to check, relative to `root`, without the ones that .gitignore names and without the exempt ones."""
     ignored = [".git", *(line.strip("/\n") for line in (root / ".gitignore").read_text(encoding="utf-8").splitlines())]
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -80,16 +93,16 @@ def files(root: Path) -> list[Path]:
 
 
 def findings_in(file: Path, text: str) -> list[Finding]:
-    """Of one file with this content."""
-    if not _ANY.search(text):
+    """The findings in a file with this content."""
+    if not any(each.search(text) for each in _ANY):
         return []
     found = []
     for line, prose in _PROSE[_kind(file)](text):
         readable = _QUOTED.sub(_blank, prose)
-        for words, instead in _WORDS:
-            for match in words.finditer(readable):
+        for banned, instead in _CHECKS:
+            for match in banned.finditer(readable):
                 number = line + readable.count("\n", 0, match.start())
-                found.append(Finding(file=file, line=number, word=match[0], instead=instead))
+                found.append(Finding(file=file, line=number, word=match[0].strip(), instead=instead))
     return sorted(found, key=lambda each: (each.line, each.word))
 
 
@@ -111,9 +124,16 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
             match node.body:
                 case [ast.Expr(value=ast.Constant(value=str(docstring)) as constant), *_]:
                     yield constant.lineno, docstring
+    first, block = 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+            line = token.start[0]
+            if block and line != first + len(block):
+                yield first, "\n".join(block)
+                block = []
+            first = first if block else line
+            block.append(token.string.lstrip("#:! "))
+    yield first, "\n".join(block)
 
 
 def _markdown(text: str) -> Iterator[tuple[int, str]]:
@@ -123,7 +143,7 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
 def _after(comments: re.Pattern[str]) -> Callable[[str], Iterator[tuple[int, str]]]:
     def prose(text: str) -> Iterator[tuple[int, str]]:
         for match in comments.finditer(text):
-            yield 1 + text.count("\n", 0, match.start()), match[0]
+            yield 1 + text.count("\n", 0, match.start()), match[0].lstrip("#:/* ")
 
     return prose
 
@@ -141,7 +161,7 @@ def main() -> None:
     found = list(findings())
     for each in found:
         print(each)
-    print(f"{len(found)} banned words" if found else "no banned word", file=sys.stderr)
+    print(f"{len(found)} findings", file=sys.stderr)
     sys.exit(bool(found))
 
 

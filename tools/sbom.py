@@ -193,7 +193,7 @@ def license_list(made_of: Sequence[Package]) -> str:
 
 
 def _texts(name: str) -> Iterator[str]:
-    """Of the licence files in the package's metadata; where it ships none, what there is instead."""
+    """The text of the licence files in the package's metadata; where it ships none, what there is instead."""
     found: Distribution = distribution(name)
     files = [file for file in found.files or () if ".dist-info" in str(file) and _LICENSE_FILE.match(file.name)]
     for file in files:

@@ -42,7 +42,7 @@ def problems() -> Iterator[str]:
 
 
 def lock_problems(text: str) -> Iterator[str]:
-    """Of the text of a lock alone."""
+    """Findings in the text of a lock alone."""
     for pin in pins(text).values():
         if not pin.hashes or not all(map(_SHA256.fullmatch, pin.hashes)):
             yield f"{pin.name} is not locked by SHA-256"
@@ -60,7 +60,7 @@ def request_problems(project: Mapping[str, Any], locked: Mapping[NormalizedName,
 
 
 def package_problems(name: str, pin: Pin | None) -> Iterator[str]:
-    """Of an installed package. `pin` None: it is not locked."""
+    """Findings about an installed package. `pin` None: it is not locked."""
     if pin is None or version(name) != pin.version:
         yield f"{name} {version(name)} is installed, {pin and pin.version} is locked"
     for file in altered(name):

@@ -202,7 +202,7 @@ class Admission:
         for each in ledger.allocations.keys() - freed.allocations.keys():
             pod = ledger.allocations[each].pod
             if pod in self._seen and not freed.of(pod):
-                self._seen[pod] = self._looks  # a new pod under an old name, of which the cache may have no UID yet
+                self._seen[pod] = self._looks  # a new pod under an old name; the cache may not have its UID yet
                 self._uids.pop(pod, None)
         return freed
 
@@ -228,7 +228,7 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The pod under admission is the newest one that waits for this. No pod is added to the list while another one is admitted. If
-        the cache has no such pod (it is late, or has an earlier incarnation), the pod is one of those that were added last."""
+        the cache has no such pod (it is late, or has an earlier incarnation), the pod is one of the ones that were added last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -245,7 +245,7 @@ class Admission:
         return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """Of the listed pods that may wait for ids, the one that was added last. The pod of the last Allocate comes first only if no
+        """The pod that was added last among the listed pods that may wait for ids. The pod of the last Allocate comes first only if no
         `List` call was made since."""
         last = self._last(ledger)
 

@@ -35,7 +35,7 @@ from gpumgr.ledger.pods import PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
-#: How long a Prepare waits for the watch to deliver the pod, of which it needs the containers' names.
+#: How long a Prepare waits for the watch to deliver the pod: it needs the containers' names.
 POD_SECONDS: Final = 2.0
 #: How long the API server is asked whether a prepared claim was allocated anew.
 AGAIN_SECONDS: Final = 1.0
@@ -72,7 +72,7 @@ class NodeClaims:
         self._batch = CommitBatch(agent_state)
         #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
         self._preparing: dict[object, str] = {}
-        #: Unprepared claims, the oldest first -> their pods that need them no more.
+        #: Unprepared claims, the oldest first -> their pods that no longer need them.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
@@ -160,7 +160,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _bury(self, claim: ClaimRef) -> None:
-        """Records the pods that need the claim no more. One that is Pending may only be about to use it."""
+        """Records the pods that no longer need the claim. One that is Pending may only be about to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}

@@ -54,7 +54,7 @@ class History:
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
         self._newest: deque[HistoryEntry] = deque()
-        #: Of each existing allocation the grants that are not among the newest entries any more.
+        #: The grants of existing allocations that are no longer among the newest entries.
         self._grants: dict[AllocationId, list[HistoryEntry]] = {}
         self._unsaved: deque[HistoryEntry] = deque(maxlen=capacity)
         self._news = asyncio.Event()

@@ -79,7 +79,7 @@ class Inventory:
         return not self.mig_on_demand or profile.name in self.mig_on_demand
 
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
-        """Name -> GPU, of those that the driver lists now."""
+        """Name -> GPU, of the ones that the driver lists now."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
 
     def indices(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, int]:

@@ -169,7 +169,7 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Finds, by PodResources, the pod of a starting container of which the ids have no known name. Waits until no other Allocate
+        """Finds, by PodResources, the pod of a starting container with ids that have no known name. Waits until no other Allocate
         is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:

@@ -1,4 +1,4 @@
-"""Reports a pod of which a container has two sets of limits, by claims that were prepared for other pods before.
+"""Reports a pod with a container that has two sets of limits, by claims that were prepared for other pods before.
 
 The kubelet makes no Prepare call for it, so nothing can refuse the pod: its variables and files are those of one set.
 """

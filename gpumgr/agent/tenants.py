@@ -19,7 +19,7 @@ def tenant_of(
 ) -> GpuShare | None:
     """The tenant, if this allocation shares a GPU; None for whole GPUs, and for gpu-manager's records, which gpumgr does not limit.
 
-    `gpus` are those that the driver shows now; `view` is the allocation's pod, if it is known.
+    `gpus` are the ones that the driver shows now; `view` is the allocation's pod, if it is known.
     """
     if not is_share(allocation):
         return None

@@ -38,7 +38,7 @@ from gpumgr.ledger.response import ContainerResponse
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod of which the annotation gpumgr.io/placement is not used.
+#: Reason of the event of a pod with an annotation gpumgr.io/placement that is not used.
 PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 
 

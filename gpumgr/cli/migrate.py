@@ -327,7 +327,7 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints the plan, then carries it out. Names come from files and are made printable; YAML escapes the settings itself."""
+    """Prints the plan, then carries it out. Names are read from files and are made printable; YAML escapes the settings itself."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

@@ -2,7 +2,7 @@
 
 GpumgrError
 ├── Refusal           a request that must not be granted; its text reaches `kubectl describe pod`
-├── InputError        text, file or argument that can't be read; says what, where and what to do
+├── InputError        text, file or argument that can't be read; names the problem, its place, and the remedy
 │   ├── TopologyError
 │   ├── SettingsError
 │   └── StateError

@@ -24,7 +24,7 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """Of the file that `path` names or links to; None if it can't be examined."""
+        """The identity of the file that `path` names or links to; None if it can't be examined."""
         try:
             return cls.of(os.stat(path))
         except OSError:

@@ -24,7 +24,7 @@ MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
 #: Which resource a device id, a request or a server is about. Ids of cores and of memory stand for amounts, the others do not.
 Resource = Literal["core", "memory", "replica", "mig"]
-#: Of a vcuda container.
+#: The resources of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
 ALL_RESOURCES: Final[tuple[Resource, ...]] = (*RESOURCES, "replica", "mig")
 RESOURCE_NAMES: Final[dict[Resource, str]] = {
@@ -74,7 +74,7 @@ class Amounts:
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """The name by which the agent knows a resource of the kubelet's lists; `names`: those that differ."""
+    """The name by which the agent knows a resource of the kubelet's lists; `names`: the ones that differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 

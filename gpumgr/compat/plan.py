@@ -18,7 +18,7 @@ from gpumgr.settings.schema import plain, sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`settings` are those that differ from the defaults, by dotted keys, as YAML values. The other fields are lines of text:
+    """`settings` are the ones that differ from the defaults, by dotted keys, as YAML values. The other fields are lines of text:
     those of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
     quoted in the commands.
 

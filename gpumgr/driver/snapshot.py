@@ -183,7 +183,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
         try:
             active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
             if active is None:
-                break  # no such link: there are no more
+                break  # no such link: this was the last one
             if not active:
                 continue
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
@@ -200,7 +200,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
-    """NVLinks between two GPUs: those that both ends report, and as many fabric links as both have."""
+    """NVLinks between two GPUs: the ones that both ends report, and as many fabric links as both have."""
     if one is other:
         return 0
     there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))

@@ -278,7 +278,7 @@ class ApiServer:
 
 
 def _name(body: Body | None) -> str:
-    """Of the object that the body has; "" if it has none."""
+    """The name of the object that the body has; "" if it has none."""
     return str((body.get("metadata") or {}).get("name") or "") if isinstance(body, Mapping) else ""
 
 

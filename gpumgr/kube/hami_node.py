@@ -23,7 +23,7 @@ HANDSHAKE: Final = "hami.io/node-handshake"
 #: Its scheduler binds no other pod to the node while this is there.
 LOCK: Final = "hami.io/mutex.lock"
 _Number = Annotated[int, Meta(ge=0)]
-#: Of the CSV, as the JSON calls them; old plugins lack the last two.
+#: Fields of the CSV, as the JSON calls them; old plugins lack the last two.
 _COLUMNS: Final = ("id", "count", "devmem", "devcore", "type", "numa", "health", "index", "mode")
 
 
@@ -83,7 +83,7 @@ def decode_register(text: str) -> Sequence[RegisteredGpu]:
 
 
 def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
-    """Of each GPU the score of its links to the others."""
+    """The scores of each GPU's links to the others."""
     rows = [
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)

@@ -159,7 +159,7 @@ class Reflector(Generic[T]):
         self._watching_since: float | None = None
         self._logged: str | None = None
         self._clock, self._heard_at = clock, clock()
-        #: Of the last list, if nothing has been received since.
+        #: The time of the last list, if nothing has been received since.
         self._list_error: str | None = None
         self._list_refused = False
         self._reported = False

@@ -44,7 +44,7 @@ def pod_annotations(
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are those that the driver lists; a container on another one has no indices. `evaluators` may lack allocations.
+    `gpus` are the ones that the driver lists; a container on another one has no indices. `evaluators` may lack allocations.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
@@ -61,7 +61,7 @@ def pod_annotations(
 
 
 def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
-    """Of app containers only, as in gpu-manager, which writes device minors under the name of indices."""
+    """The annotations of app containers only, as in gpu-manager, which writes device minors under the name of indices."""
     places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
     for a in allocations:
         place = places.get(a.container) if a.container is not None else None

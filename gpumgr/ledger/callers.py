@@ -1,7 +1,7 @@
 """Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod under admission (design: identity is exact). It is a
-listed pod of which the first container that lacks ids requests exactly this number of this resource.
+listed pod if its first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +63,7 @@ UNKNOWN_CALLER = Caller()
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
     """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Containers before the last one that holds ids are done, also an init container of which the allocation has no name because the pod
+    Containers before the last one that holds ids are done, also an init container without a name in its allocation because the pod
     was not known at its grant.
     """
     mine = ledger.of(view.key, view.uid)
@@ -90,8 +90,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed one that waits for this. Of several it is the one with a container that is listed with its
-    other resource, or else the newest. None if no listed pod fits.
+    """The pod under admission: a listed one that waits for this. If there are several, it is the one with a container that is listed with
+    its other resource, or else the newest. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which they were first listed.
     """
@@ -119,7 +119,7 @@ def waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: 
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
-    """The init container's allocation of which these ids are taken over; None if they are new ones."""
+    """The init container's allocation with these ids, which are taken over; None if they are new ones."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
         if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):

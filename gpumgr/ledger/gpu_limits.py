@@ -44,7 +44,7 @@ class GpuLimits:
 
 
 def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken: Collection[str]) -> GpuLimits:
-    """`mechanisms`: those of the node, of which the first that limits a resource counts. `broken`: those that the node can't use."""
+    """`mechanisms`: those of the node, the first one that limits a resource counts. `broken`: the ones that the node can't use."""
     by: dict[Resource, str] = {
         kind: next((name for name in mechanisms if strengths.get(name, {}).get(kind, "none") != "none"), "") for kind in RESOURCES
     }

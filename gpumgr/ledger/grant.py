@@ -6,7 +6,7 @@ Rules:
 * Whole GPUs are granted with all their cores; no other pod holds anything on them.
 * Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
   many as it requests.
-* Of a container that the scheduler placed, new ids lie on the GPUs that it named.
+* New ids of a container that the scheduler placed lie on the GPUs that it named.
 * An id that a running container holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
   UpdateAllocatedDevices while an Allocate is in flight).
 """

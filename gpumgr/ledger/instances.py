@@ -1,4 +1,4 @@
-"""MIG devices: which of them are offered, and the grant of those that the kubelet names.
+"""MIG devices: which of them are offered, and the grant of the ones that the kubelet names.
 
 An instance has one holder. It is the limit of its container, so nothing else is enforced. Its memory is booked on its GPU.
 Source of the resources' names and of the strategies: NVIDIA's device plugin.

@@ -83,10 +83,10 @@ class Allocation:
     granted one GPU, or as many as it requested.
     `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and `device_ids`
     are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
-    `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
-    container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
+    `exemption` is the namespace or namespace/serviceaccount that makes them differ from the node's; `cdi`: the answer to its
+    container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of its users.
     `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
-    `mig_devices`: those that were created for it; then nothing else limits it.
+    `mig_devices`: the ones that were created for it; then nothing else limits it.
     """
 
     id: AllocationId

@@ -18,7 +18,8 @@ from gpumgr.placement.topology.devices import MigProfile
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why the GPU has no MIG device for the container and those that take over its replica. `mask`: replicas that it takes over there."""
+    """Why the GPU has no MIG device for the container and the ones that take over its replica. `mask`: replicas that it takes over
+    there."""
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:
         return None

@@ -59,7 +59,7 @@ class Rebuilt:
     ledger: Ledger
     added: tuple[Allocation, ...] = ()
     problems: tuple[str, ...] = ()
-    #: Records of which some GPUs are not in `ledger` yet.
+    #: Records with GPUs that are not in `ledger` yet.
     left: tuple[AnonymousRecord, ...] = ()
 
 
@@ -72,8 +72,8 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` with the allocations that only the kubelet has. Those that contradict the ledger are skipped and reported in `problems`, as
-    are replicas of unknown GPUs."""
+    """`ledger` with the allocations that only the kubelet has. The ones that contradict the ledger are skipped and reported in `problems`,
+    as are replicas of unknown GPUs."""
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
@@ -273,7 +273,7 @@ def migrate(
 
 
 def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection[tuple[str, str]]) -> Holders:
-    """Of (UID, container, ids of vcuda resources) those with ids that name no GPU, without the containers with `known` GPUs."""
+    """The (UID, container, ids of vcuda resources) with ids that name no GPU, without the containers with `known` GPUs."""
     found: dict[tuple[str, str], frozenset[str]] = {}
     for uid, container, ids in entries:
         unnamed = frozenset(each for each in ids if not _OURS.fullmatch(each))

@@ -5,7 +5,7 @@
 * Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
 * On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
   GPUs, not both: its environment names the ones or the others. That of an init container is large enough for
-  those that take over its replica, and they take it over, too.
+  the ones that take over its replica, and they take it over, too.
 
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
@@ -29,7 +29,7 @@ from gpumgr.placement.evaluators.select import find
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """GPUs for the whole container, those that the scheduler named if it did, and one replica of each. Raises Refusal."""
+    """GPUs for the whole container, the ones that the scheduler named if it did, and one replica of each. Raises Refusal."""
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
     if len({*named}) < len(named):

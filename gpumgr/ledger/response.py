@@ -37,7 +37,7 @@ class ContainerResponse:
 
 
 def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerResponse:
-    """One response with all contents. Of two values for one variable, annotation or container path the later one counts."""
+    """One response with all contents. If a variable, annotation or container path has two values, the later one counts."""
     every = (first, *others)
     return ContainerResponse(
         envs={key: value for each in every for key, value in each.envs.items()},

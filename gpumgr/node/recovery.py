@@ -37,7 +37,7 @@ async def reconcile(
     wait_synced: Callable[[float], Awaitable[None]],
     lost: bool,
 ) -> bool:
-    """Adopts the allocations of these entries, and returns whether all could be. `lost`: the ledger was lost, so all of it comes from
+    """Adopts the allocations of these entries, and returns whether all could be. `lost`: the ledger was lost, so all of it is read from
     there; then the pods' specs are waited for."""
     found = ours_of(entries)
     if lost and found:

@@ -1,4 +1,4 @@
-"""Entries of the history about containers, each of which becomes an event of the container's pod."""
+"""Entries of the history about containers; each becomes an event of the container's pod."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol

@@ -108,7 +108,7 @@ class ProcessOwners:
         await self._look_up.close()
 
     def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
-        """Of several starts of a container the latest counts."""
+        """The latest of several starts of a container counts."""
         found: dict[AllocationId, dict[object, Container]] = {}
         for container in self._runtime.running():
             for allocation in index.exact(container):

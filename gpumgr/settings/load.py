@@ -327,7 +327,7 @@ def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _twice(key: str, items: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Errors of a list of name=value with two values for a name, of which only the later one would take effect."""
+    """Errors of a list of name=value with two values for a name: only the later one would take effect."""
     names = [item.partition("=")[0] for item in dict.fromkeys(items)]
     for name in dict.fromkeys(each for each in names if names.count(each) > 1):
         yield key, f"{name!r} has {names.count(name)} values; allowed: one"

@@ -70,7 +70,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: With mode plugin: the resources that are offered. tencent: tencent.com/vcuda-core and vcuda-memory. hami: nvidia.com/gpu.
     profile: Literal["tencent", "hami", "both"] = "tencent"
     #: With mode plugin: how the MIG devices of GPUs in MIG mode are offered. none: not at all. single: as nvidia.com/gpu
-    #: (hami.count_resource), of which all GPUs must have equal ones. mixed: as nvidia.com/mig-<profile>, for example mig-1g.10gb.
+    #: (hami.count_resource); all GPUs must have equal ones. mixed: as nvidia.com/mig-<profile>, for example mig-1g.10gb.
     mig_strategy: Literal["none", "single", "mixed"] = "none"
     #: With mode dra: the effect of the taint of a GPU that does not work. NoExecute: its pods are deleted, too.
     unhealthy_taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
@@ -158,7 +158,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the GPUs that fit a share, take the fullest or the emptiest.
+    #: Takes the fullest or the emptiest of the GPUs that fit a share.
     policy: Literal["binpack", "spread"] = "binpack"
     #: Grant shares of a GPU (less than 100 cores).
     share_mode: bool = True
@@ -280,7 +280,8 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the nodes and GPUs that fit, take those where the least is left without use, the fullest, the emptiest, or the best joined GPUs.
+    #: Takes, among the nodes and GPUs that fit, those where the least is left without use, the fullest, the emptiest, or the best joined
+    # GPUs.
     #: Pods may choose another policy.
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
     #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.

@@ -295,7 +295,7 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _wanted(self, request: web.Request) -> Selector:
-        """Of the selectors the part that names a node. Another node than this one has no pods here."""
+        """The part of the selectors that names a node. Another node than this one has no pods here."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
         if selector == "spec.nodeName=":
             return lambda item: not item["spec"].get("nodeName")

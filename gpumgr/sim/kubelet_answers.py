@@ -16,7 +16,7 @@ def without_cdi(answer: bytes) -> bytes:
 
 
 def merged(answers: Iterable[bytes]) -> ContainerResponse:
-    """One container's settings from the answers for its resources. Of two values for one key the first is used."""
+    """One container's settings from the answers for its resources. The first of two values for one key is used."""
     envs: dict[str, str] = {}
     annotations: dict[str, str] = {}
     mounts: dict[str, Mount] = {}

@@ -1077,7 +1077,7 @@ EXPORT result_t nvmlDeviceSetComputeMode(void *d, int mode) {
     return leave(keep_fact(subject, value));
 }
 
-/* The kernel gives a cgroup this file if its parent enables the dmem controller. In a plain folder that stands for a cgroup no file appears. */
+/* The kernel gives a cgroup this file if its parent enables the dmem controller. In a plain folder that replaces a cgroup no file appears. */
 static int has_limit_file(const char *cgroup) {
     char path[MAX_CGROUP + 32], enabled[256] = "";
     snprintf(path, sizeof path, "%s/dmem.max", cgroup);

@@ -2,7 +2,7 @@
 
 Clients on this host may read everything. Maintenance requests are accepted only over the unix socket, which only root can open. Remote
 clients may read metrics and probes until the settings allow more: by a bearer token, by a client certificate, or by either. The origin
-comes from the connection alone, never from a header.
+is read from the connection alone, never from a header.
 
 The `Host` header is checked for loopback clients. A foreign web page in a browser on this host can let its own name resolve to
 127.0.0.1 (DNS rebinding) and read the pages then; its requests have that name in `Host`.

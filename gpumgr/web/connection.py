@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 # 256 KiB, 4096 connections take 1 GiB.
 asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 
-#: Of a request's first line and of each header; and the number of headers.
+#: The limits of a request's first line and of each header; and the number of headers.
 _MAX_LINE_BYTES: Final = 8190
 _MAX_HEADERS: Final = 64
 #: aiohttp's message for more headers.
@@ -126,7 +126,7 @@ class Connection(web.RequestHandler):
         handshake.add_done_callback(self._listener.handshakes.discard)
 
     def _remote_address(self, transport: asyncio.Transport) -> str | None:
-        """None: the client is on this host. The kubelet's probes come from the node's own address."""
+        """None: the client is on this host. The kubelet's probes have the node's own address."""
         here, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         return None if self.origin != "remote" or not peer or (here and here[0] == peer[0]) else str(peer[0])
 

@@ -117,7 +117,7 @@ class ConnectionLimit:
                 self._groups.pop(name, None)
 
     def check(self, now: float) -> None:
-        """Cuts the connections that are overdue, and those that keep too many bytes unread."""
+        """Cuts the connections that are overdue, and the ones that keep too many bytes unread."""
         for slot in [slot for slot in self._groups[_ALL] if slot.overdue(now, self._timeouts)]:
             self._cut(slot)
         unread = _unread(self._groups[_ALL], now)

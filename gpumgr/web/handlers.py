@@ -119,7 +119,7 @@ class Pages:
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 
     async def pods(self, request: web.Request) -> web.Response:
-        """The pods of which something is known; with `?name=` those of that name."""
+        """The pods about which something is known; with `?name=` those of that name."""
         name = request.query.get("name")
         known = (key for key in self._sources.pods() if name in (None, key[1]))
         return json_response([{"namespace": namespace, "pod": pod} for namespace, pod in known])

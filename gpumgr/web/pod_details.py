@@ -22,7 +22,7 @@ Holder = tuple[PodKey | None, str | None]
 
 
 def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[HistoryEntry]) -> list[PodKey]:
-    """The names of which something is known, sorted. `views` are the API server's pods; those that request no GPU are left out."""
+    """The names about which something is known, sorted. `views` are the API server's pods; the ones that request no GPU are left out."""
     holders = _holders(ledger, history)
     recorded = [holder for _, holder in _with_holders(holders, history)]
     return sorted({view.key for view in views if view.containers} | {key for key, _ in (*holders.values(), *recorded) if key})
@@ -111,7 +111,7 @@ def _incarnations(
 ) -> list[str]:
     """The UIDs of all pods of the name, newest first: the API server's, then by the time when each was first seen.
 
-    A pod may end after the next one began, so its end has no influence on the order; a pod of which only the end is known comes last.
+    A pod may end after the next one began, so its end has no influence on the order; a pod with a known end alone is last.
     """
     first = {holder[1]: -inf for entry, holder in entries if entry.what == "freed"}
     seen = [(entry.at, holder[1]) for entry, holder in entries if entry.what != "freed"]

@@ -63,7 +63,7 @@ class Sources(Protocol):
         ...
 
     def pods(self) -> Sequence[PodKey]:
-        """The pods of which something is known, sorted."""
+        """The pods about which something is known, sorted."""
         ...
 
     async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:

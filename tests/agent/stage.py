@@ -24,7 +24,7 @@ _TEST_SECONDS: Final = 90
 
 @contextlib.asynccontextmanager
 async def stage(folder: Path, *, sim: str = SIM, **options: Any) -> AsyncIterator[SimulatedNode]:
-    """The node without its agent. If the test fails, the end of the agent's log stands below the error."""
+    """The node without its agent. If the test fails, the end of the agent's log is below the error."""
     async with asyncio.timeout(_TEST_SECONDS), open_node(folder, sim=sim, **options) as node:
         try:
             yield node

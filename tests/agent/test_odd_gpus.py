@@ -1,4 +1,4 @@
-"""GPUs of which the driver does not report what it reports of others."""
+"""GPUs about which the driver reports less than about others."""
 
 import re
 from pathlib import Path
@@ -64,7 +64,7 @@ async def test_a_setting_names_the_memory_that_the_driver_does_not_report(folder
 
 
 async def test_a_gpu_without_memory_information_is_one_replica(folder: Path) -> None:
-    """Of nvidia.com/gpu: a container that requests no part of the memory gets the whole GPU."""
+    """Resource nvidia.com/gpu: a container that requests no part of the memory gets the whole GPU."""
     async with stage(folder, sim=str(without_memory(folder))) as node:
         await node.agent.start({**BOTH, "GPUMGR_NODE_PROFILE": "hami", "GPUMGR_HAMI_DEVICE_MEMORY_SCALING": "1"})
         await node.kubelet.until_allocatable(VGPU)

@@ -138,7 +138,7 @@ async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
 
 
 async def test_a_kubelet_that_is_too_old_is_reported_once(folder: Path) -> None:
-    """Before 1.20: placement goes by the order of calls, and ends of pods come from the API server alone."""
+    """Before 1.20: placement goes by the order of calls, and the API server alone reports ends of pods."""
     async with running(folder, command=PATIENT, shape=V1_19) as node:
         await run_three(node)
         before = node.ledger()

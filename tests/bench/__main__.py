@@ -36,7 +36,7 @@ MODULES = {
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",
 }
-#: A load above this comes from other programs, which then determine p99.
+#: A load above this is that of other programs, which then determine p99.
 QUIET_LOAD = 0.5
 
 

@@ -1,7 +1,7 @@
 """What the agent is before it has done anything: `python -m tests.bench.bench_imports [--rounds N]` prints one JSON object.
 
-`gpumgr run` imports its command, and the API server's library when it connects. Beside it stands the interpreter alone; both in processes
-of their own, bytecode there.
+`gpumgr run` imports its command, and the API server's library when it connects. The interpreter alone is measured beside it; both in
+processes of their own, bytecode there.
 """
 
 import subprocess

@@ -219,7 +219,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(*words: object) -> AsyncIterator[Client]:
-    """Of a process that serves as `words` say."""
+    """The figures of a process that serves as `words` say."""
     with child("tests.bench.bench_metrics", *words) as port:
         client = Client(*await asyncio.open_connection("127.0.0.1", int(port), limit=2**24))
         try:
@@ -232,7 +232,7 @@ async def client_of(*words: object) -> AsyncIterator[Client]:
 
 
 async def times(client: Client, headers: Mapping[str, str], seconds: float) -> dict[str, float | int]:
-    """Of scrapes at a steady pace, in rounds of so many seconds."""
+    """The CPU of scrapes at a steady pace, in rounds of so many seconds."""
     await client.get("/metrics", headers)
     rounds: list[list[float]] = []
     for _ in range(ROUNDS):

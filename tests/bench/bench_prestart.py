@@ -40,7 +40,7 @@ from tests.libvgpu import build
 CONTAINERS = 100
 #: Shares differ, as MPS's bound for all tenants of a GPU depends on the largest; together they fit on 8 GPUs.
 SIZES = tuple((cores, cores // 2) for cores in (4, 9, 7, 5, 10, 6, 8))
-#: Of the simulated node (h200-8.yaml).
+#: The driver of the simulated node (h200-8.yaml).
 DRIVER_VERSION = "550.90.07"
 _FAKE = Path(__file__).parents[1] / "data" / "enforcement" / "fake_mps_control.py"
 _GONE_SECONDS = 60.0
@@ -91,7 +91,7 @@ class Node:
         self._run_dir, self._allocation_dir = folder / "run", folder / "vm"
         self._gpus: set[str] = set()
         self._pods: list[PodKey] = []
-        #: Of the last round, for each start on average: commands that MPS daemons got.
+        #: The last round, for each start on average: commands that MPS daemons got.
         self.commands: dict[str, float] = {}
 
     async def round(self, starts: Starts, attached: ExitStack) -> None:

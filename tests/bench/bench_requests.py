@@ -147,7 +147,7 @@ class Bench:
             return longest
 
     async def wait(self, waiting: int) -> Mapping[str, Any]:
-        """Pods of few requests, each with the names in its own order; then of as many requests as pods, of which one fits by now."""
+        """Pods of few requests, each with the names in its own order; then as many requests as pods, and one of them fits by now."""
         before, found = resident(), dict[str, Any]()
         quota = NamespaceQuota(pools=frozenset({"pool-1"}))
         for name, limits, count in (("rejection", {}, waiting), ("rejection_with_quota", {"bench": quota}, 1000)):

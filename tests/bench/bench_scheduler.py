@@ -30,7 +30,7 @@ EVENTS_PER_SECOND = 1000
 JOINING = 20
 #: After many events: the figures that follow are without their CPU.
 SETTLE_SECONDS = 2
-#: Of the setting scheduler.candidates.
+#: The setting scheduler.candidates.
 MOST_CANDIDATES = 1024
 START_SECONDS = 120
 #: Three times the duration of a watch.

@@ -82,7 +82,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
 
 
 def put_into(document: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    """Replaces what stands between the two marks. Raises ValueError without them."""
+    """Replaces the text between the two marks. Raises ValueError without them."""
     before, found, rest = document.read_text(encoding="utf-8").partition(begin)
     _, last, after = rest.partition(end)
     if not found or not last:

@@ -28,7 +28,7 @@ def socket_of(folder: Path, n: int) -> Path:
 
 
 def tenant(n: int) -> GpuShare:
-    """Of container n."""
+    """The line of container n."""
     uuid = f"GPU-{n % 8:08x}-aaaa-bbbb-cccc-0123456789ab"
     gpu = shared_gpu(uuid, bus_id=f"0000:{n % 8:02x}:00.0", cores=10)
     return gpu_share(f"{n:016x}", gpu, pod=("bench", f"pod-{n}"), pod_uid=f"uid-{n}")

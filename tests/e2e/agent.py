@@ -181,7 +181,7 @@ class Agent:
         return self._resources.allocatable()
 
     def offers(self) -> bool:
-        """Whether the kubelet has healthy ids of both resources: a plugin that answers stands behind them."""
+        """Whether the kubelet has healthy ids of both resources: a plugin that answers serves them."""
         offered = self.offered()
         return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
 

@@ -136,7 +136,7 @@ class Bench:
         )
 
     def status(self, name: str) -> int | None:
-        """Of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
+        """The status of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.ports[name]), timeout=5) as connection:
             connection.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
             if answer := connection.recv(4096):

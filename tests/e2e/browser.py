@@ -114,7 +114,7 @@ class Visit:
     requests: list[str] = field(default_factory=list)
 
     async def violations(self) -> list[str]:
-        """Of the Content-Security-Policy."""
+        """The violations of the Content-Security-Policy."""
         found: list[str] = await self.page.evaluate("window.violations")
         return found
 

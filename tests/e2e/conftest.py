@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
-            # Of the test alone: the cluster's fixture may have to build binaries first.
+            # The time of the test alone: the cluster's fixture may have to build binaries first.
             item.add_marker(pytest.mark.timeout(240, func_only=True))
             if "cluster" in getattr(item, "fixturenames", ()):
                 assert unit_of_work(item.path) == "cluster", f"{item.nodeid} needs the cluster"

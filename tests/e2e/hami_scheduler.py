@@ -1,7 +1,7 @@
 """A stand-in for HAMi's scheduler: an extender of a real kube-scheduler that writes on nodes and pods what HAMi 2.10 writes.
 
 Its verbs are those of HAMi's `pkg/scheduler`: `filter` chooses one node and its GPUs and annotates the pod, `bind` takes the node's lock,
-sets the pod's phase and binds it. It stands for what a node agent gets to see, so it has one order of GPUs (spread) and no webhook.
+sets the pod's phase and binds it. It represents what a node agent gets to see, so it has one order of GPUs (spread) and no webhook.
 """
 
 import json
@@ -199,7 +199,7 @@ def _annotate(
 
 
 def devices_of(pod: Json) -> list[list[tuple[str, int, int]]]:
-    """Of each container the GPUs (UUID), MiB and cores that HAMi's annotation has."""
+    """For each container: the GPUs (UUID), MiB and cores that HAMi's annotation has."""
     text = (pod["metadata"].get("annotations") or {}).get(ALLOCATED, "")
     containers = [[device.split(",") for device in each.split(":") if device] for each in text.split(";")[:-1]]
     return [[(uuid, int(memory), int(cores)) for uuid, _, memory, cores in each] for each in containers]

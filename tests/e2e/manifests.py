@@ -29,7 +29,7 @@ AUDIT: Json = {
     "omitStages": ["RequestReceived", "ResponseStarted"],
     "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}],
 }
-#: Of the controller manager's many: those that the tests need. None of them judges nodes or evicts pods.
+#: The controllers that the tests need. None of them judges nodes or evicts pods.
 CONTROLLERS = (
     "daemonset-controller",
     "deployment-controller",

@@ -152,7 +152,7 @@ def written(paths: Iterable[Path]) -> list[str]:
     return [line.split(" ", 3)[3] for path in paths for line in whole_lines(path)]
 
 
-#: Ports that this process has given out: those who have them may be down for a while.
+#: Ports that this process has given out: their users may be down for a while.
 _GIVEN: set[int] = set()
 
 

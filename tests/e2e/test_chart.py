@@ -250,7 +250,7 @@ def test_the_kubelet_waits_longer_for_the_end_of_the_agent_than_the_agent_itself
 
 
 def annotations(values: Values) -> dict[str, str]:
-    """Of the DaemonSet's pods."""
+    """The annotations of the DaemonSet's pods."""
     metadata: Json = daemonset(render(values))["spec"]["template"]["metadata"]
     return dict(metadata.get("annotations", {}))
 

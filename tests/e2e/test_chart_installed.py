@@ -20,7 +20,7 @@ from .processes import wait_until
 #: Not gpumgr: the harness has rights of this name.
 RELEASE = "chart-test"
 NAME = "chart-test-gpumgr"
-#: Of the chart's values: what comes beside either monitor.
+#: Values of the chart beside either monitor.
 WATCHED = {"rules": {"enabled": True, "labels": {"release": "prom"}}, "dashboard": {"enabled": True}}
 
 

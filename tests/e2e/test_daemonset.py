@@ -212,7 +212,7 @@ def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) 
 
 
 def idle(folder: str, marker: str) -> Json:
-    """A DaemonSet that shows that it lives, and no more."""
+    """A DaemonSet that shows that it lives, and does nothing else."""
     labels = {"app": "idle"}
     beating = f"trap 'exit 0' TERM; : > /beat/{marker}; while :; do : > /beat/beat; usleep 10000; done"
     main = container(command=beating, volumeMounts=[{"name": "beat", "mountPath": "/beat"}])
@@ -287,7 +287,7 @@ def booted_anew(cluster: Cluster, agent: Installed) -> Iterator[str]:
 
 
 def test_the_node_boots(node: Node, agent: Installed, cluster: Cluster) -> None:
-    """All that ran is gone, the ledger is not; who comes back gets GPUs, and nothing is held for those who don't.
+    """All that ran is gone, the ledger is not; a pod that returns gets GPUs, and nothing is held for the others.
 
     The agent reads the boot's id for MPS alone, because a boot ends its daemons and compute modes (tests/unit/enforcement); for pods it
     uses the kubelet and the container runtime. The kubelet reads the id to distinguish a boot from its own restart.
@@ -440,7 +440,7 @@ def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Inst
 
 
 def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
-    """The capabilities that the chart keeps are enough. Device nodes come from where NVIDIA's container runtime would bring them."""
+    """The capabilities that the chart keeps are enough. Device nodes are made where NVIDIA's container runtime would make them."""
     node.offer_all()
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device())
     volumes = [{"name": name, "hostPath": {"path": f"/dev/{name}", "type": "CharDevice"}} for name in nodes]

@@ -19,7 +19,7 @@ Seen = Mapping[str, Json]
 
 
 def looking(name: str, containers: Sequence[Json], init: Sequence[Json] = ()) -> Json:
-    """A pod of which each container has the tenants' programs."""
+    """A pod with the tenants' programs in each container."""
     made = [mounted(each)[0] for each in (*init, *containers)]
     _, fields = mounted(container())
     return pod(name, made[len(init) :], init=made[: len(init)], bound=False, **fields)

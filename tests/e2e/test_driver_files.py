@@ -24,7 +24,7 @@ from .processes import wait_until
 from .tenants import FOLDER, limited, mounted, wait_line
 from .test_mig import GPU, RESOURCE, mig_uuid
 
-#: Of the simulated node.
+#: The driver of the simulated node.
 VERSION = "550.90.07"
 ROOT: Final = AGENT_STATE / "driver-root"
 #: What the busybox image lacks of an ordinary one. It has no cache of libraries, as an image has no entry for a driver.

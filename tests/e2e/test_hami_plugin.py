@@ -259,7 +259,7 @@ def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
 
 
 def made_by_hami(name: str, containers: Mapping[str, tuple[str, int, int]]) -> Json:
-    """A pod with these containers, of which "first" is an init container, and one without GPUs before the others."""
+    """A pod with these containers ("first" is an init container), and one without GPUs before the others."""
     body = hami_pod(name)
     parts = {
         part: {**body["spec"]["containers"][0], "name": part, "resources": {"limits": hami_limits(memory, cores)}}

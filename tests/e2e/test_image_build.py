@@ -54,7 +54,7 @@ def test_the_image_is_small() -> None:
 
 @pytest.mark.timeout(600, func_only=True)
 def test_two_builds_have_the_same_files(tmp_path: Path) -> None:
-    """Names, types, modes, owners, links and contents; times come from SOURCE_DATE_EPOCH or are absent."""
+    """Names, types, modes, owners, links and contents; times are SOURCE_DATE_EPOCH or are absent."""
     config, layers = image_agent.read_archive(image_agent.build_image())
     again, layers_again = image_agent.read_archive(image_agent.build_again(tmp_path / "again.tar"))
     files, files_again = unpacked(layers), unpacked(layers_again)

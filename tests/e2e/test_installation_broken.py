@@ -55,7 +55,7 @@ def _take_mount_out(objects: Iterable[Json], name: str) -> None:
 
 
 def status(agent: Installed, *, init: bool = False) -> Json:
-    """Of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has reported it."""
+    """The state of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has reported it."""
     statuses = agent.newest()["status"].get("initContainerStatuses" if init else "containerStatuses", [])
     return statuses[0] if statuses else {}
 

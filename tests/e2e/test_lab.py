@@ -16,7 +16,7 @@ _CASES = [] if _OBSTACLE else cases(LabFiles.find(), [scenario for scenario in S
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[Case, Outcome]:
-    """Of all cases; they run side by side."""
+    """The results of all cases; they run side by side."""
     with open_run(LabFiles.find()) as run:
         return asyncio.run(play_all(run, _CASES))
 

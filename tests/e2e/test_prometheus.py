@@ -61,7 +61,7 @@ class Scene:
             self.node.delete(pod)
 
     async def halt(self) -> None:
-        """The agent stands still again and again."""
+        """The agent stops again and again."""
         pid = self.node.agent.pid
         assert pid is not None
         for _ in range(6):
@@ -93,7 +93,7 @@ class Scene:
                 await asyncio.sleep(0.3)
 
     async def provoke(self, alert: str, what: Callable[[], Awaitable[None]]) -> None:
-        """Until it fires. What stands for a moment alone is done again where it fell between two looks of Prometheus: a machine that
+        """Until it fires. What is visible for a moment only is done again where it fell between two looks of Prometheus: a machine that
         stalls is enough for that."""
         async with asyncio.timeout(WAIT_SECONDS):
             while True:
@@ -153,7 +153,7 @@ def dashboard_queries(dashboard: Path = DASHBOARD) -> Iterator[str]:
 
 
 def operands(text: str) -> set[str]:
-    """Of every rule; `last_over_time` finds what only stood for a moment."""
+    """The result of every rule; `last_over_time` finds what only stood for a moment."""
     rules = rules_of(yaml.safe_load(text))
     return {f"last_over_time({operand}[10m])" for rule in rules for operand in OPERAND.findall(rule["expr"])}
 

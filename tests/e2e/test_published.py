@@ -1,4 +1,4 @@
-"""What a real API server holds of the agent's decisions, written with no more rights than config/examples/rbac.yaml gives."""
+"""What a real API server holds of the agent's decisions, written with the rights of config/examples/rbac.yaml alone."""
 
 import json
 import subprocess

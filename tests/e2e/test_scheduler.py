@@ -278,7 +278,7 @@ def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods:
 
 @pytest.fixture
 def scheduler_pod(pods: Scheduled, cluster: Cluster) -> Iterator[Scheduled]:
-    """Stands for the pod of the scheduler: the API server's proxy leads to the process."""
+    """Replaces the pod of the scheduler: the API server's proxy leads to the process."""
     lines: list[str] = []
 
     def listens() -> bool:
@@ -343,7 +343,7 @@ def test_a_gpu_that_recovers_takes_the_pod_that_waits(pods: Scheduled) -> None:
 
 
 def test_pods_that_arrive_at_once_never_get_one_gpus_room_twice(pods: Scheduled) -> None:
-    """30 pods for ten GPUs, each of which has room for two."""
+    """30 pods for ten GPUs, each with room for two."""
     names = [f"crowd-{number}" for number in range(30)]
     for name in names:
         pods.create(name, (50, 32))

@@ -79,7 +79,7 @@ class Replicas:
         return self.leaders()[0]
 
     def status(self, name: str, path: str, certificate: str | None) -> int:
-        """Of a POST to one replica. Raises OSError if it takes no such client."""
+        """The status of a POST to one replica. Raises OSError if it takes no such client."""
         context = ssl.create_default_context(cafile=CERTIFICATES / "ca.crt")
         if certificate is not None:
             context.load_cert_chain(CERTIFICATES / f"{certificate}.crt", CERTIFICATES / f"{certificate}.key")

@@ -89,7 +89,7 @@ def test_twenty_pods_at_once_that_best_fit_packs_all_run(node: Node) -> None:
 
 
 def test_pods_go_to_the_node_and_the_gpu_that_the_scheduler_names(node: Node) -> None:
-    """Of four nodes the one with the GPU that the pod asks for; best fit on the node alone would choose another GPU."""
+    """The one of four nodes with the GPU that the pod asks for; best fit on the node alone would choose another GPU."""
     named = inventory(node)["gpus"][5]["uuid"]
     first = share("beside", 30, 16, nodeSelector={"kubernetes.io/hostname": NODE})
     node.run([first])

@@ -161,7 +161,7 @@ def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, ku
 
 
 def warnings(host: Machine) -> list[str]:
-    """Of the agent, in the journal; but for the one that a slow machine earns."""
+    """The agent's warnings in the journal; but for the one that a slow machine earns."""
     found = [str(each["GPUMGR_EVENT"]) for each in journal(host, f"_SYSTEMD_UNIT={UNIT}", "--priority=warning")]
     return [event for event in found if event != "background_call_takes_long"]
 

@@ -19,7 +19,7 @@ from .tenants import BLOCK, LIBRARY, Changes, allocation, library, limited, line
 READER = "/programs/vcuda_reader"
 
 
-#: Of the simulated node.
+#: The driver of the simulated node.
 VERSION = "550.90.07"
 
 

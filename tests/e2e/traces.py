@@ -110,7 +110,7 @@ def _processes(path: Path) -> Iterator[int]:
 
 
 def processes_below(folder: Path) -> set[int]:
-    """Process ids in a cgroup and in those below it, any of which may be removed at the same time."""
+    """Process ids in a cgroup and in the cgroups below it, which may be removed at the same time."""
     return {pid for group, _, _ in os.walk(folder) for pid in _processes(Path(group) / "cgroup.procs")}
 
 

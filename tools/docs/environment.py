@@ -1,4 +1,4 @@
-"""The tables of the environment variables that the commands read, and of those that containers get."""
+"""The tables of the environment variables that the commands read, and of the ones that containers get."""
 
 from typing import Final
 

@@ -126,7 +126,7 @@ MEANINGS: Final = {
     "pods.",
     "not_taken_over": "The records of gpu-manager's pods can't be saved. The agent reads them again at the next start.",
     "flag_without_effect": "A flag of gpu-manager has no effect here, for the given reason.",
-    "config_reloaded": "The settings file has changed. The event lists the keys that were applied and those that need a restart.",
+    "config_reloaded": "The settings file has changed. The event lists the keys that were applied and the ones that need a restart.",
     "config_rejected": "The settings file is wrong, as `reason` describes. The previous settings stay in use.",
     "node_description_removed": "`kubernetes.describe_node` is off (and `node_labels` is empty), so the agent removed its labels "
     "and its condition from the node.",

@@ -36,7 +36,7 @@ Document = dict[str, Any]
 
 
 class AgentData:
-    """`live`: it comes from the agent, and is current. `state` is as /api/state. All calls raise GpumgrError."""
+    """`live`: the agent sent it, and it is current. `state` is as /api/state. All calls raise GpumgrError."""
 
     live = True
 
@@ -49,7 +49,7 @@ class AgentData:
         return documents[::-1]
 
     async def pods(self) -> frozenset[PodKey]:
-        """The pods of which something is known."""
+        """The pods about which something is known."""
         try:
             return read_pods(await self._agent.get(PODS))
         except InputError as error:

@@ -59,7 +59,7 @@ class Cluster:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def deployed(self, container: str) -> Deployed | None:
-        """The Deployment of which this is the first container."""
+        """The Deployment with this first container."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
@@ -67,7 +67,7 @@ class Cluster:
         return None
 
     async def config(self, given: str | None) -> Json | None:
-        """Of kube-scheduler: what is given, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
+        """kube-scheduler's configuration: the given one, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
         if given is not None:
             return parse_config(given)
         found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
@@ -217,7 +217,7 @@ async def _versions(cluster: Cluster) -> CheckResult:
 
 
 def _minor(text: str) -> tuple[int, int] | None:
-    """Of a version, or of an image with a version as its tag."""
+    """The numbers of a version, or of an image with a version as its tag."""
     found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
     return (int(found[1]), int(found[2])) if found else None
 

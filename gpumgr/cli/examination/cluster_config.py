@@ -83,7 +83,7 @@ def _managed(extender: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _seconds(text: str) -> float:
-    """Of a Go duration with one unit; infinite if it is another text."""
+    """The seconds of a Go duration with one unit; infinite if it is another text."""
     for unit, seconds in (("ms", 0.001), ("s", 1.0), ("m", 60.0)):
         if text.endswith(unit) and text.removesuffix(unit).replace(".", "", 1).isdigit():
             return float(text.removesuffix(unit)) * seconds

@@ -62,7 +62,7 @@ class ClaimsController:
         self.refused = 0
         #: What was refused -> when it may be written again, and the pause after the next refusal.
         self._paused: dict[Hashable, tuple[float, float]] = {}
-        #: Pods of which the gate was removed, until the watch shows it.
+        #: Pods without the gate that was removed, until the watch shows it.
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
         self._said: dict[str, tuple[str, float]] = {}
@@ -119,7 +119,7 @@ class ClaimsController:
         return refused
 
     def _shape(self, key: Key, count: int) -> Shape:
-        """Of the template. Raises ValueError, for the pod's event, if it is not to be created."""
+        """The content of the template. Raises ValueError, for the pod's event, if it is not to be created."""
         try:
             shape = parse(key[1])
         except ValueError as error:

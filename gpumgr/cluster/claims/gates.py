@@ -18,7 +18,7 @@ Kinds = Set[tuple[GpuKind, int]]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What claims ask for that are not allocated yet, by their UIDs. A claim of several pods stands in the demand of each."""
+    """What claims ask for that are not allocated yet, by their UIDs. A claim of several pods is in the demand of each."""
 
     namespace: str
     claims: Mapping[str, tuple[ContainerRequest, ...]]

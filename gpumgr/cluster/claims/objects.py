@@ -60,7 +60,7 @@ class UnboundPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedSlice:
-    """The GPUs of a node's ResourceSlice, of which there is one; the name of a device stands for the UUID. `key`: the node's name."""
+    """The GPUs of a node's only ResourceSlice; the name of a device replaces the UUID. `key`: the node's name."""
 
     uid: str
     key: str
@@ -144,7 +144,7 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """Of several alternatives the largest one. kube-scheduler never allocates more than MAX_DEVICES, so more are not counted one by one."""
+    """The largest one of several alternatives. kube-scheduler never allocates more than MAX_DEVICES, so more are not counted one by one."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
@@ -165,7 +165,7 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU; those that are not named are the whole GPU's. More than a GPU's can't be allocated."""
+    """Amounts on one GPU; the ones that are not named are the whole GPU's. More than a GPU's can't be allocated."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

@@ -15,7 +15,7 @@ from gpumgr.placement.evaluators.select import check_request
 
 DRIVER: Final = "gpu.gpumgr.io"
 DEVICE_CLASS: Final = DRIVER
-#: Of a claim: the template that it was made from.
+#: A claim's template.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
 PREFIX: Final = "vcuda-"

@@ -103,7 +103,7 @@ class ClaimWatches:
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The pods with gates of which all claims exist, and the claims of pods without gates that are not allocated."""
+        """The pods with gates and existing claims, and the claims of pods without gates that are not allocated."""
         nodes = filter(None, map(self._index.node, self._cluster.nodes))
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []

@@ -1,7 +1,7 @@
 """The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses, and the rank of the node.
 
 binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
-left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first. topology
+left on the GPUs that it shares. spread prefers the opposite. Among equal nodes, the one with the better joined GPUs is first. topology
 prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
 
 least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
@@ -169,7 +169,7 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The sets of GPUs within one of which the container must be. It has MIG devices or other GPUs, not both."""
+    """The sets of GPUs; the container must be within one of them. It has MIG devices or other GPUs, not both."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]

@@ -209,8 +209,8 @@ class ClusterIndex:
         return node.used
 
     def node_set(self, names: Names) -> NodeSet:
-        """Of names of nodes, or as it is now: a node that has become known since is one of `nodes`. A set that was made before nodes were
-        numbered again has all nodes."""
+        """The set of these names of nodes, or the present one: a node that has become known since is one of `nodes`. A set that was made
+        before nodes were numbered again has all nodes."""
         self.settle()
         numbering = self._profiles.numbering
         if isinstance(names, NodeSet):
@@ -423,7 +423,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
 
 
 def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
-    """Those of a pod of which the node reports only the amounts: one on each GPU."""
+    """The uses of a pod for which the node reports only the amounts: one on each GPU."""
     replicas = any(container.replica for container in request.containers) and not any(each.replicas for _, each in shares)
     return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
 

@@ -91,7 +91,7 @@ class NodeState:
         return each if not chosen_here or all(each) else [False] * len(each)
 
     def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
-        """The NUMA nodes on one of which a container with `gpus` GPUs must be; None: anywhere."""
+        """The NUMA nodes; a container with `gpus` GPUs must be on one of them. None: anywhere."""
         if not constraints.same_numa_node or gpus < 2:
             return None
         found = sorted({gpu.numa for gpu in self.gpus})
@@ -99,7 +99,7 @@ class NodeState:
 
 
 def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """A node of which only the sums are known: equal GPUs, equally far from each other (as gpu-admission assumes)."""
+    """A node with known sums only: equal GPUs, equally far from each other (as gpu-admission assumes)."""
     count = cores // CORES_PER_GPU
     rows = range(count)
     return NodeState(

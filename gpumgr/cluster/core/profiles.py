@@ -127,7 +127,7 @@ class Profiles:
         return (profile for kind in self._kinds.values() for profile in kind.idle.values())
 
     def nodes_of(self, names: Sequence[str]) -> int:
-        """Of names that are all on record. Raises KeyError."""
+        """The set of names that are all on record. Raises KeyError."""
         if len(names) < 2:
             return 1 << self.slots[names[0]] if names else 0
         slots = itemgetter(*names)(self.slots)

@@ -102,7 +102,7 @@ class Shape:
         return sorted(best.found)
 
     def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
-        """Profiles for which a choice is still to be computed; without `reasons` only those that may fit."""
+        """Profiles for which a choice is still to be computed; without `reasons` only the ones that may fit."""
         if not self.request.constraints.use_uuids:
             views = self._views(offered if self._share is None else offered & self._apart)
             needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))
@@ -142,7 +142,7 @@ class Shape:
 
     @property
     def _apart(self) -> int:
-        """Nodes of which more than one GPU decides where a share fits: GPUs with MIG devices, or the agent chooses."""
+        """Nodes on which more than one GPU decides where a share fits: GPUs with MIG devices, or the agent chooses."""
         constraints, profiles = self.request.constraints, self._profiles
         restricted = constraints.of_single_gpus or constraints.unused
         return profiles.with_mig | (profiles.unnamed if restricted else 0)
@@ -264,7 +264,7 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str]]:
-        """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes of which none fits."""
+        """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes that all do not fit."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -339,7 +339,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """Of rooms that are equal for a share in blocks the one that is first on the node is taken."""
+    """Among rooms that are equal for a share in blocks, the first one on the node is taken."""
     return room.cores_free, room.blocks_free
 
 

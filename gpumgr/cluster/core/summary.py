@@ -16,7 +16,7 @@ Totals = Counter[tuple[str, str, str]]
 #: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing of the other amount, so no
 #: pod can have it. "closed": free on GPUs that are unhealthy or cordoned.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
-#: Of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
+#: States of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 

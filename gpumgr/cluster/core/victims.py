@@ -1,7 +1,7 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
-Of several sets the best one is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
-priorities in sum. Of few pods all sets are tried. Otherwise they are too many, and those are tried that free one GPU after another,
+The best of several sets is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
+priorities in sum. For few pods all sets are tried. For more pods the sets are tried that free one GPU after another,
 beginning with each of 16.
 """
 
@@ -18,7 +18,7 @@ from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: Of at most so many pods all sets are tried.
+#: All sets are tried for at most so many pods.
 _MAX_EXACT: Final = 6
 #: Smaller sets are tried in place of one with at most so many pods, and so many of them.
 _MAX_IMPROVED: Final = 4
@@ -52,7 +52,7 @@ class Eviction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemptor:
     """The pod that needs room. `within_quota`: what its quota allows it on the node with this use, once these pods have ended; None: it has
-    no quota. `evicts`: the pods that it may evict, and those that end anyway; None: all."""
+    no quota. `evicts`: the pods that it may evict, and the ones that end anyway; None: all."""
 
     request: PodRequest
     priority: int
@@ -150,7 +150,7 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
 
 def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
-    """A smaller set of `pods`: without those that can stay, the smallest ones first."""
+    """A smaller set of `pods`: without the ones that can stay, the smallest ones first."""
     by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
     left = tuple(by_priority)
     for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
@@ -183,7 +183,7 @@ def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
 
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
-    """What each pod holds of which GPU, and what is used in all."""
+    """What each pod holds on each GPU, and what is used in all."""
     empty = used_on(node, ())
     known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
     taken = {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}

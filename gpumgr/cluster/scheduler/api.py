@@ -4,7 +4,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-#: Why a pod waits. "refused": no agent grants the request. "quota": its namespace may hold no more. "resources": no node has enough in
+#: Why a pod waits. "refused": no agent grants the request. "quota": its namespace is at its limit. "resources": no node has enough in
 #: total. "fragmentation": a node has enough in total, and no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
 #: kube-scheduler has not tried yet, or rejects these nodes itself.
 Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
@@ -21,7 +21,7 @@ class NodeGroup(msgspec.Struct, kw_only=True):
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """`request` in words. `limit`: what stands against the pod wherever it goes (its request, or a quota)."""
+    """`request` in words. `limit`: the obstacle on every node (its request, or a quota)."""
 
     kind: Kind
     request: str

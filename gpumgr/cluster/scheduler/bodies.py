@@ -15,7 +15,7 @@ from gpumgr.web.connection import Connection
 _log = structlog.get_logger(__name__)
 
 _LOG_SECONDS: Final = 60.0
-#: Added to the age of a body, so that the size decides among those that arrive at one time.
+#: Added to the age of a body, so that the size decides among the ones that arrive at one time.
 _YOUNG_SECONDS: Final = 0.01
 
 
@@ -28,7 +28,7 @@ class _Body:
 
 
 class Bodies:
-    """Each body has at most `most_bytes`, and those that are in memory have at most `total_bytes` together. If they exceed it, the
+    """Each body has at most `most_bytes`, and the ones that are in memory have at most `total_bytes` together. If they exceed it, the
     connection with the unfinished body of the largest product of size and age is closed: kube-scheduler and the API server send a body
     without a pause, and neither many large bodies nor many slow ones are a reason to close theirs. `clock` is monotonic, in seconds."""
 

@@ -83,7 +83,7 @@ class Extender:
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(index, quotas, watches, clock=clock)
-        #: UIDs of pods that are being written, and of those that a Binding has bound, or may have bound, without that the watch shows it.
+        #: UIDs of pods that are being written, and of pods that a Binding has bound, or may have bound, before the watch shows it.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
         #: Pods with assumed GPUs, and some that had: the watch may show a pod later than kube-scheduler does, or not at all.

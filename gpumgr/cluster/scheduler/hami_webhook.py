@@ -1,6 +1,6 @@
 """Completes pods with HAMi's resources, in clusters without MutatingAdmissionPolicies: the rules of config/hami/admission-policies.yaml.
 
-Which pods it is asked about stands in config/hami/webhook.yaml. Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in
+config/hami/webhook.yaml selects the pods. Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in
 pkg/device/nvidia/device.go.
 """
 
@@ -19,7 +19,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"
-#: Of one body, and of all together: any client that reaches the port may send some. A larger pod is refused at its creation.
+#: The limit of one body, and of all together: any client that reaches the port may send some. A larger pod is refused at its creation.
 MOST_BYTES: Final = 1 << 20
 TOTAL_BYTES: Final = 16 << 20
 _NONE: Final = ("", "0")

@@ -17,7 +17,7 @@ Action = Literal["create", "take", "renew", "wait"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTimes:
-    """`lead_seconds` after a write a leader stops to answer; `bind_seconds` before that it sends no more bindings. With these times a
+    """`lead_seconds` after a write a leader stops to answer; `bind_seconds` before that it stops sending bindings. With these times a
     replica takes over within 12 s."""
 
     lease_seconds: int = 10

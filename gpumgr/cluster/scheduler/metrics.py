@@ -168,7 +168,7 @@ class SchedulerMetrics:
 
 
 def outcome_of(result: object) -> str:
-    """Of an answer of the extender: one of OUTCOMES."""
+    """The outcome of an answer of the extender: one of OUTCOMES."""
     if getattr(result, "error", ""):
         return "error"
     match result:

@@ -66,7 +66,7 @@ class WatchedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
-    """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an
+    """`containers` are the names of the ones that want GPUs, in the request's order; `places` their index in spec.containers (None: an
     init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
     `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
     annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
@@ -283,7 +283,8 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """Of a refused pod that is on a node all the same: its agent grants the containers one by one, also too many and of both kinds."""
+    """The containers of a refused pod that is on a node all the same: its agent grants the containers one by one, also too many and of both
+    kinds."""
     try:
         return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -291,7 +292,7 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """Of a pod with too many containers so many that it still has too many: it holds all GPUs of its node (see `used_on`), and thousands of
+    """So many containers of a pod with too many that it still has too many: it holds all GPUs of its node (see `used_on`), and thousands of
     containers do not stop the event loop."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
@@ -317,7 +318,7 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
                 named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
                 if not _fits(container, named[-1]):
                     raise ValueError(
-                        f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not those that it requests"
+                        f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not the ones that it requests"
                     )
             return tuple(named)
     # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.

@@ -111,7 +111,7 @@ class Preemption:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
-        """A pod has taken its GPUs: it no longer keeps others, and takes those that were kept for pods of lower priority."""
+        """A pod has taken its GPUs: it no longer keeps others, and takes the ones that were kept for pods of lower priority."""
         self._kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
             if self._kept[uid].pod.node == pod.node and not self._index.fits(self._kept[uid].pod):
@@ -181,8 +181,8 @@ class Preemption:
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
     def _examination(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Callable[[], Eviction | None]:
-        """Of the node as it is now, without what is kept for the pod itself; it may run on a thread. A pod above its quota evicts pods of
-        its namespace only, which make enough of the quota free."""
+        """The victims on the node as it is now, without what is kept for the pod itself; it may run on a thread. A pod above its quota
+        evicts pods of its namespace only, which make enough of the quota free."""
         node = self._index.node(name)
         if node is None:
             return lambda: None

@@ -38,7 +38,7 @@ class Reasons:
         self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
-        """With what stands against the pod wherever it goes, or "". Refresh the overview before. `known` keeps what does not depend on
+        """With the obstacle on every node, or "". Refresh the overview before. `known` keeps what does not depend on
         the namespace from one pod to the next."""
         if pod.refusal is not None:
             return "refused", pod.refusal

@@ -38,7 +38,7 @@ _LONGEST_PAUSE_SECONDS: Final = 64.0
 #: One look works so long at most, and so long before the event loop serves others; the next one goes on where it has stopped.
 _LOOK_SECONDS: Final = 0.4
 _SLICE_SECONDS: Final = 0.005
-#: Looks of which it is remembered what had changed before them.
+#: Looks for which the changes before them are kept.
 _REMEMBERED: Final = 100
 
 

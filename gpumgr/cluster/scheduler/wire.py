@@ -12,7 +12,7 @@ _NONE: Final = msgspec.Raw(b"null")
 
 
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
-    """Of filter and prioritize. `node_names` with nodeCacheCapable, else `nodes` with whole Node objects in "items"."""
+    """The arguments of filter and prioritize. `node_names` with nodeCacheCapable, else `nodes` with whole Node objects in "items"."""
 
     pod: dict[str, Any]
     nodes: dict[str, Any] | None = None

@@ -23,7 +23,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 class Entry(NamedTuple):
-    """Of a list (`key` counts from 1) or of an object. `at`: where the value begins."""
+    """An entry of a list (`key` counts from 1) or of an object. `at`: where the value begins."""
 
     key: str
     at: int
@@ -50,7 +50,7 @@ class JsonText:
         return f"{self._file}, line {self._counted[1]}"
 
     def entries(self, opening: str, at: int = 0) -> Iterator[Entry]:
-        """Of the list ("[") or of the object ("{") at this position."""
+        """The entries of the list ("[") or of the object ("{") at this position."""
         at, keys = self._skipped(at), set[str]()
         if self._text[at] != opening:
             raise InputError(f"{self.place(at)}: {_KINDS[opening]} is expected")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 GPU_MILLI: Final = 1000
-#: The requests, used last, of which a policy keeps the state of all nodes: a trace of many different ones would fill the memory.
+#: The number of requests, used last, for which a policy keeps the state of all nodes: a trace of many different ones would fill the memory.
 MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.

@@ -56,7 +56,7 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Calla
     # The first one is the last of the list.
     arriving = sorted(range(len(pods)), key=lambda number: (pods[number].arrival_seconds, number), reverse=True)
     ends: list[tuple[float, int, Placement]] = []
-    # Of each request the pods that wait: (-priority, arrival, position in the trace). A request that waits fits nowhere until a pod ends.
+    # Request -> the pods that wait: (-priority, arrival, position in the trace). A request that waits fits nowhere until a pod ends.
     waiting: dict[Shape, list[tuple[int, float, int]]] = {}
     while arriving or ends:
         now = min([pods[each].arrival_seconds for each in arriving[-1:]] + [end for end, _, _ in ends[:1]])

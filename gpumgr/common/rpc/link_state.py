@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """A registration. `registrations` counts those that have succeeded, `error` says what is wrong since, or now, and what to do."""
+    """A registration. `registrations` counts the ones that have succeeded, `error` says what is wrong since, or now, and what to do."""
 
     registered: bool = False
     registrations: int = 0

@@ -192,7 +192,7 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
 
 
 _STDERR: Final = "gpumgr logs to stderr, as log.level and log.format set"
-#: Its value comes from the driver; the value in the flag is ignored.
+#: The driver has its value; the value in the flag is ignored.
 _MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 
 _RULES: Final[Mapping[str, _Rule]] = {

@@ -66,7 +66,7 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
 
 
 def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
-    """Slots the process of which has no pid on the host, or another process's: the library does not limit its cores. Each with the pid
+    """Slots with a process that has no pid on the host, or another process's: the library does not limit its cores. Each with the pid
     on the host, and whether the slot must be left alone for now.
 
     With several candidates (nested pid namespaces) nothing is certain. A stuck slot is left alone: its pid on the host shows whether
@@ -90,20 +90,20 @@ def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
 
 
 def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
-    """Whether a running process may hold the semaphore `postinit`: its holder and those that wait for it have no host pid yet, so the
+    """Whether a running process may hold the semaphore `postinit`: its holder and the ones that wait for it have no host pid yet, so the
     holder is gone if not more processes than wait have none."""
     starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
     return starting > seen.postinit_waiters
 
 
 def released() -> Repair:
-    """Frees the semaphore `postinit`, the holder of which has ended. Its waiters must be woken."""
+    """Frees the semaphore `postinit` after the end of its holder. Its waiters must be woken."""
     message = "a process that was killed in cuInit left the others waiting"
     return Repair("postinit", layout.SEM_POSTINIT, struct.pack("<I", 1), message)
 
 
 def unstuck(slot: ProcessSlot) -> Repair:
-    """Unlocks a slot the writer of which has ended."""
+    """Unlocks a slot after the end of its writer."""
     even = struct.pack("<Q", (slot.seqlock + 1) % (1 << 64))
     message = f"slot {slot.index} left locked by process {slot.pid}, which has ended"
     return Repair("seqlock", layout.slot_at(slot.index) + layout.SLOT_SEQLOCK, even, message)

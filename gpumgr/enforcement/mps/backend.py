@@ -273,7 +273,7 @@ class Mps(Backend):
     # -- all containers -------------------------------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Adopts daemons of an earlier start of the agent, and restarts those that have ended."""
+        """Adopts daemons of an earlier start of the agent, and restarts the ones that have ended."""
         if self._supervisor is None:
             return
         for tenant in tenants:

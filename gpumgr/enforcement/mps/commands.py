@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
 _MULTIUSER: Final = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
-#: Refusals of protocol 2, the exit status of which is 0. Seen with drivers 470 to 615.
+#: Refusals of protocol 2, with the exit status 0. Seen with drivers 470 to 615.
 _REFUSAL: Final = re.compile(
     r"^(?:Unknown command|Server \d+ not found|Insufficient privilege|Not enough privilege|Invalid|Error|Failed).*",
     re.MULTILINE | re.IGNORECASE,

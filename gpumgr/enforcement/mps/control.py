@@ -27,11 +27,11 @@ from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, l
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
-#: Printed by the program, the exit status of which is not always set.
+#: Printed by the program, which does not always set its exit status.
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
 _NOT_RUN: Final = (126, 127)
-#: Of a program's output.
+#: The limit of a program's output.
 _MAX_BYTES: Final = 1 << 20
 #: How often a running program's time limit is checked.
 _SLICE_SECONDS: Final = 0.1
@@ -266,7 +266,7 @@ def parse_probe(output: str) -> Mapping[str, str]:
 
 
 def receives_mounts(mountinfo: str, folder: Path) -> bool:
-    """Whether later mounts below this folder propagate from the namespace that it comes from. Source: mount_namespaces(7), "shared"
+    """Whether later mounts below this folder propagate from its original namespace. Source: mount_namespaces(7), "shared"
     and "master" in the optional fields of /proc/PID/mountinfo."""
     found = (len("/"), False)
     for line in mountinfo.splitlines():

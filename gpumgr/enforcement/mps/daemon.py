@@ -86,7 +86,7 @@ class Daemon:
     _failures: int = 0
     _not_before: float = float("-inf")
     _settled_at: float = float("-inf")
-    #: Of this process.
+    #: The state of this process.
     _limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:

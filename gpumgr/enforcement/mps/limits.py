@@ -123,7 +123,7 @@ class Namespaces:
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again that were changed, and those of which the daemon's answer after they were set is not known (the agent has
+        """Sets limits again that were changed, and limits without a known answer of the daemon (the agent has
         restarted). Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too: a few at each check and after
         the limits are restored, since a container can make thousands. Raises MpsError."""
         found = await _list(daemon)

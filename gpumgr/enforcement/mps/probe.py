@@ -62,7 +62,7 @@ def last_result(state_dir: Path, program: str) -> ProbeResult | None:
 
 
 async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> None:
-    """Tries MPS on this idle GPU, the compute mode of which stays, and writes the result. Raises MpsTransientError, OSError."""
+    """Tries MPS on this idle GPU, keeps its compute mode, and writes the result. Raises MpsTransientError, OSError."""
     failure = None
     program = await asyncio.to_thread(identify, config.control.program, config.protocol, config.launcher)
     try:

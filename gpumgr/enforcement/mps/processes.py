@@ -75,7 +75,7 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
 
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:
     """Whether the process was started with this pipe folder, as the daemon and its servers are. Processes in containers may have it
-    in their environment too, but are never checked: pids come from the daemon's file or socket, its children and its answers."""
+    in their environment too, but are never checked: pids are read from the daemon's file or socket, its children and its answers."""
     try:
         environment = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:

@@ -48,7 +48,7 @@ def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """Of an entry "event": all of them are warnings."""
+    """The event of an entry "event": all of them are warnings."""
     return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=True, allocations=_ids(entry))
 
 
@@ -61,7 +61,7 @@ def gpu_event(node: str, entry: HistoryEntry, label: Label) -> Event:
 
 
 def config_event(node: str, entry: HistoryEntry) -> Event:
-    """Of the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
+    """The event about the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
     reason = f"GpumgrConfig{(entry.code or 'news').capitalize()}"
     return Event(about=node_ref(node), reason=reason, message=entry.why, warning=entry.code == "rejected")
 

@@ -69,7 +69,7 @@ class EventSeries:
 
     @property
     def path(self) -> str:
-        """Of the collection. An event is in the namespace of its object; those of nodes are in `default`, as the kubelet's are."""
+        """The path of the collection. An event is in the namespace of its object; those of nodes are in `default`, as the kubelet's are."""
         return f"/api/v1/namespaces/{self.event.about.namespace or 'default'}/events"
 
     @property

@@ -3,7 +3,7 @@
 Invariants:
 1. No caller waits: a call changes the desired state of an object and queues it. Memory is bounded by the objects that exist and, for
    events, by a capacity; what is dropped is counted.
-2. Of an object the latest desired state is written, before any event.
+2. The latest desired state of an object is written before any event.
 3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. An answer that no retry
    changes is logged with its remedy, and the job is given up until its state changes or is repeated after the resync interval.
 """

@@ -29,7 +29,7 @@ _CONNECTIONS: Final = 8
 #: One try, and the first and the longest pause between two.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: Of the statuses from 300 to 499; the others are transient too (200: an answer that is no JSON).
+#: Final statuses from 300 to 499; the others are transient too (200: an answer that is no JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 

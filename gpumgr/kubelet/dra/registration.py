@@ -7,9 +7,9 @@ pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before it ends.
 2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
-3. Only `stop` removes the sockets. Those that a killed process left are removed by the next process of any name. One of the same name then
-   takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice that a
-   socket is gone, and one more for the next socket of the same name.
+3. Only `stop` removes the sockets. The ones that a killed process left are removed by the next process of any name. One of the same name
+   then takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice
+   that a socket is gone, and one more for the next socket of the same name.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
 call; the registration is believed until then.

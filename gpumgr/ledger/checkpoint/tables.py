@@ -191,7 +191,8 @@ def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
 
 
 def _gpu_columns(connection: sqlite3.Connection) -> list[str]:
-    """Of schema 4 and older with `memory_blocks` of 256 MiB and without `replicas`, of schema 5 and older without `instances`."""
+    """The columns of schema 4 and older with `memory_blocks` of 256 MiB and without `replicas`, of schema 5 and older without
+    `instances`."""
     return [column[1] for column in connection.execute("PRAGMA table_info(cards)")]
 
 

@@ -15,7 +15,7 @@ Owner = Allocation | Literal["none", "unknown"]
 
 
 class AllocationIndex:
-    """An index over allocations, made once for a sample. `pods` are those of which containers may use claims."""
+    """An index over allocations, made once for a sample. `pods` may have containers that use claims."""
 
     def __init__(self, allocations: Collection[Allocation], pods: Iterable[PodView] = ()) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)

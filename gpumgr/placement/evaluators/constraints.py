@@ -61,7 +61,7 @@ class Constraints:
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
-        """Of one GPU; UUID and model are empty if they are not known. `mig`: containers get MIG devices of it."""
+        """What constraints see of one GPU; UUID and model are empty if they are not known. `mig`: containers get MIG devices of it."""
         if self.modes is not None and MODES[mig] not in self.modes:
             return False
         if self.use_models or self.avoid_models:

@@ -1,6 +1,6 @@
 """link: several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
 
-Of the sets T of k entirely free GPUs, the one with the highest score(T) plus the best score of a partition of the remaining free
+Among the sets T of k entirely free GPUs, the one with the highest score(T) plus the best score of a partition of the remaining free
 GPUs into sets of k (one short set allowed), so that what is left stays good for the next pod. Then, in order: the higher score(T),
 the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 

@@ -1,4 +1,4 @@
-"""Where a MIG device for a request can be created on a GPU, and of which profile. Pure.
+"""Where a MIG device for a request can be created on a GPU, and with which profile. Pure.
 
 Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. Beyond HAMi, a request for cores gets a
 profile with that part of the compute.

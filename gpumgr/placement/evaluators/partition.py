@@ -50,7 +50,7 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 
 
 class PartitionSearch:
-    """One search over the free GPUs of a node, `k` of which make a set.
+    """One search over the free GPUs of a node for sets of `k`.
 
     `required` GPUs must be in T. GPUs with another `kind` must not be exchanged, even if they score alike.
     Only sets of the lowest indices of each class are made: any other set has an equal among them that wins the last tie.

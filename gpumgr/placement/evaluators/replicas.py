@@ -19,7 +19,7 @@ Scaling = tuple[float, float]
 class ReplicaRequest:
     """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
 
-    `memory_mebibytes` None: `memory_percent` of the GPU's memory. Of a GPU that has `memory_scaling` times its memory for such requests a
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory. On a GPU that has `memory_scaling` times its memory for such requests a
     request counts that many times less than the container may use, and the same of cores.
 
     `memory_on`: UUID -> MiB by which another scheduler counts such a part of a GPU: it knows less memory of a GPU that others use, too.

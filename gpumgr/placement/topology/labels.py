@@ -1,6 +1,6 @@
 """Labels of the node that describe its GPUs. Pure.
 
-Keys and meanings under `nvidia.com/` are those of NVIDIA's gpu-feature-discovery, of which this is the common subset;
+Keys and meanings under `nvidia.com/` are NVIDIA's gpu-feature-discovery's; this is the common subset;
 `gaia.tencent.com/gpu-model` is gpu-manager's. On a node with different GPUs the labels describe the most frequent model.
 
 The driver's description of a GPU has no compute capability. The table below has it for some models, by NVIDIA's own list
@@ -39,7 +39,7 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """Label -> value. `describe`: with those that describe the GPUs. `further` are the operator's "key=value", which take precedence.
+    """Label -> value. `describe`: with the ones that describe the GPUs. `further` are the operator's "key=value", which take precedence.
 
     The value of MODEL is always that of the GPU; without a GPU the label is left out.
     """

@@ -15,7 +15,7 @@ from gpumgr.ledger.holdings import holdings
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.usage.node_use import ContainerUse
 
-#: Of every series about one container on one GPU.
+#: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
 
 #: Merges two values of one series: incarnations of one pod, and containers without a name yet, have the same labels.

@@ -209,7 +209,7 @@ class Metrics:
     # -- rendering ---------------------------------------------------------------------------------------------------------
 
     def set_report(self, report: NodeReport) -> None:
-        """The gauges of the next `render` come from this report."""
+        """The next `render` shows the gauges of this report."""
         self._report = (report, tuple(self._pods()))
 
     def render(self) -> Iterator[RenderedFamily]:

@@ -102,7 +102,7 @@ class Agent:
 
 
 class SteppingClock:
-    """Stands in for the clock: time passes by being asked for, so that a tenth of a second has room for some looks on any machine."""
+    """Replaces the clock: time passes by being asked for, so that a tenth of a second has room for some looks on any machine."""
 
     def __init__(self) -> None:
         self._now = 0.0

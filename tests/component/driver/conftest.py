@@ -37,7 +37,7 @@ def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_up_after(nvml: Nvml, seconds: float) -> None:
-    """From now on. As long as the driver is to answer it has its time, which passes too while this very process stands still."""
+    """From now on. As long as the driver is to answer it has its time, which passes too while this very process is stopped."""
     nvml._timeout_seconds = seconds
 
 

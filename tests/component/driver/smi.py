@@ -1,4 +1,4 @@
-"""A program that stands in for nvidia-smi on a simulated node."""
+"""A replacement of nvidia-smi on a simulated node."""
 
 import sys
 from pathlib import Path

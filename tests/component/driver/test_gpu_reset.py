@@ -111,7 +111,7 @@ async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, smi: Smi
 
 
 async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, smi: Smi) -> None:
-    """A shared lock stands for every process that has NVML open: a second one holds it, as DCGM would."""
+    """A shared lock represents every process that has NVML open: a second one holds it, as DCGM would."""
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     program = smi(sim)

@@ -71,7 +71,7 @@ class DriverNode:
         return self.control.memory_limits(1).get(str(self.cgroup))
 
     def limits(self, gpu: int) -> dict[str, MemoryLimit]:
-        """Cgroup -> limit, of those that still exist."""
+        """Cgroup -> limit, of the ones that still exist."""
         return {cgroup: limit for cgroup, limit in self.control.memory_limits(gpu).items() if Path(cgroup).exists()}
 
     async def findings(self) -> list[str]:

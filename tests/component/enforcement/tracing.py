@@ -22,7 +22,8 @@ shift 2
 
 
 def look(folder: Path, capabilities: Collection[str], *, hidepid: str = "off") -> "subprocess.CompletedProcess[str]":
-    """Of `mounted_names` for the folder's name, while a tenant has it mounted. `capabilities` without their CAP_: all that the look has."""
+    """The result of `mounted_names` for the folder's name, while a tenant has it mounted. `capabilities` without their CAP_: all that the
+    look has."""
     rights = ",".join(["-all", *(f"+{each.lower()}" for each in capabilities)])
     lowered = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--ambient-caps=-all", f"--bounding-set={rights}"]
     place = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", _PLACE, "-", hidepid, str(folder)]

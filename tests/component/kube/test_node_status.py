@@ -14,7 +14,7 @@ from .stage import Stage, staged
 LABELS = {"gaia.tencent.com/gpu-model": "H100", "nvidia.com/gpu.product": "NVIDIA-H100"}
 TROUBLE = Condition(trouble=True, reason="GpuUnhealthy", message="GPU3: XID 79")
 HEALTHY = Condition(trouble=False, reason="GpusWork", message="8 GPUs, none in trouble")
-#: Of the kubelet.
+#: The kubelet's condition.
 READY = {"type": "Ready", "status": "True"}
 
 

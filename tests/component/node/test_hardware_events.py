@@ -170,7 +170,7 @@ async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_co
     await node.turn("unhealthy", "lost", "the GPU is lost")
     node.world.agent_state.history.add(HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
     await node.restart({ONE: LOST, ZERO: WELL})
-    await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver lists it no more
+    await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver no longer lists it
     assert [code for code, _, _ in node.told] == ["lost", "cordoned"]
     await node.restart({ONE: WELL, ZERO: WELL})
     assert [(code, gpus) for code, gpus, _ in node.told[2:]] == [("back", ("00000001",))]

@@ -203,7 +203,7 @@ def test_all_that_a_pod_holds_is_reported_if_a_part_is_not_explained() -> None:
 
 
 def test_mig_devices_are_reported_with_their_places() -> None:
-    """Of a pod that the scheduler has not placed, or has placed elsewhere on the GPU."""
+    """The entry of a pod that the scheduler has not placed, or has placed elsewhere on the GPU."""
     node, held = Node(), Amounts(14, 9984, slices=1 << 6)
     there = replace(share("a", 0), device_ids={}, gpus={name_of(0): held})
     put(node, pod("a"))
@@ -255,7 +255,7 @@ def test_replicas_are_written_always_and_factors_where_replicas_are_offered() ->
 
 
 def replica(letter: str, replicas: Mapping[int, int], gpus: Mapping[int, Amounts]) -> Allocation:
-    """Of the pod `letter`: its replicas as masks, and its amounts, by GPU."""
+    """The pod `letter`: its replicas as masks, and its amounts, by GPU."""
     held = {name_of(gpu): mask for gpu, mask in replicas.items()}
     granted = {name_of(gpu): amounts for gpu, amounts in gpus.items()}
     return replace(allocation(letter, ("team", letter)), device_ids={"replica": held}, gpus=granted)
@@ -276,7 +276,7 @@ def test_a_pod_of_hamis_scheduler_is_reported_until_it_has_a_placement() -> None
 
 def test_the_replicas_of_each_share_are_reported() -> None:
     """Two containers on one GPU, one that HAMi's plugin has put on another GPU than that of the kubelet's id, and one of a pod that is not
-    known, of which the scheduler has no request."""
+    known; the scheduler has no request of it."""
     node, first = Node(), replica("h", {0: 0b01}, {0: Amounts(20, 1000)})
     second = replace(replica("h", {0: 0b10}, {0: Amounts(20, 1000)}), id="2", container="side")
     node.look(first, second)

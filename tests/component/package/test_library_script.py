@@ -92,7 +92,7 @@ def names(folder: Path) -> set[str]:
 
 
 def identities(node: Path) -> tuple[FileIdentity, FileIdentity]:
-    """Of the library and of the link."""
+    """The identities of the library and of the link."""
     return FileIdentity.of((node / LIBRARY).stat()), FileIdentity.of((node / LIBRARY).lstat())
 
 
@@ -235,7 +235,7 @@ def test_a_link_that_leads_elsewhere_is_replaced(image: Image, node: Path, tmp_p
 
 
 def test_many_runs_at_once(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
-    """Of both libraries, and of this program's own command, which takes the same lock."""
+    """The identities of both libraries, and of this program's own command, which takes the same lock."""
     other = Image(tmp_path / "other", libraries[1])
     (tmp_path / "etc" / "gpumgr").mkdir(parents=True)
     (tmp_path / "etc" / "gpumgr" / "gpumgr.yaml").write_text("checkpoint: {dir: /node}\n")

@@ -17,7 +17,7 @@ from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.scene import Scene
 from tests.unit.web.metrics.pictures import uuid_of
 
-#: Those that answer at once to a path without names in it.
+#: The ones that answer at once to a path without names in it.
 PLAIN = [path for path in PATHS if "{" not in path and path not in ("/api/stream", "/debug/profile")]
 
 

@@ -10,7 +10,7 @@ from tests.e2e.browser import Stage, chromium
 
 from .documents import BEAT_SECONDS, document
 
-# Of its own accord it waits for 5 s, and a machine that stalls may need more.
+# By default it waits for 5 s, and a machine that stalls may need more.
 expect.set_options(timeout=30_000)
 
 

@@ -150,7 +150,7 @@ def state() -> dict[str, Any]:
 
 
 def story() -> dict[str, Any]:
-    """Of team/resnet-0."""
+    """The story of team/resnet-0."""
     return {
         "namespace": "team",
         "pod": "resnet-0",

@@ -26,7 +26,7 @@ _CHAPTER: Final = re.compile(r"(docs/[a-z-]+\.md), \"([^\"]+)\"")
 
 
 def targets(document: Path) -> Iterator[str]:
-    """Of its links and pictures."""
+    """The targets of its links and pictures."""
     for found in _TARGET.finditer(_CODE.sub("", document.read_text(encoding="utf-8"))):
         yield found[1] or found[2]
 

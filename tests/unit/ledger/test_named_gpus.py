@@ -124,7 +124,7 @@ def test_ids_on_other_gpus_are_refused() -> None:
 
 
 def test_ids_of_the_pods_init_container_are_taken_over_wherever_they_lie() -> None:
-    """The kubelet chooses these in any order. Of several GPUs the named one is granted."""
+    """The kubelet chooses these in any order. Among several GPUs the named one is granted."""
     first, second = init(200, 2), app(100, 2)
     both = (named(ONE, 100, 16), named(TWO, 100, 16))
     view = replace(pod("new", first, second), placed=((first.name, both), (second.name, (named(TWO, 100, 16),))))

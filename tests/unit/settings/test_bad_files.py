@@ -19,7 +19,7 @@ from gpumgr.settings.tree import MAX_FILE_BYTES
 
 SHIPPED = Path(__file__).parents[3] / "config" / "gpumgr.yaml"
 
-#: What stands in the file, and the beginning of what is said of it.
+#: The text of the file, and the beginning of what is said of it.
 BAD = {
     'log: {level: "\\UFFFFFFFF"}': "FILE:1: no valid YAML: ",
     'log:\n  level: "\\U00110000"': "FILE:2: no valid YAML: chr() arg not in range(0x110000)",
@@ -79,7 +79,7 @@ def test_halves_of_characters_in_the_environment_are_a_problem() -> None:
             load_settings(None, environ={name: "/run/\udcff"}, overrides={"node.name": "n"})
 
 
-# -- what stands in the file's place -------------------------------------------------------------------------------------------
+# -- what is in the file's place ----------------------------------------------------------------------------------------------
 
 
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ LINES = [line for line in SHIPPED.read_text().splitlines() if not line.lstrip().
 def test_the_shipped_file_changed_in_any_way_loads_or_is_an_input_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A few pieces put in, or put in place of what stands there: of a value, of a key, of anything."""
+    """A few pieces put in, or put in place of the text there: of a value, of a key, of anything."""
     text = "\n".join(LINES)
     for _ in range(data.draw(st.integers(1, 3))):
         colons = [n + 1 for n, letter in enumerate(text) if letter == ":"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[3]
-#: Of our list of HAMi's defects.
+#: The numbers in our list of HAMi's defects.
 NUMBERS = range(1, 41)
 
 

@@ -1,4 +1,4 @@
-"""Banned words: that the check finds them where they are, and that the source tree has none."""
+"""Banned words and constructions: the check finds them where they are, and the source tree has none."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tools.prose import findings, findings_in
 
 
-def test_the_source_tree_has_no_banned_word() -> None:
+def test_the_source_tree_is_in_plain_english() -> None:
     found = [str(each) for each in findings()]
     assert not found, "\n".join(found)
 
@@ -24,10 +24,17 @@ def test_the_source_tree_has_no_banned_word() -> None:
         ("a.md", "intelligible, warden, the rule 1, Law, stationary\n", []),
         ("a.yaml", "#!tell\na: tell # told\nb: 'x#told'\n", [2]),
         ("Makefile", "## x\na: ## tells\n", [2]),
+        ("a.py", '"""Of each node its state."""\n# One of two.\n# Of three.\na = 1  # b. Of c\n', [1, 3, 4]),
+        ("a.py", '"""Parts of which, those that, no more."""\n', [1, 1, 1]),
+        ("a.py", '"""It stands, and comes from a file."""\n', [1, 1]),
+        ("a.md", "| Of a | it takes no more than 3 of them, stand by |\n", [1]),
+        ("a.md", f"A pod,\n\nthat {'word ' * 25}.\n", []),
+        ("a.md", f"A pod,\n\nthat {'word ' * 26}.\n", [3]),
+        ("a.py", f"#: A pod\n# that {'word ' * 13}\n# {'word ' * 13}\na = 1\n", [2]),
         ("a.c", '// told\nchar *a = "tell"; /* b\n whose */\n', [1, 3]),
     ],
 )
-def test_words_are_found_in_prose_alone(name: str, text: str, lines: list[int]) -> None:
+def test_prose_alone_is_checked(name: str, text: str, lines: list[int]) -> None:
     assert [each.line for each in findings_in(Path(name), text)] == lines
 
 

@@ -48,7 +48,7 @@ def test_the_longest_unread_response_is_cut_before_idle_connections() -> None:
 
 
 def fill(limit: ConnectionLimit, many: int, peer: str | None, stage: Stage = "responding") -> int:
-    """How many of so many connections are open then, without those that were cut for others."""
+    """How many of so many connections are open then, without the ones that were cut for others."""
     made = []
     for _ in range(many):
         transport = FakeTransport()

@@ -1,7 +1,7 @@
 """gpu-manager's three answers as plain JSON data: pure functions.
 
 Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have their names from there; fields that are zero
-or empty are left out; entries of maps and lists never are. An answer of which nothing is left is {}.
+or empty are left out; entries of maps and lists never are. An answer without any entry is {}.
 """
 
 from collections.abc import Iterable, Mapping

@@ -24,7 +24,7 @@ class VolumeSources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverInstallation:
-    """The driver below one root: all files of a mirror come from the same driver."""
+    """The driver below one root: all files of a mirror belong to the same driver."""
 
     root: Path
     libraries: Mapping[SharedLibrary, Source]

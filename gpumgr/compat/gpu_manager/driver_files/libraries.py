@@ -1,6 +1,6 @@
 """Finds libraries and programs below a root (the host's, or a driver container's).
 
-Libraries are those that `ldconfig -p` prints from the root's cache, which is the list that the loader uses; ldconfig reads every format
+Libraries are the ones that `ldconfig -p` prints from the root's cache, which is the list that the loader uses; ldconfig reads every format
 of the cache. Without ldconfig or a cache the usual folders are searched.
 """
 

@@ -22,7 +22,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
 
 #: The libraries that the shim replaces.
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
-#: A node's machine -> the 32-bit one, the programs of which it can run.
+#: A node's machine -> the 32-bit machine with programs that it can run.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
 #: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as the text that file names end in.

@@ -62,7 +62,7 @@ def _text(what: str, value: str, most_bytes: int) -> bytes:
 
 
 def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
-    """The content of pids.config: the pids, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the
+    """The content of pids.config: the pids, ascending. Beyond 1,024, the pids in `first` (which use the GPU) are preferred, then the
     lowest. Raises ValueError without a pid: an empty file would lift the limit."""
     if not pids:
         raise ValueError("pids.config must name at least one process")

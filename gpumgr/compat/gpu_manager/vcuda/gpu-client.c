@@ -213,7 +213,7 @@ static void note_header(Answer *answer, const char *name, const char *value) {
     if (!strcmp(name, "grpc-message")) snprintf(answer->message, sizeof answer->message, "%s", value);
 }
 
-/* Takes the headers of a complete block; 0 if it is malformed. Of the static table only :status (8 to 14) matters here. */
+/* Takes the headers of a complete block; 0 if it is malformed. Only :status (8 to 14) of the static table matters here. */
 static int read_block(const unsigned char *block, size_t size, Answer *answer) {
     static const char *const status[] = {"200", "204", "206", "304", "400", "404", "500"};
     Reader in = {block, block + size};

@@ -182,7 +182,7 @@ def peer_of(stream: Any) -> Peer:
 
 
 def check_request(request: bytes) -> None:
-    """Checks a VDeviceRequest, the fields of which are not used. Raises GRPCError for a malformed request and for long names."""
+    """Checks a VDeviceRequest, without use of its fields. Raises GRPCError for a malformed request and for long names."""
     found: dict[int, list[str]] = {number: [""] for number in _FIELDS}
     try:
         wire.scan(request, 0, len(request), found)

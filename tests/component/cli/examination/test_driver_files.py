@@ -1,4 +1,4 @@
-"""Doctor says which way containers see the driver and why, and finds what stands against it."""
+"""Doctor says which way containers see the driver and why, and finds the obstacles."""
 
 import json
 from collections.abc import AsyncIterator

@@ -107,7 +107,7 @@ async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
 
 
 def lay_out_cgroups(root: Path, *lines: str) -> Path:
-    """A /proc with these mounts; "@" stands for the cgroup root, which is created too."""
+    """A /proc with these mounts; "@" is the cgroup root, which is created too."""
     root = root.resolve()
     (root / "cgroup").mkdir()
     (root / "proc").mkdir()

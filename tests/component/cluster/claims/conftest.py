@@ -74,7 +74,7 @@ class DraObjects:
 
 
 def claim(name: str, cores: int, *, owner: str | None = None, on: str | None = None, template: str = "", uid: str = "") -> Json:
-    """Of a share with 1 GiB. `on`: allocated on this node's first GPU."""
+    """A claim of a share with 1 GiB. `on`: allocated on this node's first GPU."""
     amounts = {"cores": str(cores), "memory": "1Gi"}
     request = {"name": "c0", "exactly": {"deviceClassName": "gpu.gpumgr.io", "capacity": {"requests": amounts}}}
     metadata: Json = {"namespace": "team", "name": name, "uid": uid or f"claim-{name}"}

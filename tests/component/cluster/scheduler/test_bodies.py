@@ -1,4 +1,4 @@
-"""The memory of requests of which nothing has been checked: many connections, long and unfinished bodies."""
+"""The memory of requests that are not checked yet: many connections, long and unfinished bodies."""
 
 import asyncio
 import json

@@ -27,7 +27,7 @@ REPLICAS = 3
 
 
 def hami_pod(name: str, *containers: Mapping[str, int | str], annotations: dict[str, str] | None = None) -> Json:
-    """Of each container the limits below nvidia.com/; the first of several is an init container."""
+    """The limits of each container below nvidia.com/; the first of several is an init container."""
     made = [
         {"name": f"c{place}", "resources": {"limits": {f"nvidia.com/{key}": str(value) for key, value in each.items()}}}
         for place, each in enumerate(containers)

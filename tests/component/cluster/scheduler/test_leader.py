@@ -18,7 +18,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from .conftest import Clock, Stage, inventory, node, pod, running, until
 from .leases import Leases
 
-#: Their clock stands still unless the test moves it, so a Lease ends when the test says so.
+#: Their clock does not move unless the test moves it, so a Lease ends when the test says so.
 TIMES = LeaseTimes(renew_seconds=0.01, look_seconds=0.01, request_seconds=0.3)
 
 
@@ -42,7 +42,7 @@ async def replica(sim: SimApiServer, folder: Path, name: str, clock: Clock) -> A
 
 
 async def status(stage: Stage, item: dict[str, object]) -> tuple[int, str | None]:
-    """Of a filter call, with the answer's Connection header."""
+    """The status of a filter call, with the answer's Connection header."""
     body = json.dumps({"Pod": item, "NodeNames": ["a"]})
     async with aiohttp.ClientSession() as client, client.post(f"{stage.url}/scheduler/filter", data=body) as answer:
         return answer.status, answer.headers.get("Connection")
@@ -69,7 +69,7 @@ async def test_one_replica_answers_and_both_are_ready(leased: tuple[SimApiServer
 
 
 async def test_a_leader_that_stops_hands_over_at_once(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
-    """The clock stands still: nothing expires."""
+    """The clock does not move: nothing expires."""
     sim, leases = leased
     clock = Clock()
     async with AsyncExitStack() as stack:

@@ -77,7 +77,7 @@ async def test_a_rejection_of_a_nominated_pod_does_not_end_its_nomination(stage:
 
 
 async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejected(stage: Stage) -> None:
-    """Of node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
+    """On node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
     await full(stage, 60)
     for number in range(4):
         assert await stage.schedule(important(f"b-{number}", priority=5), ["b"]) == "b"

@@ -62,7 +62,7 @@ async def backend(tmp_path: Path, library: Path, clock: Seconds) -> AsyncIterato
 
 @pytest.fixture
 async def region(tmp_path: Path, backend: HamiCore) -> Path:
-    """Of a tenant that was started."""
+    """The processes of a tenant that was started."""
     await backend.start(tenant())
     return region_of(tmp_path)
 

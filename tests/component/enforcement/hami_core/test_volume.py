@@ -28,7 +28,7 @@ def present(path: Path) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Of one container; what is mounted there is unmounted."""
+    """The folder of one container; what is mounted there is unmounted."""
     made = tmp_path / "run" / "hami-core" / ID
     made.mkdir(parents=True)
     yield made

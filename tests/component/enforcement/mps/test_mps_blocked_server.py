@@ -16,7 +16,7 @@ from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurrie
 
 
 async def blocked(place: Place, *others: str, hangs: bool = True) -> Unhurried:
-    """A client of a1 has left, its server accepts no more (if it `hangs`), and the agent has looked. `others` share the GPU."""
+    """A client of a1 has left, its server accepts no others (if it `hangs`), and the agent has looked. `others` share the GPU."""
     backend = await place.started(setting="2")
     assert backend._supervisor is not None
     program = (str(place.program), "attach")

@@ -313,7 +313,7 @@ async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path
 
 
 async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Path) -> None:
-    """The clock stands still, so the second change is due when the test says so."""
+    """The clock does not move, so the second change is due when the test says so."""
     now = [100.0]
     async with staged(tmp_path, replace(AT_ONCE, change_seconds=2.0)) as stage:
         stage.publisher._clock = lambda: now[0]

@@ -108,7 +108,7 @@ async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_contai
 
 
 async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers() -> None:
-    """A tenant can't hide by ending its first thread: such a process looks dead in /proc and stands in its cgroup."""
+    """A tenant can't hide by ending its first thread: such a process looks dead in /proc and is in its cgroup."""
     node = sharing()
     await node.sampled(sample({11: 5}, {}), gone={11})
     assert node.use.containers["a", GPU0].memory_bytes == 5

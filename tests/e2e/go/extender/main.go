@@ -122,7 +122,7 @@ func check(kind string) error {
 	return json.NewEncoder(os.Stdout).Encode(value)
 }
 
-// round is one line of standard input: `Pods` pods, each of which goes through
+// round is one line of standard input: `Pods` pods; each one goes through
 // the verbs one after another. The offered names are Prefix00000 and so on,
 // from the `First`.
 type round struct {

@@ -166,7 +166,7 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
 
 
 def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
-    """Nodes that no constraint distinguishes are computed once, with a UUID that stands for all others."""
+    """Nodes that no constraint distinguishes are computed once, with a UUID that represents all others."""
     index = ClusterIndex()
     index.set_node(node_state("a", 2))
     index.settle()

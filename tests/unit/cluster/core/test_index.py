@@ -249,7 +249,7 @@ def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None
 
 
 def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
-    """A set of nodes from before has all nodes then: it may not have others than those that were offered."""
+    """A set of nodes from before has all nodes then: it may not have others than the ones that were offered."""
     before = index.node_set(["b"])
     assert index.order(share(50, 8), "binpack", before) == ["b"]
     for number in range(1100):
@@ -347,7 +347,7 @@ RESTRICTED: tuple[Constraints, ...] = (
     Constraints(modes=("mig",)),
     Constraints(modes=("hami-core",), use_models=("a100", "t4")),
 )
-#: Of GPUs that are in use: (cores, MiB, replicas). Blocks are full, and not.
+#: GPUs that are in use: (cores, MiB, replicas). Blocks are full, and not.
 IN_USE = ((0, 0, 0), (30, 2048, 0), (30, 2047, 1), (30, 2303, 1), (60, 8192, 0), (60, 9000, 2), (99, 16000, 3), (100, 16384, 0))
 
 

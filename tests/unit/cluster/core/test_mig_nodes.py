@@ -235,7 +235,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) -> None:
-    """Of each pair the request arrives, then the pod with the number ends."""
+    """For each pair, the request arrives, then the pod with the number ends."""
     index = ClusterIndex()
     index.set_node(TWO)
     for number, (wanted, ending) in enumerate(steps):

@@ -351,7 +351,7 @@ def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
 
 
 class Text(str):
-    """A text of which a weak reference exists."""
+    """A text with a weak reference."""
 
     __slots__ = ("__weakref__",)
 

@@ -30,7 +30,7 @@ def test_a_demand_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measures_by_hand() -> None:
-    """Ten GPUs, of which CPU is there for eight. Each pod takes one; the pods from the ninth to the thirteenth fail."""
+    """Ten GPUs, and CPU for eight. Each pod takes one; the pods from the ninth to the thirteenth fail."""
     nodes = [NodeSpec(name="a", gpus=8, cpu_milli=8, ram_mebibytes=0), NodeSpec(name="b", gpus=2, cpu_milli=0, ram_mebibytes=0)]
     for policy in POLICIES:
         found = run(nodes, [WHOLE], policy, 7, random=random.Random)

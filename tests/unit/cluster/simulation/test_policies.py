@@ -52,7 +52,7 @@ class Run:
         self.placer.removed(uid)
 
 
-#: Two GPUs, of which the second has 300 free; four idle GPUs; one idle GPU with few CPUs.
+#: Two GPUs, the second with 300 free; four idle GPUs; one idle GPU with few CPUs.
 NODES = [spec("a", 2), spec("b", 4), spec("c", 1, cpus=4)]
 TRACE = [share(300, 10), whole(1, 10), whole(1, 10), whole(4, 40)]
 
@@ -137,7 +137,7 @@ def test_sample_of_kube_scheduler(nodes: int, size: int) -> None:
 
 def test_fragmentation_by_hand() -> None:
     fragmentation = Fragmentation([(share(600, 4), 0.5), (whole(1, 8), 0.25), (Shape(cpu_milli=1), 0.25)])
-    # Of 1,400 free: the share can't use 400; the whole GPU can't use 400; the pod without GPUs can't use any.
+    # With 1,400 free: the share can't use 400; the whole GPU can't use 400; the pod without GPUs can't use any.
     assert fragmentation.amount("A100", 8000, [400, 1000]) == pytest.approx(0.5 * 400 + 0.25 * 400 + 0.25 * 1400)
     assert fragmentation.amount("A100", 4000, [400, 1000]) == pytest.approx(0.5 * 400 + 0.25 * 1400 + 0.25 * 1400)
     assert fragmentation.amount("A100", 3999, [400, 1000]) == pytest.approx(1400)

@@ -111,7 +111,7 @@ def test_an_empty_answer_is_written() -> None:
 
 @given(st.binary(max_size=60))
 def test_any_bytes_give_googles_values_or_an_error(data: bytes) -> None:
-    """What Google refuses inside fields that we skip may pass; groups, which proto3 knows no more, only Google skips."""
+    """What Google refuses inside fields that we skip may pass; groups, which proto3 no longer knows, only Google skips."""
     try:
         read = codec.decode_preferred(data)
         google = pb.PreferredAllocationRequest.FromString(data)

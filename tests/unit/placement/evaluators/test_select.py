@@ -144,7 +144,7 @@ def test_why_names_the_group_and_the_score() -> None:
 
 
 def unlike(n: int) -> Topology:
-    """GPUs of which no two are alike."""
+    """GPUs that all differ."""
     return node(n, lambda a, b: (list(Level)[(3 * a + 5 * b + a * b) % 6], (7 * a + 11 * b) % 5))
 
 

@@ -64,7 +64,7 @@ def _read(blocks: Sequence[RenderedFamily]) -> Mapping[str, Metric]:
 
 
 def series(metrics: Metrics, name: str) -> Series:
-    """Of one family; a series that stands twice fails."""
+    """The values of one family; a series that is there twice fails."""
     found: dict[tuple[str, ...], float] = {}
     for family in _read([each for each in metrics.render() if each.family.name == name]).values():
         for each in family.samples:

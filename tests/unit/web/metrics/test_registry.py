@@ -41,7 +41,7 @@ def metrics() -> Metrics:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    """Of one series; None: it is not there."""
+    """The value of one series; None: it is not there."""
     found = {
         (each.name, frozenset(each.labels.items())): each.value
         for family in families(metrics).values()

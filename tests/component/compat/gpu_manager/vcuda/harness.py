@@ -27,7 +27,7 @@ _BUILT: Final = tempfile.TemporaryDirectory(prefix="gpumgr")
 
 @functools.cache
 def library() -> Path:
-    """A shared library that exports what the agent asks for; the agent's side needs no more of it."""
+    """A shared library that exports what the agent asks for; the agent's side needs nothing else of it."""
     return build_library(Path(_BUILT.name), *EXPORTS)
 
 

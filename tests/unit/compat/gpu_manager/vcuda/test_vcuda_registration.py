@@ -58,7 +58,7 @@ def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
 
 @dataclass
 class Desk:
-    """Stands for ContainerSlot: records who registers."""
+    """Replaces ContainerSlot: records who registers."""
 
     failure: OSError | None = None
     tenant: GpuShare = TENANT
@@ -209,7 +209,7 @@ async def test_frames_are_checked_first(data: bytes, status: Status, sentence: s
 
 
 class Slot:
-    """Stands for ContainerSlot: records the clients of each batch; every batch lasts until `go` is set."""
+    """Replaces ContainerSlot: records the clients of each batch; every batch lasts until `go` is set."""
 
     def __init__(self) -> None:
         self.batches: list[set[int]] = []
