@@ -1,7 +1,9 @@
 """`gpumgr usage`: what containers hold of this node's GPUs, and what they use."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +19,6 @@ from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import AgentLocation, agent_options, find_agent
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.keyboard import until_pressed
 from gpumgr.cli.rendering.usage_screen import Screen, on_terminal, print_usage
 
 _EPILOG = """
@@ -49,9 +50,7 @@ _EXIT_CODES: Final = {
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
-@click.option(
-    "--watch", is_flag=True, help="Show each new state; on a terminal like top: cursor and page keys scroll, q or Ctrl-C quits."
-)
+@click.option("--watch", is_flag=True, help="Show each new state, on a terminal on a screen of its own, until Ctrl-C.")
 @click.option("--gpu", metavar="GPU", help="Only this GPU: its index, or the beginning of its UUID.")
 @click.option("--namespace", metavar="NS", help="Only containers of this namespace.")
 @agent_options
@@ -72,7 +71,7 @@ def command(
         return
     try:
         if output == "text" and on_terminal():
-            asyncio.run(_live(location.socket, rows))
+            asyncio.run(_until_signalled(_live(location.socket, rows)))
         else:
             asyncio.run(_print_each(location.socket, rows, as_json=output == "json"))
     except KeyboardInterrupt:
@@ -106,15 +105,20 @@ async def _print_each(socket: Path, rows: _Filter, *, as_json: bool) -> None:
                 click.echo()
 
 
+async def _until_signalled(live: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM and the end of the terminal restore the screen, as Ctrl-C does."""
+    task = asyncio.ensure_future(live)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 async def _live(socket: Path, rows: _Filter) -> None:
     async with AgentClient(socket) as agent:
         with Screen(Console(highlight=False)) as screen:
-
-            async def draw() -> None:
-                async for document in follow_states(agent, screen.unavailable):
-                    screen.show(read_state(rows(document)))
-
-            await until_pressed("q", draw(), on_key=screen.on_key)
+            async for document in follow_states(agent, screen.unavailable):
+                screen.show(read_state(rows(document)))
 
 
 def _print(document: dict[str, Any], *, as_json: bool, live: bool = True) -> None:

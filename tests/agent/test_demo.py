@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sim.demo.activity import Activity
 from gpumgr.sim.demo.node import open_node
 from gpumgr.sim.demo.runner import SIM
-from gpumgr.sim.demo.workload import Workload
+from gpumgr.sim.demo.workload import Activity, Workload
 
 from .stage import app
 

@@ -11,9 +11,8 @@ import aiohttp
 import pytest
 
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
-from gpumgr.sim.demo.agent_log import AgentLog
 from gpumgr.sim.demo.node import SimulatedNode
-from gpumgr.sim.demo.process import AgentProcess
+from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.kubelet_shape import V1_20, V1_25, V1_35, KubeletShape
 

@@ -17,10 +17,9 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from gpumgr.sim.demo.activity import Activity
 from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
-from gpumgr.sim.demo.workload import Workload
+from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .processes import free_ports

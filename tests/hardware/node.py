@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.response import ContainerResponse
-from gpumgr.sim.demo.agent_log import AgentLog
-from gpumgr.sim.demo.process import AgentProcess
+from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime

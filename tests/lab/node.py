@@ -13,8 +13,8 @@ from typing import Any, Final
 from gpumgr.ledger.response import ContainerResponse
 from gpumgr.ledger.usage import containers as cri
 from gpumgr.sim.control import SimProcess
-from gpumgr.sim.demo.agent_log import AgentLog, Line
 from gpumgr.sim.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
+from gpumgr.sim.demo.process import AgentLog, Line
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime

@@ -17,8 +17,7 @@ from gpumgr.ledger.ids import gpu_name
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.control import SimControl, SimProcess
-from gpumgr.sim.demo.agent_log import AgentLog
-from gpumgr.sim.demo.process import COMMAND, AgentProcess
+from gpumgr.sim.demo.process import COMMAND, AgentLog, AgentProcess
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.sim.load import SimLoad
 from gpumgr.sim.nodes import NodeDescription, load_node

@@ -16,11 +16,10 @@ import aiohttp
 
 from gpumgr.common.aio import run_until
 from gpumgr.common.errors import GpumgrError
-from gpumgr.sim.demo.activity import Activity
-from gpumgr.sim.demo.agent_log import AgentLog, Line
 from gpumgr.sim.demo.node import SimulatedNode, open_node
+from gpumgr.sim.demo.process import AgentLog, Line
 from gpumgr.sim.demo.script import Script, Step, UnexpectedResultError
-from gpumgr.sim.demo.workload import Workload
+from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.library import compile_library
 

@@ -12,27 +12,30 @@ from typing import Final
 import aiohttp
 import click
 from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
 from rich.live import Live
 from rich.panel import Panel
-from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
-from gpumgr.sim.demo.agent_log import Line
-from gpumgr.sim.demo.log_sentences import LogSentences
 from gpumgr.sim.demo.node import Facts, Metrics, SimulatedNode
-from gpumgr.sim.demo.process import COMMAND
+from gpumgr.sim.demo.process import COMMAND, Line
 from gpumgr.sim.demo.runner import Display, Result
 
 _LOOK_SECONDS: Final = 0.3
 _GIBIBYTE: Final = 1 << 30
 _BAR_CELLS: Final = 8
 _NAME_CELLS: Final = 23
-_STEPS_SHOWN: Final = 5
-_DECISIONS_KEPT: Final = 100
-#: Rows of the frames around the decisions and around the steps.
-_FRAME_ROWS: Final = 4
+_STEPS_SHOWN: Final = 20
+_DECISIONS_KEPT: Final = 50
+#: The address of the page, and the command, which may need two rows.
+_HEAD_ROWS: Final = 3
+#: The heading and the lines of the table.
+_TABLE_FRAME_ROWS: Final = 4
+_FOOT_ROWS: Final = 2
+#: Two frames with a row each.
+_PANEL_ROWS: Final = 6
 
 
 class PlainText(Display):
@@ -55,10 +58,9 @@ class PlainText(Display):
 
 
 class LiveScreen(Display):
-    """Containers per GPU with their use, redrawn several times a second, above the decisions and the steps.
+    """Containers per GPU with their use, redrawn several times a second, above the newest decisions and steps.
 
-    On a terminal with few rows decisions and steps are cut. The first rows (how to ask the agent) and the last ones (the current step) are
-    always visible.
+    On a terminal with few rows decisions and steps are cut. How to ask the agent, and the current step, are always visible.
     """
 
     pause_seconds = 0.5
@@ -70,21 +72,19 @@ class LiveScreen(Display):
         self._metrics: Metrics = {}
         self._decisions: deque[str] = deque(maxlen=_DECISIONS_KEPT)
         self._results: deque[Result] = deque(maxlen=_STEPS_SHOWN)
-        self._now = ""
-        self._url = ""
-        self._ask = ""
+        self._now = self._url = self._ask = ""
 
     def on_log_line(self, line: Line) -> None:
         if line["event"] == "web_listening":
             self._url = line["url"]
         if (sentence := self._teller.sentence(line)) is not None:
-            self._decisions.append(sentence)
+            self._decisions.appendleft(sentence)
 
     def step_begins(self, name: str) -> None:
         self._now = name
 
     def step_ended(self, result: Result) -> None:
-        self._results.append(result)
+        self._results.appendleft(result)
         self._now = ""
 
     @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ class LiveScreen(Display):
         self.meet(node.config, node.labels)
         looks = asyncio.create_task(self._look(node), name="looks")
         try:
-            with Live(console=self._console, get_renderable=self.picture, refresh_per_second=8):
+            with Live(console=self._console, get_renderable=self.picture, refresh_per_second=8, screen=True):
                 yield
         finally:
             looks.cancel()
@@ -117,28 +117,23 @@ class LiveScreen(Display):
             await asyncio.sleep(_LOOK_SECONDS)
 
     def picture(self) -> RenderableType:
-        """At most as many rows as the terminal has."""
-        page = _row(f" the page: {self._url}/ " if self._url else "", "bold reverse")
-        head = self._console.render_lines(Group(page, Text(f" ask it: {self._ask}", overflow="fold")))
+        head = Group(_row(f" the page: {self._url}/ ", "bold reverse"), Text(f" ask it: {self._ask}", overflow="fold"))
+        table = Panel("the agent does not answer") if self._gpus is None else gpu_table(self._gpus, self._metrics)
+        decisions = Group(*map(_row, self._decisions))
+        steps = Group(*(_row(summary(result), "" if result.ok else "red") for result in self._results))
         end = "   Ctrl-C ends the demo" if self.stays else ""
-        foot = [_row(f"...  {self._now}" if self._now else "", "bold"), _row(f"metrics: {self._url}/metrics{end}")]
-        rows = max(0, self._console.height - len(head) - len(foot))
-        return Group(SegmentLines(head + self._middle(rows), new_lines=True), *foot)
-
-    def _middle(self, rows: int) -> list[list[Segment]]:
-        """The table, then decisions and steps in the remaining rows."""
-        table = gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent does not answer")
-        lines = self._console.render_lines(table)
-        left = max(0, rows - len(lines) - _FRAME_ROWS)
-        steps = list(self._results)[-(left // 2) :] if left > 1 else []
-        said = left - len(steps)
-        decisions = list(self._decisions)[-said:] if said else []
-        for title, texts in (
-            ("decisions", [_row(sentence) for sentence in decisions]),
-            ("steps", [_row(summary(result), "" if result.ok else "red") for result in steps]),
-        ):
-            lines += self._console.render_lines(Panel(Group(*texts), title=title, title_align="left"))
-        return lines[:rows]
+        foot = Group(_row(f"...  {self._now}" if self._now else "", "bold"), _row(f"metrics: {self._url}/metrics{end}"))
+        rows = len(self._gpus or ()) + _TABLE_FRAME_ROWS
+        room = self._console.height - _HEAD_ROWS - rows - _FOOT_ROWS >= _PANEL_ROWS
+        screen = Layout()
+        screen.split_column(
+            Layout(head, size=_HEAD_ROWS),
+            Layout(table, size=rows if room else None),
+            Layout(Panel(decisions, title="decisions", title_align="left"), visible=room),
+            Layout(Panel(steps, title="steps", title_align="left"), visible=room),
+            Layout(foot, size=_FOOT_ROWS),
+        )
+        return screen
 
 
 def own_command() -> str:
@@ -196,3 +191,71 @@ def _bar(used: float, granted: float, capacity: float) -> Text:
     solid, light = (min(_BAR_CELLS, round(part / capacity * _BAR_CELLS)) for part in (used, granted))
     drawn = "█" * solid + "▒" * (light - solid) + "·" * (_BAR_CELLS - max(solid, light))
     return Text(f"{drawn} {used:>3.0f}/{granted:.0f}", style="red" if used > granted else "")
+
+
+#: Events with a fixed sentence.
+_PLAIN: Final = {
+    "container_within_limit": "{holder} is within its memory again",
+    "gpu_stranger_gone": "process {pid} has left the GPUs",
+    "gpus_found": "found {gpus} GPUs, driver {driver}",
+    "ready": "the agent is ready",
+    "registered": "registered {resource} with the kubelet",
+    "starting": "the agent is starting",
+    "stopped": "the agent has stopped",
+    "stopping": "the agent is stopping",
+    "text": "{text}",
+    "web_listening": "the page is at {url}/",
+}
+
+
+class LogSentences:
+    """Turns log lines into sentences. `labels` maps a GPU's name and UUID to its label ("GPU3")."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._known: set[str] = set()
+
+    def sentence(self, line: Line) -> str | None:
+        """The sentence; None for a line without new information."""
+        match line["event"]:
+            case "allocation_granted":
+                return self._granted(line)
+            case "allocation_freed":
+                return f"freed: {line['holder']} left {self._gpus(line['gpus'])}"
+            case "refused":
+                return f"refused: {line['pod'] or 'somebody'}: {line['reason']}"
+            case "gpu_health_changed":
+                said = f": {line['message']}" if line["message"] else ""
+                return f"{self._gpus([line['gpu']])} is {line['state']}{said}"
+            case "gpu_event":
+                xid = line["xid"]
+                return f"{self._gpus([line['gpu']])} reports {'a double-bit error' if xid is None else f'XID {xid}'}"
+            case "registration_lost":
+                return f"lost the registration of {line['resource']}: {line['reason'].replace('_', ' ')}"
+            case "container_over_limit":
+                used, granted = (f"{line[key] / (1 << 30):.1f}" for key in ("memory_bytes", "memory_limit_bytes"))
+                return (
+                    f"over its limit: {line['holder']} uses {used} GiB on {self._gpus([line['gpu']])} and was granted {granted}"
+                )
+            case "gpu_stranger":
+                return f"process {line['pid']} uses {self._gpus(line['gpus'])} and belongs to no container"
+            case event if event in _PLAIN:
+                return _PLAIN[event].format(**line)
+        if line.get("level") in ("warning", "error"):
+            said = next((line[key] for key in ("reason", "error", "because") if line.get(key)), "")
+            return f"{line['event'].replace('_', ' ')}: {said}"
+        return None
+
+    def _granted(self, line: Line) -> str | None:
+        """A sentence for a container's first grant; the grant of its other resource follows from it."""
+        if line["allocation"] in self._known:
+            return None
+        self._known.add(line["allocation"])
+        unit = "cores" if line["resource"] == "core" else "memory blocks"
+        by = f" by {line['evaluator']}" if line["evaluator"] else ""
+        return (
+            f"granted: {line['pod']} ({line['container']}) {line['size']} {unit} on {self._gpus(line['gpus'])}{by}: {line['why']}"
+        )
+
+    def _gpus(self, names: list[str]) -> str:
+        return ", ".join(self._labels.get(name, name) for name in names)

@@ -7,8 +7,8 @@ from typing import Final
 
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, VCUDA_NAMES, GpuName
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.sim.demo.agent_log import Line
 from gpumgr.sim.demo.node import Facts, SimulatedNode
+from gpumgr.sim.demo.process import Line
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 
 _XID: Final = 79
