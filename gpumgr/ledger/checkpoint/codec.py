@@ -4,17 +4,16 @@ sqlite's integrity check covers the structure of the file, not its content; the 
 """
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Final
 
 import msgspec
 
 from gpumgr.common.foreign_text import convert, decode_json
-from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, Resource
+from gpumgr.common.units import ALL_RESOURCES, Resource
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ids import GpuRegistry, Masks
+from gpumgr.ledger.ids import Masks
 from gpumgr.ledger.ledger import Allocation, AllocationId
 
 
@@ -38,15 +37,13 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
     return allocation.id, record, checksum(allocation.id, record)
 
 
-def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
-    """The allocation of a row; for one of schema 2 the amounts are computed from its ids. Raises CorruptRowError, which names it."""
+def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
+    """The allocation of a row. Raises CorruptRowError, which names it."""
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
         row = decode_json(record, dict[str, Any])
-        # Schema 2 has a list of GPUs, and the ids as `cores` and `blocks`.
-        gpus = row.pop("gpus", ())
-        ids = row.pop("device_ids", None) or {"core": row.pop("cores", {}), "memory": row.pop("blocks", {})}
+        ids = row.pop("device_ids", {})
         if unknown := row.keys() - _FIELDS:
             raise ValueError(f"it has the field {min(unknown)[:64]!r}")
         device_ids: dict[Resource, Masks] = {
@@ -54,10 +51,7 @@ def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, re
             for resource in ALL_RESOURCES
             if ids.get(resource)
         }
-        if not isinstance(gpus, Mapping):
-            return convert({"id": allocation_id, **row}, Allocation).with_ids(gpu_registry, device_ids, gpus)
-        whole = convert({"id": allocation_id, "gpus": gpus, **row}, Allocation)
-        return replace(whole, device_ids=device_ids)
+        return replace(convert({"id": allocation_id, **row}, Allocation), device_ids=device_ids)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
@@ -73,8 +67,7 @@ def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
     try:
         if sum_ != checksum(str(number), record.decode()):
             raise ValueError("its checksum is wrong")
-        entry = decode_json(record, HistoryEntry)
-        return entry if b"memory_blocks_free" not in record else _of_schema_2(entry, record)
+        return decode_json(record, HistoryEntry)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"entry {number} of the history can't be read: {error}") from error
 
@@ -85,10 +78,3 @@ def checksum(*texts: str) -> int:
     for text in texts:
         result = zlib.crc32(text.encode() + b"\0", result)
     return result
-
-
-def _of_schema_2(entry: HistoryEntry, record: bytes) -> HistoryEntry:
-    """Converts an entry of schema 2, which has a candidate's free memory in blocks."""
-    blocks = [candidate.get("memory_blocks_free", 0) for candidate in decode_json(record, dict[str, Any])["candidates"]]
-    candidates = zip(entry.candidates, blocks, strict=True)
-    return replace(entry, candidates=tuple(replace(c, memory_mebibytes_free=n * BLOCK_MEBIBYTES) for c, n in candidates))

@@ -142,7 +142,7 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
         loaded = tables.read(connection)
         if broken := loaded.ledger.violations():
             raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
-        _transact(connection, lambda: tables.upgrade(connection))
+        _transact(connection, lambda: tables.repair_history(connection))
         return connection, loaded
     except sqlite3.Error as error:
         connection.close()

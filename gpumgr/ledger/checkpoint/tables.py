@@ -1,4 +1,4 @@
-"""The tables of the checkpoint: creates, checks, upgrades, reads and writes them on a given connection."""
+"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection."""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,6 @@ import msgspec
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.foreign_text import decode_json
-from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.checkpoint.codec import (
     CorruptRowError,
     checksum,
@@ -24,21 +23,19 @@ from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry, RegisteredGpu, RegisteredInstance
 from gpumgr.ledger.ledger import Change, Ledger
 
-#: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU; 4: allocations
-#: of ResourceClaims; 5: the memory of GPUs in MiB, replicas; 6: MIG devices.
-#: The history was added within schema 2: a version without it leaves that table unchanged.
-SCHEMA_VERSION: Final = 6
+#: Incremented with every change that another version of gpumgr would misread.
+SCHEMA_VERSION: Final = 7
 
 #: `grant_of`: the allocation, if the entry records its grant.
 _HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
-_CARDS: Final = (
-    "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_mebibytes INTEGER NOT NULL, "
+_GPUS: Final = (
+    "CREATE TABLE gpus (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_mebibytes INTEGER NOT NULL, "
     "replicas INTEGER NOT NULL, instances TEXT NOT NULL, sum INTEGER NOT NULL)"
 )
 _INSTANCES: Final = tuple[RegisteredInstance, ...]
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
-    _CARDS,
+    _GPUS,
     "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
     _HISTORY,
@@ -84,34 +81,28 @@ def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises CorruptError for a damaged file or one of another program, CheckpointError for one of a newer gpumgr."""
+    """Raises CorruptError for a damaged file and for one of another program or schema, CheckpointError for one of a newer gpumgr."""
     results = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if results != ["ok"]:
         raise CorruptError(f"sqlite's integrity check reports: {'; '.join(map(str, results))}")
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'schema'").fetchone():
         raise CorruptError("the file has tables, but they are not gpumgr's")
     versions = [row[0] for row in connection.execute("SELECT version FROM schema")]
-    if len(versions) != 1 or not isinstance(versions[0], int) or versions[0] < 1:
-        raise CorruptError(f"the schema version is {versions}")
+    if len(versions) != 1 or not isinstance(versions[0], int) or versions[0] < SCHEMA_VERSION:
+        raise CorruptError(f"the schema version is {versions}; this gpumgr reads {SCHEMA_VERSION} only")
     if versions[0] > SCHEMA_VERSION:
         raise CheckpointError(
-            f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one reads up to {SCHEMA_VERSION}): "
+            f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one reads {SCHEMA_VERSION} only): "
             "start that version again, or move the file away: the ledger is then rebuilt from the kubelet's PodResources"
         )
 
 
-def upgrade(connection: sqlite3.Connection) -> None:
-    """Sets the schema version to this one, which reads older rows of allocations unchanged. The GPUs' rows of an older schema are
-    converted; a history table with another definition is created again. To be called inside a transaction."""
-    if "instances" not in _gpu_columns(connection):
-        gpus = _gpus(connection)
-        connection.execute("DROP TABLE cards")
-        connection.execute(_CARDS)
-        _write_gpus(connection, gpus)
-    if _history_made(connection) != _HISTORY:
+def repair_history(connection: sqlite3.Connection) -> None:
+    """Creates a damaged history table again, so that entries can be written. To be called inside a transaction."""
+    made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'history'").fetchone()
+    if made != (_HISTORY,):
         connection.execute("DROP TABLE IF EXISTS history")
         connection.execute(_HISTORY)
-    connection.execute("UPDATE schema SET version = ?", (SCHEMA_VERSION,))
 
 
 def read(connection: sqlite3.Connection) -> Loaded:
@@ -120,7 +111,7 @@ def read(connection: sqlite3.Connection) -> Loaded:
     try:
         gpu_registry = _gpus(connection)
         rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
-        allocations = {row[0]: decode_allocation(gpu_registry, *row) for row in rows}
+        allocations = {row[0]: decode_allocation(*row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
         entries = _entries(connection)
     except (AttributeError, TypeError, ValueError) as error:
@@ -139,7 +130,7 @@ def read(connection: sqlite3.Connection) -> Loaded:
 def write_change(connection: sqlite3.Connection, change: Change) -> None:
     """To be called inside a transaction."""
     if change.gpu_registry is not None:
-        connection.execute("DELETE FROM cards")
+        connection.execute("DELETE FROM gpus")
         _write_gpus(connection, change.gpu_registry)
     connection.executemany("DELETE FROM allocations WHERE id = ?", [(allocation_id,) for allocation_id in change.drop])
     connection.executemany(
@@ -162,20 +153,12 @@ def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
 
 
 def _entries(connection: sqlite3.Connection) -> list[HistoryEntry | None]:
-    """The history's entries; None for an unreadable entry, and one None for an unreadable table. Older files have no history."""
-    if _history_made(connection) is None:
-        return []
+    """The history's entries; None for an unreadable entry, and one None for an unreadable table."""
     try:
         rows = connection.execute("SELECT number, CAST(record AS BLOB), sum FROM history ORDER BY number").fetchall()
     except sqlite3.Error:
         return [None]
     return [_entry(row) for row in rows]
-
-
-def _history_made(connection: sqlite3.Connection) -> str | None:
-    """The statement that created the table, None without a table."""
-    row = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'history'").fetchone()
-    return None if row is None else row[0]
 
 
 def _entry_row(entry: HistoryEntry) -> tuple[int, str | None, str, int]:
@@ -190,22 +173,12 @@ def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
         return None
 
 
-def _gpu_columns(connection: sqlite3.Connection) -> list[str]:
-    """The columns of schema 4 and older with `memory_blocks` of 256 MiB and without `replicas`, of schema 5 and older without
-    `instances`."""
-    return [column[1] for column in connection.execute("PRAGMA table_info(cards)")]
-
-
 def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
-    columns = _gpu_columns(connection)
     gpus = []
-    for row in connection.execute("SELECT * FROM cards ORDER BY place"):
-        name, uuid, memory, *rest = row[1:-1]
-        if row[-1] != checksum(*map(str, row[1:-1])):
+    for _, *row, sum_ in connection.execute("SELECT * FROM gpus ORDER BY place"):
+        name, uuid, mebibytes, replicas, instances = row
+        if sum_ != checksum(*map(str, row)):
             raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
-        replicas = rest[0] if rest else 0
-        instances = rest[1] if rest[1:] else "[]"
-        mebibytes = memory * BLOCK_MEBIBYTES if "memory_blocks" in columns else memory
         gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, decode_json(instances, _INSTANCES)))
     return GpuRegistry(tuple(gpus))
 
@@ -216,7 +189,7 @@ def _write_gpus(connection: sqlite3.Connection, gpu_registry: GpuRegistry) -> No
         for gpu in gpu_registry.gpus
     ]
     connection.executemany(
-        "INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO gpus VALUES (?, ?, ?, ?, ?, ?, ?)",
         [(place, *row, checksum(*map(str, row))) for place, row in enumerate(rows)],
     )
 

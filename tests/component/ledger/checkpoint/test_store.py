@@ -1,7 +1,6 @@
 """What was saved is there after any restart, and what can't be trusted is never taken for an empty ledger."""
 
 import asyncio
-import json
 import os
 import signal
 import sqlite3
@@ -16,20 +15,17 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import CheckpointError
-from gpumgr.common.units import BLOCK_MEBIBYTES, Resource
-from gpumgr.ledger.checkpoint.codec import checksum
+from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.checkpoint.files import NAME, translate
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from gpumgr.ledger.checkpoint.tables import SCHEMA_VERSION
 from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
-from gpumgr.ledger.ids import ALL_CORES, RegisteredInstance
-from gpumgr.ledger.ledger import Allocation, Change, Ledger
+from gpumgr.ledger.ids import RegisteredInstance
+from gpumgr.ledger.ledger import Change, Ledger
 
 from .conftest import LEDGER, REGISTRY, Open, allocation, save_ledger
 
 REPOSITORY = Path(__file__).parents[4]
-OLD_NAMES: dict[str, Resource] = {"cores": "core", "blocks": "memory"}
 ASIDE = f"{NAME}.corrupt-19700101T000000Z"
 
 
@@ -167,14 +163,15 @@ DAMAGES = {
     "another id": "UPDATE allocations SET id = 'id-z' WHERE id = 'id-a'",
     "a record of bytes": "UPDATE allocations SET record = x'ff00'",
     "a record that is no UTF-8": "UPDATE allocations SET record = CAST(x'ff00' AS TEXT)",
-    "a card's size": "UPDATE cards SET memory_mebibytes = 321",
-    "a card's size in words": "UPDATE cards SET memory_mebibytes = 'many'",
+    "a card's size": "UPDATE gpus SET memory_mebibytes = 321",
+    "a card's size in words": "UPDATE gpus SET memory_mebibytes = 'many'",
     "a note": "UPDATE notes SET value = 'w'",
     "a note of bytes": "UPDATE notes SET value = x'00'",
     "a table that is gone": "DROP TABLE notes",
-    "a column that is gone": "ALTER TABLE cards DROP COLUMN uuid",
+    "a column that is gone": "ALTER TABLE gpus DROP COLUMN uuid",
     "no version": "DELETE FROM schema",
     "two versions": "INSERT INTO schema VALUES (1)",
+    "an earlier schema": "UPDATE schema SET version = 6",
     "a version in words": "UPDATE schema SET version = 'one'",
     "somebody else's tables": "DROP TABLE schema",
 }
@@ -286,7 +283,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads up to 6\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads 7 only\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -422,7 +419,6 @@ async def test_a_damaged_entry_does_not_affect_the_ledger(rubbish: str, tmp_path
         ("DROP TABLE history", "CREATE TABLE history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"),
         ("DROP TABLE history", "CREATE TABLE history (what)", "INSERT INTO history VALUES (x'fffe')"),
         ("DROP TABLE history",),
-        ("DROP TABLE history", "UPDATE schema SET version = 1"),
     ],
 )
 async def test_a_history_with_another_definition_is_created_again(
@@ -438,50 +434,8 @@ async def test_a_history_with_another_definition_is_created_again(
     assert read_checkpoint(tmp_path).history == (entry(2),)
 
 
-def of_schema_2(allocation: Allocation) -> dict[str, object]:
-    """The record that schema 2 has of it: a list of GPUs, and the ids as `cores` and `blocks`."""
-    ids = {name: {gpu: f"{mask:x}" for gpu, mask in allocation.held(kind).items()} for name, kind in OLD_NAMES.items()}
-    named = {name: getattr(allocation, name) for name in ("pod", "uid", "container", "init", "granted_at", "why", "anonymous")}
-    return {**named, **ids, "gpus": list(allocation.gpus)}
-
-
-async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: Open) -> None:
-    whole = allocation("whole", ALL_CORES, blocks={}, gpus=("22222222",), memory_blocks=90)
-    await save_ledger(open_checkpoint(), entry(1, id="id-a"))
-    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
-        for each in LEDGER.allocations.values():
-            record = json.dumps(of_schema_2(each))
-            file.execute("UPDATE allocations SET record = ?, sum = ? WHERE id = ?", (record, checksum(each.id, record), each.id))
-        file.execute("DROP TABLE cards")
-        file.execute("CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT, uuid TEXT, memory_blocks INTEGER, sum INTEGER)")
-        for place, gpu in enumerate(REGISTRY.gpus):
-            row = (gpu.name, gpu.uuid, gpu.memory_blocks)
-            file.execute("INSERT INTO cards VALUES (?, ?, ?, ?, ?)", (place, *row, checksum(*map(str, row))))
-        file.execute("UPDATE schema SET version = 2")
-    assert read_checkpoint(tmp_path).ledger == LEDGER
+async def test_mig_devices_are_stored(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
-    loaded = checkpoint.load()
-    assert (loaded.lost, loaded.ledger, loaded.history) == (False, LEDGER, (entry(1, id="id-a"),))
-    await checkpoint.save(Change(put=(whole,), drop=("id-a",)))
-    with closing(sqlite3.connect(tmp_path / NAME)) as file:
-        assert file.execute("SELECT version FROM schema").fetchall() == [(SCHEMA_VERSION,)]
-    assert read_checkpoint(tmp_path).ledger == LEDGER.free(("id-a",)).occupy(whole)
-
-
-async def test_mig_devices_are_stored_and_a_file_of_schema_5_has_none(tmp_path: Path, open_checkpoint: Open) -> None:
-    await save_ledger(open_checkpoint())
-    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
-        file.execute("DROP TABLE cards")
-        columns = "place INTEGER PRIMARY KEY, name TEXT, uuid TEXT, memory_mebibytes INTEGER, replicas INTEGER, sum INTEGER"
-        file.execute(f"CREATE TABLE cards ({columns})")
-        for place, gpu in enumerate(REGISTRY.gpus):
-            row = (gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas)
-            file.execute("INSERT INTO cards VALUES (?, ?, ?, ?, ?, ?)", (place, *row, checksum(*map(str, row))))
-        file.execute("UPDATE schema SET version = 5")
-    assert read_checkpoint(tmp_path).ledger == LEDGER
-    checkpoint = open_checkpoint()
-    assert checkpoint.load().ledger == LEDGER
-    first = REGISTRY.gpus[0]
-    registry = REGISTRY.register(first.uuid, 0, 0, [RegisteredInstance("MIG-a", "1g.10gb", 9728)])
+    registry = REGISTRY.register(REGISTRY.gpus[0].uuid, 0, 0, [RegisteredInstance("MIG-a", "1g.10gb", 9728)])
     await checkpoint.save(Change(gpu_registry=registry))
     assert read_checkpoint(tmp_path).ledger.gpu_registry == registry
