@@ -6,17 +6,14 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
 
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tests import mps_control
 
 from .stage import app, stage, until_sampled
-
-_STAND_IN: Final = Path(__file__).parents[1] / "data/enforcement/fake_mps_control.py"
 
 
 @contextlib.asynccontextmanager
@@ -24,8 +21,7 @@ async def mps_node(folder: Path, *, idle_seconds: float, sample_period_seconds: 
     """Its agent runs and has tried MPS. At the end its daemons have ended."""
     program, behaviour = folder / "nvidia-cuda-mps-control", folder / "behaviour.json"
     behaviour.write_text(json.dumps({"sim_dir": str(folder / "gpus")}))
-    words = shlex.join([f"FAKE_MPS_BEHAVIOUR={behaviour}", sys.executable, "-S", str(_STAND_IN)])
-    program.write_text(f'#!/bin/sh\nexec env {words} "$@"\n')
+    program.write_text(f'#!/bin/sh\nFAKE_MPS_BEHAVIOUR={shlex.quote(str(behaviour))} exec {mps_control.build()} "$@"\n')
     program.chmod(0o755)
     settings = {
         "enforcement": {"backend": "mps"},

@@ -4,7 +4,7 @@
 container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
 "none" and the floor (floor.py) show what the call costs by itself.
 
-MPS: the daemon is the tests' fake one, its control program one in C (control.c). Beside stand how many commands the daemons got for a
+MPS: the daemon is the tests' fake one, its control program one in C (mps_control.c). Beside stand how many commands the daemons got for a
 start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
 """
 
@@ -27,6 +27,7 @@ from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
 from gpumgr.sim.apiserver import SimApiServer
+from tests import mps_control
 from tests.bench import figures
 from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
 from tests.bench.children import child
@@ -42,7 +43,6 @@ CONTAINERS = 100
 SIZES = tuple((cores, cores // 2) for cores in (4, 9, 7, 5, 10, 6, 8))
 #: The driver of the simulated node (h200-8.yaml).
 DRIVER_VERSION = "550.90.07"
-_FAKE = Path(__file__).parents[1] / "data" / "enforcement" / "fake_mps_control.py"
 _GONE_SECONDS = 60.0
 
 
@@ -64,7 +64,7 @@ def mechanisms(folder: Path) -> Mapping[str, Changes]:
     driver.libraries[DRIVER_VERSION] = driver.libraries[DRIVER]
     driver.install(root, DRIVER_VERSION)
     files = {"volume_conf": str(folder / "volume.conf"), "driver_roots": [str(root)]}
-    control = control_program(folder)
+    control = mps_control.build()
     mps = {version: {"control_program": str(control), "protocol": version} for version in ("2", "3")}
     return {
         "none": {"enforcement": {"backend": "none"}},
@@ -73,14 +73,6 @@ def mechanisms(folder: Path) -> Mapping[str, Changes]:
         "mps_2": {"enforcement": {"backend": "mps"}, "mps": mps["2"]},
         "mps_3": {"enforcement": {"backend": "mps"}, "mps": mps["3"]},
     }
-
-
-def control_program(folder: Path) -> Path:
-    """Commands go to the tests' fake daemon by a program in C."""
-    program = folder / "nvidia-cuda-mps-control"
-    named = [f'-DPYTHON="{sys.executable}"', f'-DFAKE="{_FAKE}"']
-    subprocess.run(["cc", "-std=gnu11", "-O2", *named, "-o", program, Path(__file__).with_name("control.c")], check=True)
-    return program
 
 
 class Node:
@@ -243,7 +235,7 @@ async def measure(rounds: int, only: str = "") -> dict[str, object]:
     with scratch() as folder:
         chosen = {name: changes for name, changes in mechanisms(folder).items() if only in ("", name)}
         result: dict[str, object] = {"containers": CONTAINERS, "floor": await asyncio.to_thread(floor, folder)}
-        result["control_program_alone"] = control_program_alone(control_program(folder))
+        result["control_program_alone"] = control_program_alone(mps_control.build())
         for name, changes in chosen.items():
             print(f"prestart: {name}", file=sys.stderr)
             result[name] = await measure_one(changes, rounds)

@@ -38,9 +38,9 @@ from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.web.metrics.registry import Metrics
+from tests import mps_control
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
-from tests.bench.bench_prestart import control_program
 from tests.bench.bench_regions import fill
 from tests.bench.children import child
 from tests.bench.places import Places
@@ -133,7 +133,7 @@ class SharedNode:
             pids_of=self.containers.pids,
         )
         mps = Mps(
-            program=str(control_program(self.folder)),
+            program=str(mps_control.build()),
             setting="2",
             run_dir=self.folder / "run",
             state_dir=self.folder / "state",

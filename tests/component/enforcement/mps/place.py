@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +25,11 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse, merged
 from gpumgr.ledger.usage.containers import Container
+from tests import mps_control
 from tests.shares import gpu_share, shared_gpu
 
 UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
 GIB: Final = 1 << 30
-_FAKE: Final = Path(__file__).parents[3] / "data/enforcement/fake_mps_control.py"
 CHECK_SECONDS: Final = 5.0
 IDLE_SECONDS: Final = 60.0
 
@@ -89,8 +88,7 @@ class Place:
         self._behaviour = root / "behaviour.json"
         self._attached: list[asyncio.subprocess.Process] = []
         self._pids: set[int] = set()
-        words = f"FAKE_MPS_BEHAVIOUR={self._behaviour} exec {sys.executable} -S {_FAKE}"
-        self.program.write_text(f'#!/bin/sh\n{words} "$@"\n')
+        self.program.write_text(f'#!/bin/sh\nFAKE_MPS_BEHAVIOUR={self._behaviour} exec {mps_control.build()} "$@"\n')
         self.program.chmod(0o755)
 
     def behave(self, **how: Any) -> None:

@@ -1,5 +1,5 @@
-/* Says a command to the daemon of fake_mps_control.py and prints its answer, in C, as NVIDIA's control program is: a Python that starts
- * for every command would be all that is measured. What begins no talk (-d, -h and the like) is left to the fake itself.
+/* Sends a command to the daemon of fake_mps_control.py and prints its answer, without the start of a Python for each command. It leaves
+ * the rest to the fake: all but commands and -h, and all of a behaviour that is the control program's own.
  *
  * Compiled with -DPYTHON="..." and -DFAKE="...". Protocol 2 takes commands on standard input, protocol 3 as arguments. */
 
@@ -12,8 +12,32 @@
 
 #define ANSWER_BYTES (1 << 20)
 
+#define HELP "usage: nvidia-cuda-mps-control [options]\n -d, --daemon\n -f, --foreground\n -v\n"
+#define MULTIUSER(option) " " option "  Enable multi-user mode\n"
+#define HELP_3 " -p, --protocol <2|3>\n -q, --quit\nModules: server, namespace, client, device\n"
+
+/* Whether the file of behaviours has one of those that the program itself has. */
+static int is_special(void)
+{
+    static const char *const special[] = {"\"hang\"", "\"garbage\"", "\"protocols\"", "\"multiuser\""};
+    const char *path = getenv("FAKE_MPS_BEHAVIOUR");
+    char text[4096] = "";
+    FILE *file = path ? fopen(path, "r") : NULL;
+
+    if (file) {
+        text[fread(text, 1, sizeof text - 1, file)] = 0;
+        fclose(file);
+    }
+    for (size_t i = 0; i < sizeof special / sizeof *special; i++)
+        if (strstr(text, special[i]))
+            return 1;
+    return getenv("FAKE_MPS_AS_USER") != NULL;
+}
+
 static int is_talk(int argc, char **argv)
 {
+    if (argc > 1 && !strcmp(argv[1], "attach"))
+        return 0;
     for (int i = 1; i < argc; i++)
         if (argv[i][0] == '-' && strcmp(argv[i], "-q") && strncmp(argv[i], "--", 2))
             return 0;
@@ -82,7 +106,11 @@ int main(int argc, char **argv)
 {
     char line[4096], *words[64], *quit[] = {"quit"};
 
-    if (!is_talk(argc, argv)) {
+    if (argc > 1 && !strcmp(argv[argc - 1], "-h") && !is_special()) {
+        fputs(argc == 2 ? HELP MULTIUSER("--multiuser-server") : HELP MULTIUSER("--multiuser") HELP_3, stdout);
+        return 0;
+    }
+    if (!is_talk(argc, argv) || is_special()) {
         char *command[64] = {PYTHON, "-S", "-E", FAKE};
         for (int i = 1; i < argc && i < 59; i++)
             command[3 + i] = argv[i];
