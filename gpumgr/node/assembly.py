@@ -22,12 +22,12 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components, Hardware
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import web_options
 from gpumgr.node.read_model import ReadModel
 from gpumgr.node.recovery import SPECS_SECONDS
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
-from gpumgr.web.server import WebServer
+from gpumgr.web.handlers import make_app
+from gpumgr.web.http_server import PageServer
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.driver import DraDriver
@@ -44,7 +44,7 @@ class Parts:
     components: Components
     maintenance: Maintenance
     read_model: ReadModel
-    web: WebServer
+    web: PageServer
     display: DisplayServer | None
 
 
@@ -144,7 +144,7 @@ def _log_damage(loaded: Loaded) -> None:
 
 def _servers(
     settings: Settings, components: Components, maintenance: Maintenance, api_side: ApiSide
-) -> tuple[ReadModel, WebServer, DisplayServer | None]:
+) -> tuple[ReadModel, PageServer, DisplayServer | None]:
     read_model = ReadModel(
         components,
         pods=api_side.pods,
@@ -152,7 +152,8 @@ def _servers(
         outbox=api_side.outbox,
         connections=lambda: (web.connections, web.connections_refused, web.disconnects),
     )
-    web = WebServer(read_model, names=(settings.node.name,), unix_socket=settings.http.socket, **web_options(settings))
+    application = partial(make_app, read_model, names=(settings.node.name,))
+    web = PageServer(application, settings.http, unix_socket=settings.http.socket)
     if not settings.display.enabled:
         return read_model, web, None
     display = GpuDisplay(graph=lambda: graph_text(read_model.view()), usage=read_model.usage, version=__version__)

@@ -8,6 +8,7 @@ Stop: STOPPING, running calls end, sockets are removed, the history is written, 
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import time
@@ -22,7 +23,6 @@ from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.event_loop import report_event_loop_lag
-from gpumgr.common.heap import return_memory
 from gpumgr.common.log import set_level
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.kube.cache import PodCache
@@ -147,7 +147,9 @@ async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
 
 async def _open_servers(parts: Parts) -> None:
     """Opens the servers, then offers the devices. Raises ListenError."""
-    return_memory()  # glibc keeps about 8 MiB of what the start has freed otherwise
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries lack the function
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps about 8 MiB of what the start has freed otherwise
     gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
     await parts.web.start()
     if parts.display is not None:

@@ -11,7 +11,7 @@ nothing.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -21,8 +21,8 @@ from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.node.preload import Preload
 from gpumgr.settings import Settings
-from gpumgr.web.app_server import AppServer
 from gpumgr.web.handlers import make_waiting
+from gpumgr.web.http_server import PageServer
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.driver import DraDriver
@@ -42,20 +42,6 @@ def make_driver(settings: Settings) -> "DraDriver":
 def had_mode_dra(settings: Settings) -> bool:
     """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
     return (settings.kubelet.plugins_dir / DRIVER).is_dir()
-
-
-def web_options(settings: Settings) -> dict[str, Any]:
-    """The options of an AppServer that the settings have; its unix socket is the agent's that holds the node."""
-    http = settings.http
-    return {
-        "host": http.address,
-        "port": http.port,
-        "max_connections": http.max_connections,
-        "token_file": http.token_file,
-        "tls_cert_file": http.tls_cert_file,
-        "tls_key_file": http.tls_key_file,
-        "client_ca_file": http.client_ca_file,
-    }
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +79,7 @@ class _Wait:
     async def run(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
         """Returns when the locks are taken or `stop` is set."""
         self._other(running)
-        web = AppServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._for), **web_options(self._settings))
+        web = PageServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._for), self._settings.http)
         await web.start()
         held = False
         async with asyncio.TaskGroup() as group:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, Literal
 
-#: "probe": the kubelet's probes; "metrics": for scrapers; "page": all else that can be read; "debug": internals of the process;
-#: "maintenance": requests that change something.
-Scope = Literal["probe", "metrics", "page", "debug", "maintenance"]
+#: "probe": the kubelet's probes; "metrics": for scrapers; "page": all else that can be read; "maintenance": requests that
+#: change something.
+Scope = Literal["probe", "metrics", "page", "maintenance"]
 #: Where a client is: at the unix socket, on this host, or elsewhere.
 Origin = Literal["unix", "loopback", "remote"]
 
@@ -63,9 +63,6 @@ class Denial:
 _MAINTENANCE: Final = Denial(
     403, "maintenance requests are accepted only on the agent's unix socket (http.socket); use `gpumgr gpu` on the node, as root"
 )
-_DEBUG: Final = Denial(
-    403, "/debug is served only on this host; use `kubectl exec` or `kubectl port-forward`, or send the request on the node"
-)
 _NOT_CONFIGURED: Final = Denial(
     403,
     "remote clients can read only /metrics, /metric, /healthz and /readyz; set http.token_file or http.client_ca_file to give access to "
@@ -96,8 +93,6 @@ def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Colle
         return _MAINTENANCE
     if caller.origin == "loopback" or scope == "probe":
         return None
-    if scope == "debug":
-        return _DEBUG
     if not (policy.takes_token or policy.takes_certificate):
         return None if scope == "metrics" else _NOT_CONFIGURED
     if policy.takes_certificate and caller.certified:

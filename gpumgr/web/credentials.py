@@ -19,7 +19,6 @@ from gpumgr.common import tls_files
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.files import FileIdentity
-from gpumgr.web.certificate_dates import check_authorities, check_serves
 
 _log = structlog.get_logger(__name__)
 
@@ -116,8 +115,7 @@ class TokenFile:
 class Certificates:
     """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section`: of the settings that name the files.
 
-    With `clients_required` they must present one, and files with expired certificates can't be used. The constructor raises
-    SettingsError.
+    With `clients_required` they must present one. The constructor raises SettingsError.
     """
 
     def __init__(
@@ -152,12 +150,9 @@ class Certificates:
         return await self._files.current()
 
     def _make(self) -> ssl.SSLContext:
-        cert_file, key_file, client_ca_file = self._names
         context = _context(self._section, *self._names)
         if self.clients_required:
             context.verify_mode = ssl.CERT_REQUIRED
-            check_serves(self._section, cert_file, key_file)
-            check_authorities(self._section, context, client_ca_file)
         return context
 
     def _unusable(self, error: SettingsError, earlier: ssl.SSLContext) -> ssl.SSLContext:

@@ -7,6 +7,7 @@ import asyncio
 import platform
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final, cast
 
 import msgspec
@@ -17,18 +18,15 @@ from gpumgr.agent.maintenance import Action, MaintenanceRequest
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.history import HISTORY_ENTRIES
-from gpumgr.web.access import CurrentPolicy, Scope
-from gpumgr.web.connection import Connection
-from gpumgr.web.debug import profile, stacks
+from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.graph import graph_data, graph_text
-from gpumgr.web.index_page import IndexPage
-from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
+from gpumgr.web.index_page import PAGE, IndexPage
+from gpumgr.web.middleware import MAX_BODY_BYTES, TRUSTED, OriginOf, make_middleware
 from gpumgr.web.responses import failure, json_bytes, json_response, on_response_prepare
 from gpumgr.web.sources import Sources
-from gpumgr.web.stream import Streams
+from gpumgr.web.stream import HEARTBEAT_SECONDS, Streams
 
 _HISTORY_SHOWN: Final = 100
-_MAX_PROFILE_SECONDS: Final = 30
 #: All metrics of an agent that waits for another one.
 WAITING_METRIC: Final = """\
 # HELP gpumgr_waits_for_agent 1 while this agent waits for the former agent of its node to end. Only that agent has the other metrics.
@@ -47,7 +45,6 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 class Pages:
     def __init__(self, sources: Sources, page: IndexPage, streams: Streams) -> None:
         self._sources, self._page, self._streams = sources, page, streams
-        self._profiling, self._reading_stacks = asyncio.Lock(), asyncio.Lock()
 
     async def index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
@@ -129,17 +126,6 @@ class Pages:
         details = self._sources.pod(namespace, pod)
         return failure(404, f"nothing is known of the pod {namespace}/{pod}") if details is None else json_response(details)
 
-    async def stacks(self, _request: web.Request) -> web.Response:
-        async with self._reading_stacks:  # with many tasks the text is large
-            return web.Response(text=await stacks())
-
-    async def profile(self, request: web.Request) -> web.Response:
-        seconds = _number(request, "seconds", 5, _MAX_PROFILE_SECONDS)
-        if self._profiling.locked():
-            return failure(409, "another profile is being taken; try again when it is done")
-        async with self._profiling:
-            return web.Response(text=await profile(seconds))
-
     async def maintenance(self, request: web.Request) -> web.Response:
         """The request is carried out even if the client disconnects."""
         try:
@@ -170,23 +156,32 @@ _READ: Final[Mapping[str, tuple[Scope, Callable[[Pages, web.Request], Awaitable[
     "/api/history": ("page", Pages.history),
     "/api/pods": ("page", Pages.pods),
     "/api/pods/{namespace}/{pod}": ("page", Pages.pod),
-    "/debug/stacks": ("debug", Pages.stacks),
-    "/debug/profile": ("debug", Pages.profile),
 }
 _MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset|forget}"
 PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 
 def make_app(
-    sources: Sources, *, page: IndexPage, streams: Streams, policy: CurrentPolicy, names: Collection[str] = ()
+    sources: Sources,
+    policy: CurrentPolicy,
+    *,
+    page: Path = PAGE,
+    names: Collection[str] = (),
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    origin_of: OriginOf = origin_of,
 ) -> web.Application:
-    pages = Pages(sources, page, streams)
+    """`policy`: of remote clients. `names`: of this host, which a request over the loopback may have as its `Host`."""
+    streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
+    pages = Pages(sources, IndexPage(page), streams)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
-    app = web.Application(middlewares=[make_middleware(scopes, policy, names)], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(
+        middlewares=[make_middleware(scopes, policy, names, origin_of=origin_of)], client_max_size=MAX_BODY_BYTES
+    )
     for path, (_, handler) in _READ.items():
         app.router.add_get(path, partial(handler, pages), allow_head=handler is not Pages.stream)
     app.router.add_post(_MAINTENANCE, pages.maintenance)
     app.on_response_prepare.append(on_response_prepare)
+    app.on_shutdown.append(streams.close)
     return app
 
 
@@ -221,8 +216,7 @@ def make_waiting(
 def probe_response(request: web.Request, reasons: Sequence[str], *, notes: Sequence[str] = ()) -> web.Response:
     """Status 200 without reasons, 503 with them; `notes` are shown with either. Clients that may not read the pages get only the number
     of reasons: the sentences contain paths and the driver's errors."""
-    trusted = cast(Connection, request.protocol).trusted
-    detail = {"reasons": [*reasons, *notes]} if trusted else {"reason_count": len(reasons) + len(notes)}
+    detail = {"reasons": [*reasons, *notes]} if request[TRUSTED] else {"reason_count": len(reasons) + len(notes)}
     return json_response({"status": "failing" if reasons else "ok", **detail}, status=503 if reasons else 200)
 
 

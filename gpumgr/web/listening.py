@@ -17,9 +17,9 @@ _log = structlog.get_logger(__name__)
 BACKLOG: Final = 128
 _LOOPBACK: Final = "127.0.0.1"
 _TCP_REMEDIES: Final = {
-    errno.EADDRINUSE: "another process listens there; choose another port in the settings, or end that process",
-    errno.EADDRNOTAVAIL: "this machine has no such address; choose another address in the settings",
-    errno.EACCES: "not permitted; choose a port from 1024 on in the settings",
+    errno.EADDRINUSE: "another process listens there; choose another port, or end that process",
+    errno.EADDRNOTAVAIL: "this machine has no such address; choose another address",
+    errno.EACCES: "not permitted; choose a port from 1024 on",
 }
 _UNIX_REMEDIES: Final = {
     errno.ENAMETOOLONG: "set a shorter http.socket",
@@ -32,7 +32,7 @@ class ListenError(InputError):
     """The configured address or socket cannot be listened on. The message ends with the remedy."""
 
 
-async def listen_tcp(host: str, port: int) -> list[socket.socket]:
+async def listen_tcp(host: str, port: int, *, backlog: int = BACKLOG) -> list[socket.socket]:
     """Listens on all addresses of `host`, and on 127.0.0.1 if none of them includes it. `port` 0 takes a free one, the same for all.
 
     Raises ListenError; no socket stays open then.
@@ -42,13 +42,13 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             port = port or (listeners[0].getsockname()[1] if listeners else 0)
-            listeners.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=BACKLOG))
+            listeners.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=backlog))
     except OSError as error:
         for listener in listeners:
             listener.close()
         raise ListenError(f"can't listen on {host}:{port}: {_remedy(error)}") from error
     if needs_loopback([listener.getsockname()[0] for listener in listeners]):
-        listeners += _listen_loopback(listeners[0].getsockname()[1])
+        listeners += _listen_loopback(listeners[0].getsockname()[1], backlog)
     return listeners
 
 
@@ -58,10 +58,10 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
     return not any(address.is_loopback or address.is_unspecified for address in found)
 
 
-def _listen_loopback(port: int) -> list[socket.socket]:
+def _listen_loopback(port: int, backlog: int) -> list[socket.socket]:
     """Empty if the address is taken: the pages are still served on the configured one."""
     try:
-        return [socket.create_server((_LOOPBACK, port), backlog=BACKLOG)]
+        return [socket.create_server((_LOOPBACK, port), backlog=backlog)]
     except OSError as error:
         _log.warning(
             "loopback_not_served", address=f"{_LOOPBACK}:{port}", error=error.strerror, consequence="port-forward does not work"
@@ -71,16 +71,16 @@ def _listen_loopback(port: int) -> list[socket.socket]:
 
 def _remedy(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return "no such host; give an IP address in the settings"
+        return "no such host; give an IP address"
     return _TCP_REMEDIES.get(error.errno or 0, error.strerror or str(error))
 
 
-def listen_unix(unix: UnixSocket) -> socket.socket:
+def listen_unix(unix: UnixSocket, *, backlog: int = BACKLOG) -> socket.socket:
     """Listens on the unix socket and creates its folder. Raises ListenError."""
     try:
         unix.path.parent.mkdir(parents=True, exist_ok=True)
         listener = unix.bind()
-        listener.listen(BACKLOG)
+        listener.listen(backlog)
     except OSError as error:
         remedy = "set http.socket to a path in a folder that the agent may write to"
         if error.filename is None:  # of the socket itself, not of its folder

@@ -5,12 +5,11 @@ An event is encoded once for all clients. A slow client gets the newest state ne
 
 import asyncio
 from contextlib import suppress
-from typing import Final, cast
+from typing import Final
 
 from aiohttp import web
 
 from gpumgr.common.aio import Subscription
-from gpumgr.web.connection import Connection
 from gpumgr.web.responses import failure
 from gpumgr.web.sources import Sources
 
@@ -30,7 +29,7 @@ class Streams:
         self._encoded = (b"", b"")
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Returns when the client has gone or `close` is called."""
+        """Returns when the client has gone, which the next write finds, or `close` is called."""
         if len(self._open) >= self._limit:
             return failure(503, f"{self._limit} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
@@ -40,8 +39,8 @@ class Streams:
             finally:
                 self._open.discard(states)
 
-    def close(self) -> None:
-        """Ends every stream with a complete response."""
+    async def close(self, _app: web.Application) -> None:
+        """Ends every stream with a complete response; for `on_shutdown` of the application."""
         for states in list(self._open):
             states.close()
 
@@ -50,28 +49,24 @@ class Streams:
         stale = self._sources.states.value
         newest = await self._sources.state()
         response = web.StreamResponse(headers=_HEADERS)
-        cast(Connection, request.protocol).stream_started(states.close)
+        assert request.transport is not None, "the request has just arrived"
+        request.transport.set_write_buffer_limits(high=1)  # a write ends when the client has read it
         with suppress(ConnectionError):  # the client has gone
             await response.prepare(request)
-            await self._send(request, response, self._event(newest))
+            await response.write(self._event(newest))
             while True:
                 try:
                     async with asyncio.timeout(self._heartbeat_seconds):
                         state = await anext(states)
                 except TimeoutError:
-                    await self._send(request, response, _HEARTBEAT)
+                    await response.write(_HEARTBEAT)
                     continue
                 except StopAsyncIteration:
                     break
                 if state not in (stale, newest):
                     stale, newest = b"", state
-                    await self._send(request, response, self._event(state))
+                    await response.write(self._event(state))
         return response
-
-    async def _send(self, request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-        """Returns when the client has read nearly everything; the connection limit cuts one that reads nothing. Raises ConnectionError."""
-        await response.write(content)
-        await request.writer.drain()
 
     def _event(self, state: bytes) -> bytes:
         if self._encoded[0] is not state:

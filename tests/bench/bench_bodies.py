@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from gpumgr.cluster.scheduler.hami_webhook import PATH, webhook_application
-from gpumgr.cluster.scheduler.listening import VerbListener
+from gpumgr.cluster.scheduler.lifecycle import verb_server
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.credentials import Certificates
@@ -54,8 +54,9 @@ async def hold(address: str, port: int, count: int, size: int) -> None:
 
 async def measure() -> dict[str, float]:
     tls = Certificates(CERTIFICATES / "server.crt", CERTIFICATES / "server.key", None, section="webhook")
-    listener = VerbListener(webhook_application(ReplicaResources(), WebhookSettings()), tls, stop_seconds=1)
-    await listener.start("127.0.0.1", 0)
+    application = webhook_application(ReplicaResources(), WebhookSettings())
+    listener = verb_server(application, ("127.0.0.1", 0), tls, stop_seconds=1)
+    await listener.start()
     found = {"fresh_mib": resident_mib()}
     for name, numbers in RUNS.items():
         arguments = ("clients", *listener.address, *numbers)

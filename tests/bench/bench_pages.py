@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -20,8 +21,10 @@ import msgspec
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.settings.schema import HttpSettings
+from gpumgr.web.handlers import make_app
+from gpumgr.web.http_server import PageServer
 from gpumgr.web.index_page import IndexPage
-from gpumgr.web.server import WebServer
 from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
@@ -101,7 +104,7 @@ async def core_percent(work: Any) -> float:
 
 async def measure_pages(held: HeldTimes, seconds: float) -> Mapping[str, object]:
     sources, front = node(), IndexPage()
-    server = WebServer(sources, host="127.0.0.1", port=0, heartbeat_seconds=15)
+    server = PageServer(partial(make_app, sources), HttpSettings(port=0))
     await server.start()
     sizes: dict[str, object] = {
         "page_bytes": len(front.plain),

@@ -12,8 +12,8 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 
 from gpumgr.agent.api import PodDetails
 from gpumgr.ledger.pods import PodKey
-from gpumgr.web.server import WebServer
-from tests.component.web.scene import Scene
+from gpumgr.web.http_server import HttpServer
+from tests.component.web.scene import Scene, page_server
 
 #: Debian's package `chromium`.
 CHROMIUM: Final = "/usr/bin/chromium"
@@ -53,7 +53,7 @@ class Stage:
 
     def __init__(self, *, beat_seconds: float | None = None) -> None:
         self._scene = _Scene()
-        self._server: WebServer | None = None
+        self._server: HttpServer | None = None
         self._port = 0
         self._beat_seconds = beat_seconds
         self._heart: asyncio.Task[None] | None = None
@@ -88,7 +88,7 @@ class Stage:
 
     async def open(self) -> None:
         """On a free port the first time, and on the same one again."""
-        self._server = WebServer(self._scene, host="127.0.0.1", port=self._port, stop_seconds=0.2)
+        self._server = page_server(self._scene, port=self._port, stop_seconds=0.2)
         await self._server.start()
         self._port = self._server.address[1]
         if self._beat_seconds is not None:

@@ -238,6 +238,7 @@ MEANINGS: Final = {
     "start.",
     # the scheduler
     "scheduler_listening": "`gpumgr scheduler` serves kube-scheduler at this address.",
+    "webhook_listening": "`gpumgr scheduler` completes pods with HAMi's resources at this address.",
     "lease_taken": "This replica holds the Lease. It answers after `leading`.",
     "leading": "This replica has read everything after it took the Lease. It answers kube-scheduler; as `gpumgr claims` it writes.",
     "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. The scheduler answers 503 from now on.",
@@ -260,8 +261,6 @@ MEANINGS: Final = {
     "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
-    "requests_cut": "Connections to a port of the scheduler were closed, since unfinished bodies of requests took too much memory: `count` "
-    "since the last such event, which is logged at most once a minute. If it goes on, find the client (`last_peer`).",
     # DRA: the node's ResourceSlice
     "slice_published": "The ResourceSlice of this node was written with this number of devices.",
     "slice_deleted": "The ResourceSlice was deleted: a starting kubelet does that, and any operator may. It is written again.",
@@ -290,7 +289,8 @@ MEANINGS: Final = {
     "certificates_read_again": "The certificates have changed and were read again.",
     "certificates_unusable": "The certificates can't be read. The previous ones stay in use.",
     "page_failed": "A bug occurred in a page; the others are served. Report it with the traceback.",
-    "client_disconnected": "A client closed its connection before the response was complete.",
+    "connection_not_accepted": "A connection to the web server could not be accepted, in most cases since the process has too many "
+    "files open. The server tries again after a second.",
     "display_not_served": "gpu-manager's socket is in use or can't be created. Check whether gpu-manager still runs.",
 }
 

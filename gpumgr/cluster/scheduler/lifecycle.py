@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from aiohttp import web
 
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.quota import Quotas
@@ -19,7 +20,6 @@ from gpumgr.cluster.scheduler.binding import pod_path
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.hami_webhook import webhook_application
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
-from gpumgr.cluster.scheduler.listening import VerbListener
 from gpumgr.cluster.scheduler.pages import make_pages, page_server, serve_pages
 from gpumgr.cluster.scheduler.rejections import retry_waiting_pods
 from gpumgr.cluster.scheduler.server import make_application
@@ -31,6 +31,7 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.web.credentials import Certificates
+from gpumgr.web.http_server import HttpServer, Limits
 
 _log = structlog.get_logger(__name__)
 
@@ -70,7 +71,17 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
     return Certificates(cert_file, key_file, client_ca_file, section="scheduler", clients_required=True)
 
 
-def webhook(settings: Settings) -> VerbListener | None:
+def verb_server(
+    application: web.Application, listen: tuple[str, int], tls: Certificates | None, *, stop_seconds: float
+) -> HttpServer:
+    """For the requests of the control plane."""
+    # Go's client keeps two idle connections only, so a burst of binds opens many.
+    limits = Limits(connections=4096, backlog=1024, request_seconds=30.0, stop_seconds=stop_seconds)
+    host, port = listen
+    return HttpServer(application, host=host, port=port, tls=tls, limits=limits)
+
+
+def webhook(settings: Settings, host: str) -> HttpServer | None:
     """None: the setting webhook.port is 0. Raises InputError."""
     wanted, hami = settings.webhook, replica_resources(settings)
     if not wanted.port:
@@ -81,7 +92,7 @@ def webhook(settings: Settings) -> VerbListener | None:
         )
     application = webhook_application(hami, wanted)
     tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")
-    return VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+    return verb_server(application, (host, wanted.port), tls, stop_seconds=settings.process.stop_grace_seconds)
 
 
 def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
@@ -114,7 +125,7 @@ async def run_scheduler(
     """
     wanted = settings.scheduler
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
-    hami_webhook = webhook(settings)
+    hami_webhook = webhook(settings, listen[0])
     replica = this_replica(wanted) if wanted.leader_election else None
     server, lease_server = await connections(kubeconfig or settings.kubernetes.kubeconfig)
     quotas = Quotas()
@@ -130,7 +141,7 @@ async def run_scheduler(
         client_names=wanted.client_names,
         middlewares=[metrics.middleware],
     )
-    listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+    verbs = verb_server(application, listen, tls, stop_seconds=settings.process.stop_grace_seconds)
     running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]
     if leadership is not None:
         running.append(leadership.run())
@@ -138,15 +149,17 @@ async def run_scheduler(
         running.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
     daemons = asyncio.create_task(run_together(*running))
     try:
-        await listener.start(*listen)
+        await verbs.start()
+        _log.info("scheduler_listening", url=verbs.url, client_certificates=tls is not None)
         if hami_webhook is not None:
-            await hami_webhook.start(listen[0], settings.webhook.port)
+            await hami_webhook.start()
+            _log.info("webhook_listening", url=hami_webhook.url)
         await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are scheduled")
         serving = await run_until(stop.wait(), asyncio.shield(daemons))
         if not serving.cancelled():
             serving.result()
     finally:
-        await listener.stop()  # the Lease is renewed until the last request has ended
+        await verbs.stop()  # the Lease is renewed until the last request has ended
         if hami_webhook is not None:
             await hami_webhook.stop()
         await web_server.stop()

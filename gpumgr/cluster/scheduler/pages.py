@@ -29,11 +29,11 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.accept import accepts_gzip
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
-from gpumgr.web.access import CurrentPolicy, Scope
-from gpumgr.web.app_server import AppServer
+from gpumgr.web.access import CurrentPolicy, Scope, origin_of
+from gpumgr.web.http_server import PageServer
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.listening import ListenError
-from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
+from gpumgr.web.middleware import MAX_BODY_BYTES, OriginOf, make_middleware
 from gpumgr.web.responses import failure, json_response, on_response_prepare
 
 _log = structlog.get_logger(__name__)
@@ -190,7 +190,9 @@ class Pages(Protocol):
     def synced(self) -> bool: ...
 
 
-def application_of(pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] = ()) -> web.Application:
+def application_of(
+    pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] = (), *, origin_of: OriginOf = origin_of
+) -> web.Application:
     """The pages and the probes."""
 
     async def healthz(_: web.Request) -> web.Response:
@@ -200,29 +202,19 @@ def application_of(pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] =
         return json_response({"status": "ok" if pages.synced else "failing"}, status=200 if pages.synced else 503)
 
     routes: Routes = {**pages.routes(), "/healthz": ("probe", healthz), "/readyz": ("probe", readyz)}
-    access = make_middleware({path: scope for path, (scope, _) in routes.items()}, policy, names)
+    access = make_middleware({path: scope for path, (scope, _) in routes.items()}, policy, names, origin_of=origin_of)
     app = web.Application(middlewares=[access], client_max_size=MAX_BODY_BYTES)
     app.add_routes([web.get(path, handler) for path, (_, handler) in routes.items()])
     app.on_response_prepare.append(on_response_prepare)
     return app
 
 
-def page_server(pages: Pages, settings: Settings, port: int) -> AppServer:
+def page_server(pages: Pages, settings: Settings, port: int) -> PageServer:
     """Raises SettingsError if a file of the section http can't be used."""
-    http, names = settings.http, (settings.node.name,)
-    return AppServer(
-        lambda policy: application_of(pages, policy, names),
-        host=http.address,
-        port=port,
-        max_connections=http.max_connections,
-        token_file=http.token_file,
-        tls_cert_file=http.tls_cert_file,
-        tls_key_file=http.tls_key_file,
-        client_ca_file=http.client_ca_file,
-    )
+    return PageServer(lambda policy: application_of(pages, policy, (settings.node.name,)), settings.http, port=port)
 
 
-async def serve_pages(server: AppServer, *, lost: str) -> None:
+async def serve_pages(server: PageServer, *, lost: str) -> None:
     """The process works without its pages if the port is taken. `lost`: what is missing then."""
     try:
         await server.start()

@@ -110,7 +110,7 @@ async def _answer(
         return _json(await result if isinstance(result, Awaitable) else result)
     except _RequestError as error:
         return _json(failed(str(error)))
-    except ConnectionError:
+    except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
         return _json(failed(_bug(request, error)))

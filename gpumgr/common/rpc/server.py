@@ -7,7 +7,6 @@ its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` a
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from socket import socket
@@ -26,7 +25,6 @@ from h2.events import RequestReceived
 from h2.exceptions import ProtocolError
 
 from gpumgr.common.aio import wait_at_most
-from gpumgr.common.heap import return_memory
 from gpumgr.common.rpc.channel import PeerConnection, WireCodec
 
 #: How long clients may take at the end to close their connections, and then to read what was sent to them.
@@ -34,9 +32,6 @@ _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
 #: A call that ended so recently may be the first of two.
 _PAIR_SECONDS: Final = 0.05
-#: A connection leaves cyclic garbage and fragments of the heap. After so many, the memory is returned, this much later and only once.
-_CONNECTIONS_PER_RETURN: Final = 50
-_RETURN_SECONDS: Final = 5.0
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
 
@@ -49,19 +44,16 @@ class DrainingServer(Server):
         *,
         config: Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
-        return_seconds: float = _RETURN_SECONDS,
     ) -> None:
         """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
 
         `flush_seconds`: how long a client may take at the end to read what was sent to it, before its connection is aborted.
-        `return_seconds`: how long after 50 connections memory is returned to the system.
         """
         super().__init__(services, codec=WireCodec(), config=config)
-        self._flush_seconds, self._return_seconds = flush_seconds, return_seconds
+        self._flush_seconds = flush_seconds
         self.connections: set[ServedConnection] = set()
         #: How many connections there have been.
         self.accepted = 0
-        self._next_return: float = _CONNECTIONS_PER_RETURN
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._unary_calls: set[asyncio.Task[Any]] = set()
@@ -144,18 +136,11 @@ class DrainingServer(Server):
         self.connections.add(connection)
         self.accepted += 1
         self._none_connected.clear()
-        if self.accepted >= self._next_return:
-            self._next_return = math.inf
-            asyncio.get_running_loop().call_later(self._return_seconds, self._return_memory)
 
     def disconnected(self, connection: "ServedConnection") -> None:
         self.connections.discard(connection)
         if not self.connections:
             self._none_connected.set()
-
-    def _return_memory(self) -> None:
-        self._next_return = self.accepted + _CONNECTIONS_PER_RETURN
-        return_memory()
 
     def _protocol_factory(self) -> H2Protocol:
         made = super()._protocol_factory()

@@ -15,7 +15,7 @@ _STREAMS: Final = gauge("listandwatch_streams", "Open ListAndWatch calls of the 
 _CONNECTIONS: Final = gauge("http_connections", "Connections that the web server has open.")
 _REFUSED: Final = counter("http_connections_refused_total", "Connections that the web server refused at its limit.")
 _DISCONNECTS: Final = counter(
-    "http_disconnects_total", "Requests that the client ended, by closing the connection, before the response was complete."
+    "http_disconnects_total", "Requests that the client ended, by closing the connection, before they were answered."
 )
 _SERVER_UP: Final = gauge("api_server_up", "1 while the API server answers.")
 _WAITING: Final = gauge("api_queue_waiting", "Objects that are still to be written to the API server.")

@@ -11,8 +11,9 @@ import pytest
 from aiohttp import ClientError, web
 
 from gpumgr.cluster.scheduler.pages import application_of
+from gpumgr.settings.schema import HttpSettings
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.web.app_server import AppServer
+from gpumgr.web.http_server import PageServer
 from tests.component.cluster.scheduler.conftest import inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
 
@@ -111,9 +112,8 @@ async def api(
                 "current-context": "x",
             }
             (folder / "kubeconfig").write_text(json.dumps(config))
-            local = AppServer(
-                partial(application_of, pages.cluster_pages), host="127.0.0.1", port=0, origin_of=lambda *_: "loopback", **options
-            )
+            application = partial(application_of, pages.cluster_pages, origin_of=lambda *_: "loopback")
+            local = PageServer(application, HttpSettings(port=0, **options))
             await local.start()
             (tmp_path / "bin").mkdir()
             monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)

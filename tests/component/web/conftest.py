@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 
 from gpumgr.web import credentials
-from gpumgr.web.server import WebServer
-from tests.component.web.scene import Scene, origin_in_tests
+from gpumgr.web.http_server import HttpServer
+from tests.component.web.scene import Scene, page_server
 
 
 class Serve(Protocol):
-    async def __call__(self, **settings: Any) -> WebServer:
-        """A server that runs until the test ends, with these arguments besides its address."""
+    async def __call__(self, **options: Any) -> HttpServer:
+        """A server that runs until the test ends; `options` as of `scene.page_server`."""
         ...
 
 
@@ -30,9 +30,8 @@ def scene() -> Scene:
 async def serve(scene: Scene) -> AsyncIterator[Serve]:
     async with AsyncExitStack() as stack:
 
-        async def start(**settings: Any) -> WebServer:
-            chosen = {"host": "127.0.0.1", "port": 0, "stop_seconds": 0.2, "origin_of": origin_in_tests, **settings}
-            server = WebServer(scene, **chosen)
+        async def start(**options: Any) -> HttpServer:
+            server = page_server(scene, **{"stop_seconds": 0.2, **options})
             await server.start()
             stack.push_async_callback(server.stop)
             return server
@@ -41,12 +40,12 @@ async def serve(scene: Scene) -> AsyncIterator[Serve]:
 
 
 @pytest.fixture
-async def server(serve: Serve) -> WebServer:
+async def server(serve: Serve) -> HttpServer:
     return await serve()
 
 
 @pytest.fixture
-async def client(server: WebServer) -> AsyncIterator[aiohttp.ClientSession]:
+async def client(server: HttpServer) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(server.url) as session:
         yield session
 

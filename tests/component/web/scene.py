@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import LatestValue
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.pods import PodKey
+from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import Origin, origin_of
+from gpumgr.web.handlers import make_app
+from gpumgr.web.http_server import Limits, PageServer
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.sources import Sources
 from tests.unit.web.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"
@@ -100,14 +106,25 @@ class Scene:
         return await self.on_order(order) if self.on_order is not None else {"gpu": order.gpu, "done": order.action}
 
 
-async def say(address: tuple[str, int], *parts: bytes, half_close: bool = False, source: str = "127.0.0.1") -> bytes:
+def page_server(sources: Sources, **options: Any) -> PageServer:
+    """On a free port of the loopback. `options`: of the settings' section http, of `Limits`, of `make_app`, and `unix_socket`."""
+    http = {name: options.pop(name) for name in HttpSettings.__struct_fields__ if name in options}
+    limits = {name: options.pop(name) for name in (each.name for each in fields(Limits)) if name in options}
+    unix_socket = options.pop("unix_socket", None)
+    return PageServer(
+        partial(make_app, sources, origin_of=origin_in_tests, **options),
+        HttpSettings(**{"address": "127.0.0.1", "port": 0, **http}),
+        unix_socket=unix_socket,
+        limits=Limits(**{"connections": http.get("max_connections", 512), **limits}),
+    )
+
+
+async def say(address: tuple[str, int], *parts: bytes, source: str = "127.0.0.1") -> bytes:
     """Sends these bytes. Returns all that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
     for part in parts:
         writer.write(part)
         await writer.drain()
-    if half_close:
-        writer.write_eof()
     try:
         return await reader.read()
     finally:

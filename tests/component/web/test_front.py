@@ -8,12 +8,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gpumgr.web.http_server import HttpServer
 from gpumgr.web.index_page import PAGE, IndexPage
-from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 
 
-async def fetch(server: WebServer, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+async def fetch(server: HttpServer, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
     chosen = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
         aiohttp.ClientSession(server.url, auto_decompress=False, skip_auto_headers=["Accept-Encoding"]) as client,
@@ -22,7 +22,7 @@ async def fetch(server: WebServer, **headers: str) -> tuple[int, Mapping[str, st
         return answer.status, answer.headers, await answer.read()
 
 
-async def test_the_page_is_the_packages_file(server: WebServer) -> None:
+async def test_the_page_is_the_packages_file(server: HttpServer) -> None:
     status, headers, body = await fetch(server)
     assert status == 200
     assert body == PAGE.read_bytes()
@@ -33,7 +33,7 @@ async def test_the_page_is_the_packages_file(server: WebServer) -> None:
     assert "Content-Encoding" not in headers
 
 
-async def test_the_page_comes_packed_to_whom_it_may(server: WebServer) -> None:
+async def test_the_page_comes_packed_to_whom_it_may(server: HttpServer) -> None:
     _, headers, body = await fetch(server, Accept_Encoding="br, gzip")
     assert headers["Content-Encoding"] == "gzip"
     assert headers["Vary"] == "Accept-Encoding"
@@ -41,7 +41,7 @@ async def test_the_page_comes_packed_to_whom_it_may(server: WebServer) -> None:
     assert int(headers["Content-Length"]) == len(body) < len(PAGE.read_bytes())
 
 
-async def test_a_browser_that_has_it_is_sent_nothing(server: WebServer) -> None:
+async def test_a_browser_that_has_it_is_sent_nothing(server: HttpServer) -> None:
     _, plain, _ = await fetch(server)
     _, packed, _ = await fetch(server, Accept_Encoding="gzip")
     assert plain["ETag"] != packed["ETag"]
@@ -55,7 +55,7 @@ async def test_a_browser_that_has_it_is_sent_nothing(server: WebServer) -> None:
         assert status == 200
 
 
-async def test_the_page_may_load_nothing_and_stand_in_no_frame(server: WebServer) -> None:
+async def test_the_page_may_load_nothing_and_stand_in_no_frame(server: HttpServer) -> None:
     _, headers, body = await fetch(server)
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")

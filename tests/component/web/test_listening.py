@@ -22,7 +22,7 @@ def own_address() -> str:
 
 @pytest.mark.parametrize("address", ["0.0.0.0", own_address()])
 async def test_the_loopback_answers_with_any_configured_address(serve: Serve, address: str) -> None:
-    host, port = (await serve(host=address)).address
+    host, port = (await serve(address=address)).address
     assert host == address
     assert parsed(await say(("127.0.0.1", port), get("/graph")))[0] == 200
 

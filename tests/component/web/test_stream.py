@@ -5,10 +5,9 @@ import json
 
 import aiohttp
 
-from gpumgr.web.connection_limit import Timeouts
-from gpumgr.web.server import WebServer
+from gpumgr.web.http_server import HttpServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import Scene, get, parsed, say, until
+from tests.component.web.scene import Scene, get, page_server, parsed, say, until
 
 
 class Reader:
@@ -18,7 +17,7 @@ class Reader:
         self._reader, self.writer = reader, writer
 
     @classmethod
-    async def open(cls, server: WebServer, *, limit: int = 1 << 16) -> "Reader":
+    async def open(cls, server: HttpServer, *, limit: int = 1 << 16) -> "Reader":
         # HTTP/1.0: an answer without chunks between the events.
         reader, writer = await asyncio.open_connection(*server.address, limit=limit)
         writer.write(b"GET /api/stream HTTP/1.0\r\n\r\n")
@@ -36,7 +35,7 @@ class Reader:
         return json.loads(data.removeprefix(b"data: "))
 
 
-async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: WebServer, scene: Scene) -> None:
+async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: HttpServer, scene: Scene) -> None:
     scene.states.set(b'{"at": "long ago"}')
     one, two = await Reader.open(server), await Reader.open(server)
     assert await one.state() == await two.state() == {"at": 1}
@@ -49,7 +48,7 @@ async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: WebS
     two.writer.close()
 
 
-async def test_what_the_first_state_contains_is_not_sent_twice(server: WebServer, scene: Scene) -> None:
+async def test_what_the_first_state_contains_is_not_sent_twice(server: HttpServer, scene: Scene) -> None:
     one = await Reader.open(server)
     scene.states.set(scene.now)
     assert await one.state() == {"at": 1}
@@ -68,7 +67,7 @@ async def test_browsers_get_an_event_stream(client: aiohttp.ClientSession) -> No
         assert answer.status == 405
 
 
-async def test_a_document_of_several_lines_is_one_event(server: WebServer, scene: Scene) -> None:
+async def test_a_document_of_several_lines_is_one_event(server: HttpServer, scene: Scene) -> None:
     scene.now = b'{\n"at": 1}'
     one = await Reader.open(server)
     assert await one.event() == b'event: state\ndata: {\ndata: "at": 1}\n\n'
@@ -82,13 +81,15 @@ async def test_a_comment_keeps_a_quiet_line_open(serve: Serve) -> None:
     one.writer.close()
 
 
-async def test_who_leaves_leaves_no_reader_behind(server: WebServer, scene: Scene) -> None:
+async def test_who_leaves_leaves_no_reader_behind(server: HttpServer, scene: Scene) -> None:
     some = [await Reader.open(server) for _ in range(3)]
     await until(lambda: scene.states.readers == 3)
     some[0].writer.close()
     some[1].writer.transport.abort()
-    await until(lambda: scene.states.readers == 1)
     some[2].writer.write_eof()
+    for at in range(2):  # the first write may still reach the kernel
+        scene.states.set(b'{"at": %d}' % at)
+        await asyncio.sleep(0.05)
     await until(lambda: scene.states.readers == 0)
     some[2].writer.close()
 
@@ -99,15 +100,17 @@ async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> Non
     status, told = parsed(await say(server.address, get("/api/stream")))
     assert (status, told) == (503, {"error": "64 streams are open, which is the limit"})
     some[0].writer.close()
+    for at in range(1, 4):  # the first write to the one that has gone may still reach the kernel
+        for one in some[1:]:
+            assert await one.state() == {"at": at}
+        scene.states.set(b'{"at": %d}' % (at + 1))
     await until(lambda: scene.states.readers == 63)
     some[0] = await Reader.open(server)
-    scene.states.set(b'{"at": 2}')
     for one in some:
-        assert [await one.state(), await one.state()] == [{"at": 1}, {"at": 2}]
         one.writer.close()
 
 
-async def test_a_slow_client_misses_states_and_delays_no_other_client(server: WebServer, scene: Scene) -> None:
+async def test_a_slow_client_misses_states_and_delays_no_other_client(server: HttpServer, scene: Scene) -> None:
     slow, quick = await Reader.open(server, limit=1 << 21), await Reader.open(server, limit=1 << 21)
     assert await quick.state() == {"at": 1}
     slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -124,22 +127,8 @@ async def test_a_slow_client_misses_states_and_delays_no_other_client(server: We
     quick.writer.close()
 
 
-async def test_a_client_that_takes_nothing_is_dropped(serve: Serve, scene: Scene) -> None:
-    server = await serve(timeouts=Timeouts(unread_seconds=0.1, check_seconds=0.02))
-    stuck = await Reader.open(server)
-    stuck.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    padding = "x" * (1 << 20)
-    at = 0
-    async with asyncio.timeout(10):
-        while scene.states.readers:
-            scene.states.set(json.dumps([at := at + 1, padding]).encode())
-            await asyncio.sleep(0.01)
-    assert server.connections == 0
-    stuck.writer.close()
-
-
 async def test_a_stop_ends_the_streams_in_order(scene: Scene) -> None:
-    server = WebServer(scene, host="127.0.0.1", port=0, stop_seconds=5)
+    server = page_server(scene, address="127.0.0.1", port=0, stop_seconds=5)
     await server.start()
     async with aiohttp.ClientSession(server.url) as client, client.get("/api/stream") as answer:
         await answer.content.readuntil(b"\n\n")

@@ -18,7 +18,8 @@ from gpumgr.cluster.scheduler.pages import PAGE, application_of, make_pages
 from gpumgr.common.units import Amounts
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.settings import Settings
-from gpumgr.web.app_server import AppServer
+from gpumgr.settings.schema import HttpSettings
+from gpumgr.web.http_server import PageServer
 from tests.e2e.browser import visit
 
 from .documents import DIM_TEXT
@@ -72,7 +73,7 @@ class ClusterStage:
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
         pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
-        self.web = AppServer(partial(application_of, pages), host="127.0.0.1", port=0)
+        self.web = PageServer(partial(application_of, pages), HttpSettings(port=0))
 
     def put(self, node: int, used: int = 4) -> None:
         name = name_of(node)

@@ -14,7 +14,7 @@ BOTH = AuthPolicy(takes_token=True, token=b"s3cret", takes_certificate=True)
 BROKEN = AuthPolicy(takes_token=True, token=None)
 
 ALL = set(ROOMS)
-READ = {"probe", "metrics", "page", "debug"}
+READ = {"probe", "metrics", "page"}
 
 
 def beyond(authorization: str | None = None, *, certified: bool = False) -> HttpClient:
@@ -64,7 +64,6 @@ def test_from_beyond(keys: AuthPolicy, caller: HttpClient, opened: set[Scope]) -
         ("page", CA, 403, "present a client certificate"),
         ("page", TOKEN, 401, "Authorization: Bearer TOKEN"),
         ("page", BOTH, 401, "or present a client certificate"),
-        ("debug", TOKEN, 403, "kubectl port-forward"),
         ("maintenance", BOTH, 403, "unix socket"),
     ],
 )

@@ -44,7 +44,7 @@ async def test_an_address_that_is_free_stays_free(folder: Path) -> None:
 async def test_a_port_that_another_process_uses_is_an_error(folder: Path, taken: int) -> None:
     found = await look(folder, port=taken)
     assert (found.state, found.message) == ("error", f"can't listen on 127.0.0.1:{taken}: another process listens there")
-    assert found.remedy == "choose another port in the settings, or end that process"
+    assert found.remedy == "choose another port, or end that process"
     with listening(folder / "agent.sock"):
         pass  # an agent that was killed left its socket
     assert (await look(folder, port=taken)).state == "error"
@@ -60,7 +60,7 @@ async def test_a_port_that_the_running_agent_has_is_well(folder: Path, taken: in
 async def test_an_address_that_is_not_ours_is_an_error_beside_a_running_agent_too(folder: Path) -> None:
     with listening(folder / "agent.sock"):
         found = await look_at_http(HttpSettings(address="192.0.2.1", port=0, socket=folder / "agent.sock"))
-    assert (found.state, found.remedy) == ("error", "choose another address in the settings")
+    assert (found.state, found.remedy) == ("error", "choose another address")
 
 
 async def test_files_that_fit_are_well(folder: Path) -> None:

@@ -18,7 +18,6 @@ from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
-from gpumgr.cluster.scheduler.listening import VerbListener
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
@@ -29,6 +28,7 @@ from gpumgr.placement.topology.matrix import topology_from_matrix
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.web.http_server import HttpServer
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 GPU_MEBIBYTES = 16384
@@ -160,10 +160,9 @@ async def running(
     watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
-    listener = VerbListener(
-        make_application(extender, max_request_mebibytes=settings.max_request_mebibytes), None, stop_seconds=1
-    )
-    await listener.start("127.0.0.1", 0)
+    application = make_application(extender, max_request_mebibytes=settings.max_request_mebibytes)
+    listener = HttpServer(application, host="127.0.0.1", port=0)
+    await listener.start()
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
     async with ClientSession() as session:
         url = f"http://127.0.0.1:{listener.address[1]}"

@@ -21,9 +21,10 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings import Settings
+from gpumgr.settings.schema import HttpSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.access import Origin
-from gpumgr.web.app_server import AppServer
+from gpumgr.web.http_server import PageServer
 
 from .conftest import FAST, GPU_MEBIBYTES, Json, inventory, node, pod, until
 
@@ -91,7 +92,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
     runner = web.AppRunner(make_application(extender, max_request_mebibytes=1, middlewares=[metrics.middleware]))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    shown = AppServer(partial(application_of, pages), host="127.0.0.1", port=0, origin_of=lambda *_: origin, **options)
+    shown = PageServer(partial(application_of, pages, origin_of=lambda *_: origin), HttpSettings(port=0, **options))
     await shown.start()
     task = asyncio.create_task(watches.run())
     async with ClientSession() as http:

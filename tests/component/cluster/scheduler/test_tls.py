@@ -1,7 +1,6 @@
 """TLS of the verbs: client certificates, their names, resumed sessions, files that change or can't be used."""
 
 import asyncio
-import datetime
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,19 +8,16 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from structlog.testing import capture_logs
 
-from gpumgr.cluster.scheduler.lifecycle import certificates
-from gpumgr.cluster.scheduler.listening import VerbListener
+from gpumgr.cluster.scheduler.lifecycle import certificates, verb_server
 from gpumgr.cluster.scheduler.server import names_of
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.web.http_server import HttpServer
 from tests.component.web.scene import CERTIFICATES
 
-Listen = Callable[[SchedulerSettings], Awaitable[VerbListener]]
+Listen = Callable[[SchedulerSettings], Awaitable[HttpServer]]
 
 
 def files(folder: Path, **names: str) -> SchedulerSettings:
@@ -43,16 +39,17 @@ def client(name: str | None = "client", *, ca: str = "ca") -> ssl.SSLContext:
 
 @pytest.fixture
 async def listen() -> AsyncIterator[Listen]:
-    made: list[VerbListener] = []
+    made: list[HttpServer] = []
 
     async def hello(_: web.Request) -> web.Response:
         return web.Response(text="hello")
 
-    async def start(settings: SchedulerSettings) -> VerbListener:
+    async def start(settings: SchedulerSettings) -> HttpServer:
         application = web.Application()
         application.add_routes([web.get("/", hello)])
-        listener = VerbListener(application, certificates(settings, "127.0.0.1", insecure_loopback=False), stop_seconds=1)
-        await listener.start("127.0.0.1", 0)
+        tls = certificates(settings, "127.0.0.1", insecure_loopback=False)
+        listener = verb_server(application, ("127.0.0.1", 0), tls, stop_seconds=1)
+        await listener.start()
         made.append(listener)
         return listener
 
@@ -61,7 +58,7 @@ async def listen() -> AsyncIterator[Listen]:
         await each.stop()
 
 
-async def ask(listener: VerbListener, context: ssl.SSLContext) -> str:
+async def ask(listener: HttpServer, context: ssl.SSLContext) -> str:
     """Raises OSError if the handshake or the connection fails."""
     reader, writer = await asyncio.open_connection(*listener.address, ssl=context)
     try:
@@ -127,44 +124,19 @@ async def test_files_are_read_again_and_unusable_ones_change_nothing(listen: Lis
     assert logs[-1]["event"] == "certificates_read_again"
 
 
-def expired(folder: Path) -> SchedulerSettings:
-    """A certificate and a CA certificate that ended yesterday."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "old")])
-    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(yesterday - datetime.timedelta(days=1))
-        .not_valid_after(yesterday)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    settings = files(folder)
-    (folder / "old.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    (folder / "old.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return settings
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"tls_cert_file": "missing"}, "scheduler.tls_cert_file .* can't be read: No such file"),
         ({"tls_cert_file": "tls_key_file"}, "scheduler.tls_cert_file .* has no certificate in PEM"),
         ({"tls_key_file": "tls_cert_file"}, "scheduler.tls_key_file .* has no private key in PEM"),
-        ({"tls_key_file": "old.key"}, "scheduler.tls_key_file .* is not the key of the certificate"),
+        ({"tls_key_file": "client.key"}, "scheduler.tls_key_file .* is not the key of the certificate"),
         ({"client_ca_file": "tls_key_file"}, "scheduler.client_ca_file .* can't be used"),
-        ({"tls_cert_file": "old.crt", "tls_key_file": "old.key"}, "scheduler.tls_cert_file .* has expired; renew it"),
-        ({"client_ca_file": "old.crt"}, "scheduler.client_ca_file .* renew it"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
-    settings = expired(tmp_path)
+    settings = files(tmp_path)
+    shutil.copy(CERTIFICATES / "client.key", tmp_path)
     assert certificates(settings, "10.0.0.1", insecure_loopback=False) is not None
     wanted = {key: tmp_path / name for key, name in changes.items()}
     given = {key: getattr(settings, key) for key in ("tls_cert_file", "tls_key_file", "client_ca_file")}

@@ -1,0 +1,268 @@
+"""The HTTP server of agent, scheduler and claims controller: sockets, TLS, limits, start and stop.
+
+It accepts connections itself and hands each one to aiohttp. So a connection counts before its TLS handshake, and each handshake uses the
+certificates that are valid at that time.
+"""
+
+import asyncio
+import asyncio.sslproto
+import logging
+import socket
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from aiohttp import web
+
+from gpumgr.common.unix_socket import UnixSocket
+from gpumgr.settings.schema import HttpSettings
+from gpumgr.web.access import AuthPolicy, CurrentPolicy
+from gpumgr.web.credentials import Certificates, TokenFile
+from gpumgr.web.listening import ListenError, listen_tcp, listen_unix
+from gpumgr.web.responses import failure
+
+_log = structlog.get_logger(__name__)
+
+# asyncio allocates this buffer for each connection before the handshake, so before it is known who the client is. With its default of
+# 256 KiB, 4096 connections take 1 GiB.
+asyncio.sslproto.SSLProtocol.max_size = 32 << 10
+
+#: The rest of a refused body is read for so long; a client that still sends might never read the response otherwise.
+_LINGER_SECONDS: Final = 2.0
+#: The pause after a failure to accept, which lasts as long as the process has no file descriptor left.
+_PAUSE_SECONDS: Final = 1.0
+#: aiohttp reports here what clients send that is no HTTP, with tracebacks; errors of handlers are logged by the server itself.
+_AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
+_AIOHTTP_LOG.disabled = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`connections` over TCP; further ones are closed at once. Those of the unix socket count, but are never refused.
+
+    A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for
+    `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. Requests in progress have `stop_seconds` at a stop.
+    """
+
+    connections: int = 512
+    backlog: int = 128
+    request_seconds: float = 10.0
+    idle_seconds: float = 75.0
+    unread_seconds: float = 30.0
+    stop_seconds: float = 1.0
+
+
+class HttpServer:
+    """Serves an application on a TCP address, and on a unix socket without TLS, between `start` and `stop`.
+
+    `port` 0 takes a free one; `address` has it. `tls` None: plain HTTP. Must be created inside the event loop.
+    """
+
+    def __init__(
+        self,
+        application: web.Application,
+        *,
+        host: str,
+        port: int,
+        unix_socket: Path | None = None,
+        tls: Certificates | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._host, self._port, self._tls, self._limits = host, port, tls, limits or Limits()
+        self._unix = UnixSocket(unix_socket) if unix_socket is not None else None
+        application.middlewares.insert(0, self._middleware())
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            logger=_AIOHTTP_LOG,
+            shutdown_timeout=self._limits.stop_seconds,
+            keepalive_timeout=self._limits.idle_seconds,
+            lingering_time=_LINGER_SECONDS,
+            auto_decompress=False,
+        )
+        self._listening: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        #: Connections before the end of their TLS handshake.
+        self._starting: set[asyncio.Task[None]] = set()
+        self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
+        #: Connections on which a request has arrived.
+        self._heard: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
+        #: Since the start: connections above the limit; requests that the client ended before they were answered.
+        self.connections_refused = 0
+        self.disconnects = 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the first listening socket. Raises RuntimeError unless it listens."""
+        for name in self._tcp_names():
+            return str(name[0]), int(name[1])
+        raise RuntimeError("the web server does not listen")
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def connections(self) -> int:
+        """Open now, over TCP and the unix socket."""
+        server = self._runner.server
+        return len(self._starting) + (len(server.connections) if server is not None else 0)
+
+    async def start(self) -> None:
+        """Listens. Raises ListenError; no socket stays open then."""
+        await self._runner.setup()
+        try:
+            self._listening += await listen_tcp(self._host, self._port, backlog=self._limits.backlog)
+            if self._unix is not None:
+                self._listening.append(listen_unix(self._unix, backlog=self._limits.backlog))
+        except ListenError:
+            await self.stop()
+            raise
+        for each in self._listening:
+            each.setblocking(False)
+            self._accepting.append(asyncio.create_task(self._accept(each), name="web_accept"))
+
+    async def stop(self) -> None:
+        """Closes the listening sockets at once, and all connections within `stop_seconds`. May be called twice, or without `start`."""
+        for task in self._accepting:
+            task.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        self._accepting.clear()
+        for listening in self._listening:
+            listening.close()
+        self._listening.clear()
+        if self._unix is not None:
+            self._unix.remove()
+        for task in self._starting:
+            task.cancel()
+        await self._runner.cleanup()
+        for transport in self._open:
+            transport.abort()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+
+    def _tcp_names(self) -> list[Any]:
+        return [each.getsockname() for each in self._listening if each.family != socket.AF_UNIX]
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                _log.error("connection_not_accepted", error=error.strerror or str(error))
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if listening.family != socket.AF_UNIX and self.connections >= self._limits.connections:
+                self.connections_refused += 1
+                connected.close()
+            else:
+                task = asyncio.create_task(self._begin(connected), name="web_connection")
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+            await asyncio.sleep(0)  # sock_accept does not wait while connections are queued
+
+    async def _begin(self, connected: socket.socket) -> None:
+        loop, limits = asyncio.get_running_loop(), self._limits
+        tls, server = self._tls, self._runner.server
+        assert server is not None, "made by setup"
+        secure = tls is not None and connected.family != socket.AF_UNIX
+        try:
+            if connected.family != socket.AF_UNIX:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * limits.unread_seconds))
+            transport, _ = await loop.connect_accepted_socket(
+                server,
+                connected,
+                ssl=await tls.context() if tls is not None and secure else None,
+                ssl_handshake_timeout=limits.request_seconds if secure else None,
+            )
+        except BaseException as error:
+            connected.close()
+            if not isinstance(error, OSError):  # the client has gone, or the handshake failed
+                raise
+            return
+        self._open.add(transport)
+        loop.call_later(limits.request_seconds, self._end_silent, weakref.ref(transport))
+
+    def _end_silent(self, reference: "weakref.ref[asyncio.Transport]") -> None:
+        transport = reference()
+        if transport is not None and transport not in self._heard:
+            transport.abort()
+
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def middleware(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            if request.transport is not None:
+                self._heard.add(request.transport)
+            try:
+                return await handler(request)
+            except web.HTTPException:
+                raise
+            except ConnectionError:
+                self.disconnects += 1
+                raise
+            except Exception as error:
+                where = _where(error)
+                _log.error("page_failed", path=request.path, error=str(error), kind=type(error).__name__, where=where)
+                return failure(500, "the server failed to respond; see its log")
+
+        return middleware
+
+
+class PageServer(HttpServer):
+    """The pages of a process under the rules of the settings' section `http`.
+
+    `make_app` gets what returns the current policy for remote clients. Reads the files; raises SettingsError if one can't be used.
+    """
+
+    def __init__(
+        self,
+        make_app: Callable[[CurrentPolicy], web.Application],
+        http: HttpSettings,
+        *,
+        port: int | None = None,
+        unix_socket: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._token = TokenFile(http.token_file) if http.token_file is not None else None
+        self._policy = AuthPolicy(takes_token=self._token is not None, takes_certificate=http.client_ca_file is not None)
+        super().__init__(
+            make_app(self._current_policy),
+            host=http.address,
+            port=http.port if port is None else port,
+            unix_socket=unix_socket,
+            tls=Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file),
+            limits=limits or Limits(connections=http.max_connections),
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        _log.info("web_listening", url=self.url)
+        addresses = [name[0] for name in self._tcp_names() if not ip_address(name[0]).is_loopback]
+        if self._token is not None and self._tls is None and addresses:
+            _log.warning(
+                "token_in_plain_http",
+                addresses=addresses,
+                consequence="everyone who can capture the network's packets can read the token",
+                remedy="set http.tls_cert_file and http.tls_key_file",
+            )
+
+    async def _current_policy(self) -> AuthPolicy:
+        if self._token is None:
+            return self._policy
+        return AuthPolicy(takes_token=True, token=await self._token.current(), takes_certificate=self._policy.takes_certificate)
+
+
+def _where(error: Exception) -> str:
+    """File and line that raised the error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else "?"
