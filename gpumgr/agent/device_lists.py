@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpumgr.agent.ports import Publish
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ids import Masks
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 
 SETTLE_SECONDS = 1.0
 

@@ -1,16 +1,16 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import wraps
+from typing import Any, Final, TypeVar
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.answer import GrantedGpu
-from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks
+from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks, RegisteredInstance
 from gpumgr.ledger.instances import MigStrategy, offered_instances
 from gpumgr.ledger.ledger import AllocationId, Ledger
-from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.node_devices import NodeDevices, node_devices
+from gpumgr.ledger.node import NodeDevices, NodeView, node_devices
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.evaluators.mig import without_places
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -22,14 +22,39 @@ _EVERYWHERE: Final = -1
 _NOT_IN_MIG_MODE: Final = "its MIG mode is not on yet: hami.operating_mode mig turns it on once the GPU is idle"
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
 
+_T = TypeVar("_T")
+
+
+def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Inventory, GpuRegistry], _T]":
+    """Computes a list once for an inventory and a registry, since neither changes. Readers don't change it."""
+
+    @wraps(method)
+    def computed(self: "Inventory", gpu_registry: GpuRegistry) -> _T:
+        known = self._computed.get(method.__name__)
+        if known is None or known[0] is not gpu_registry:
+            known = self._computed[method.__name__] = gpu_registry, method(self, gpu_registry)
+        result: _T = known[1]
+        return result
+
+    return computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareHealth:
+    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why it accepts no new containers though
+    it works. A GPU in neither is healthy. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned
+    GPUs that have no other reason than their MIG mode."""
+
+    failed: Mapping[str, str] = field(default_factory=dict)
+    cordoned: Mapping[str, str] = field(default_factory=dict)
+    in_mig_mode: Collection[str] = ()
+    lost: Collection[str] = ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
-    `failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why it accepts no new containers though it
-    works. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned GPUs that have no other reason than
-    their MIG mode.
     `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
     are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
     all); None: none are. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be created now, for example because of a
@@ -37,30 +62,33 @@ class Inventory:
     """
 
     snapshot: NodeSnapshot = EMPTY
-    failed: Mapping[str, str] = field(default_factory=dict)
-    cordoned: Mapping[str, str] = field(default_factory=dict)
+    health: HardwareHealth = HardwareHealth()
     quarantine: Quarantine = field(default_factory=Quarantine)
     replicas: int = 0
     scaling: Scaling = (1.0, 1.0)
     mig_strategy: MigStrategy = "none"
     mig_on_demand: Collection[str] | None = None
     mig_blocked: Mapping[str, int] = field(default_factory=dict)
-    in_mig_mode: Collection[str] = ()
-    lost: Collection[str] = ()
+    #: Name of a method -> the registry and the result of its last call (`_once`).
+    _computed: dict[str, tuple[GpuRegistry, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
         """The registry with all GPUs of the snapshot."""
-        instances = offered_instances(self.snapshot.gpus, self.mig_strategy)
+        instances = self._offered_instances()
         for gpu in self.snapshot.gpus:
             gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, self.replicas, instances.get(gpu.uuid, ()))
         return gpu_registry
 
+    def _offered_instances(self) -> Mapping[str, tuple[RegisteredInstance, ...]]:
+        return {} if self.mig_strategy == "none" else offered_instances(self.snapshot.gpus, self.mig_strategy)
+
     def instances(self, gpu_registry: GpuRegistry) -> Masks:
         """The MIG devices that exist now, work, and are offered."""
-        found = offered_instances(self.snapshot.gpus, self.mig_strategy)
-        works = [each.uuid for instances in found.values() for each in instances if each.uuid not in self.failed]
-        return gpu_registry.known("mig", works)
+        found = self._offered_instances().values()
+        works = [each.uuid for instances in found for each in instances if each.uuid not in self.health.failed]
+        return gpu_registry.known("mig", works) if works else NO_IDS
 
+    @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
         """The GPUs on which MIG devices are created on demand: all their profiles, with the places that can be had. A profile that the
         settings do not have has no places; it stays, since parts of the GPU are counted by its largest profile."""
@@ -78,6 +106,7 @@ class Inventory:
     def _created(self, profile: MigProfile) -> bool:
         return not self.mig_on_demand or profile.name in self.mig_on_demand
 
+    @_once
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
         """Name -> GPU, of the ones that the driver lists now."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
@@ -105,11 +134,12 @@ class Inventory:
             for gpu in [shown.get(c.name)]
         }
 
+    @_once
     def failures(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it does not work; a registered GPU that the driver does not list is one of them."""
         shown = self.gpus(gpu_registry)
         reasons = {
-            c.name: self.failed.get(c.uuid) or (None if c.name in shown else "the driver does not show it")
+            c.name: self.health.failed.get(c.uuid) or (None if c.name in shown else "the driver does not show it")
             for c in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
@@ -120,19 +150,22 @@ class Inventory:
         shown = {gpu.uuid for gpu in self.snapshot.gpus} | {failure.uuid for failure in self.snapshot.failures}
         missing = {gpu.uuid for gpu in gpu_registry.gpus if answered and gpu.uuid not in shown}
         reasons = self.failures(gpu_registry)
-        return {gpu.name: reasons[gpu.name] for gpu in gpu_registry.gpus if gpu.uuid in {*missing, *self.lost}}
+        return {gpu.name: reasons[gpu.name] for gpu in gpu_registry.gpus if gpu.uuid in {*missing, *self.health.lost}}
 
+    @_once
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why it accepts no new containers."""
         without_mig = self._without_mig(gpu_registry)
         reasons = {}
         for c in gpu_registry.gpus:
-            cordon, quarantine = self.cordoned.get(c.uuid), self.quarantine.reason(c.name)
+            cordon = self.health.cordoned.get(c.uuid)
+            quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
             # MIG devices are given in spite of the MIG mode, and not in quarantine.
-            own = quarantine or cordon if c.uuid in self.in_mig_mode else cordon or quarantine
+            own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
             reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
 
+    @_once
     def _without_mig(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
         """GPU -> why no MIG device can be created on it, although some should be."""
         reasons, on_demand = {}, self.mig_profiles(gpu_registry)
@@ -140,7 +173,7 @@ class Inventory:
             if name in on_demand and not any(map(self._created, gpu.mig_profiles)):
                 names = ", ".join(profile.name for profile in gpu.mig_profiles)
                 reasons[name] = f"hami.mig_profiles has none of its profiles, which are {names}"
-            elif name in on_demand and not gpu.mig_enabled and gpu.uuid not in self.cordoned:
+            elif name in on_demand and not gpu.mig_enabled and gpu.uuid not in self.health.cordoned:
                 reasons[name] = _NOT_IN_MIG_MODE
         return reasons
 
@@ -159,13 +192,13 @@ class Inventory:
             policy=policy,
             instances=self.instances(gpu_registry),
             failed_instances={
-                each.uuid: self.failed[each.uuid]
+                each.uuid: self.health.failed[each.uuid]
                 for gpu in self.snapshot.gpus
                 for each in gpu.mig_instances
-                if each.uuid in self.failed
+                if each.uuid in self.health.failed
             },
             in_mig_mode={
-                gpu.name for gpu in gpu_registry.gpus if gpu.uuid in self.in_mig_mode and gpu.name not in otherwise_closed
+                gpu.name for gpu in gpu_registry.gpus if gpu.uuid in self.health.in_mig_mode and gpu.name not in otherwise_closed
             },
             shown=self.gpus(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),

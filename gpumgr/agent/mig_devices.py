@@ -132,7 +132,7 @@ class MigDevices:
         for name, gpu in gpus.items():
             # Where MIG mode is off, no container of a MIG device runs: its MIG device is gone, too.
             idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
-            if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.cordoned, *inventory.failed}:
+            if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.health.cordoned, *inventory.health.failed}:
                 found |= await self._enable(gpu.uuid)
         blocked: dict[str, int] = {}
         for gpu in gpus.values():

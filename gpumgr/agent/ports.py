@@ -9,7 +9,7 @@ from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
 from gpumgr.ledger.response import ContainerResponse
 from gpumgr.ledger.usage.containers import Container

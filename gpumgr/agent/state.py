@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +10,7 @@ import structlog
 
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History, about
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -163,13 +163,14 @@ class AgentState:
 
     # -- changes of the hardware -------------------------------------------------------------------------------------------------
 
-    async def set_snapshot(self, snapshot: NodeSnapshot) -> None:
-        """The driver lists these GPUs now. New ones are registered, which is durable before they are offered.
+    async def set_snapshot(self, snapshot: NodeSnapshot, health: HardwareHealth | None = None) -> None:
+        """The driver lists these GPUs now, with this health (None: it is as before). New ones are registered, which is durable before they
+        are offered.
 
         If the registration can't be saved, the new GPUs are not offered before a later `register_gpus` succeeds.
         """
         async with self.lock:
-            self.inventory = replace(self.inventory, snapshot=snapshot)
+            self.inventory = replace(self.inventory, snapshot=snapshot, health=health or self.inventory.health)
             try:
                 await self.register_gpus()
             except CheckpointError as error:
@@ -193,20 +194,10 @@ class AgentState:
         if self.inventory.snapshot.gpus and self._before_offer is not None:
             await self._before_offer()
 
-    async def set_health(
-        self,
-        *,
-        failed: Mapping[str, str],
-        cordoned: Mapping[str, str],
-        in_mig_mode: Collection[str] = (),
-        lost: Collection[str] = (),
-    ) -> None:
-        """UUID -> why a GPU does not work, and why it accepts no new containers. A GPU in neither is healthy. Those `in_mig_mode` are
-        cordoned for this reason alone; those in `lost` failed because they fell off the bus."""
+    async def set_health(self, health: HardwareHealth) -> None:
+        """The health of the GPUs now."""
         async with self.lock:
-            self.inventory = replace(
-                self.inventory, failed=dict(failed), cordoned=dict(cordoned), in_mig_mode=in_mig_mode, lost=lost
-            )
+            self.inventory = replace(self.inventory, health=health)
             self.publish()
 
     async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:

@@ -14,8 +14,7 @@ from gpumgr.ledger.history import Candidate
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.named_gpus import named_gpus, unfollowed
-from gpumgr.ledger.node import NO_MEMORY, NodeView
-from gpumgr.ledger.node_devices import blocks_with_ids
+from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.chain import chain_needs
 from gpumgr.placement.evaluators.select import check_request, place

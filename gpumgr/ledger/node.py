@@ -1,11 +1,22 @@
-"""The input of one decision: the node's GPUs, which of them may be used, and which ids the kubelet has received."""
+"""The node's GPUs: `NodeView` is the input of one decision, `node_devices` the content of ListAndWatch. Pure.
+
+The rules of ListAndWatch:
+
+* It always has every id of every GPU ever offered (an id that vanishes while the kubelet allocates it crashes the kubelet).
+* All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
+* A free replica needs some cores and memory beside it: without these on its GPU it is Unhealthy.
+* Free memory blocks of a GPU that a container holds whole can't be granted: they are Unhealthy, so that the scheduler does not count
+  them, once that container's own memory call has come or can't come any more (`open_ids`).
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpumgr.common.units import GpuName, Resource
-from gpumgr.ledger.ids import NO_IDS, Masks
+from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
+from gpumgr.ledger.ids import NO_IDS, Masks, RegisteredGpu, lowest
+from gpumgr.ledger.ledger import AllocationId, Ledger
+from gpumgr.placement.evaluators.mig import has_place, most_devices
 from gpumgr.placement.evaluators.select import Policy
 from gpumgr.placement.topology.devices import Gpu, MigProfile, Topology
 
@@ -54,3 +65,97 @@ class NodeView:
         """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""
         index = self.indices.get(gpu)
         return f"GPU {gpu}" if index is None else f"GPU{index} ({gpu})"
+
+
+@dataclass(frozen=True)
+class GpuDevices:
+    """One GPU's Healthy ids, as masks; all its other ids are Unhealthy. `numa_node` None: no preference."""
+
+    gpu: RegisteredGpu
+    healthy_cores: int
+    healthy_blocks: int
+    healthy_replicas: int = 0
+    healthy_instances: int = 0
+    numa_node: int | None = None
+
+
+NodeDevices = tuple[GpuDevices, ...]
+
+
+def node_devices(
+    ledger: Ledger,
+    node: NodeView,
+    *,
+    failed: Collection[GpuName],
+    replicas: int = 0,
+    open_ids: Collection[AllocationId] = (),
+) -> NodeDevices:
+    """`failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; one on which MIG devices are created
+    has as many as fit at most. A GPU may have less memory now than when it was registered (ECC was turned on)."""
+    return tuple(
+        _gpu_devices(ledger, node, registered, replicas, open_ids) if registered.name not in failed else _failed(node, registered)
+        for registered in ledger.gpu_registry.gpus
+    )
+
+
+def _failed(node: NodeView, registered: RegisteredGpu) -> GpuDevices:
+    return GpuDevices(registered, 0, 0, numa_node=_numa_node(node, registered.name))
+
+
+def _gpu_devices(
+    ledger: Ledger, node: NodeView, registered: RegisteredGpu, replicas: int, open_ids: Collection[AllocationId]
+) -> GpuDevices:
+    gpu, claimed, owner = registered.name, ledger.by_amount.get(registered.name), ledger.exclusive.get(registered.name)
+    cores, blocks = ledger.held("core").get(gpu, 0), ledger.held("memory").get(gpu, 0)
+    if gpu in node.unschedulable:
+        healthy = (cores, blocks)
+    elif owner is not None and owner.id not in open_ids:
+        healthy = (registered.all_ids("core"), blocks)
+    else:
+        present = (
+            registered.all_ids("memory") & (1 << (node.shown.get(gpu) or registered).memory_mebibytes // BLOCK_MEBIBYTES) - 1
+        )
+        healthy = (registered.all_ids("core"), present | blocks)
+    if claimed is not None:
+        claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
+        healthy = (_less(healthy[0], cores, claimed.cores), _less(healthy[1], blocks, claimed_blocks))
+    open_instances = ledger.held("mig").get(gpu, 0) if node.closed(gpu, "mig") else registered.all_ids("mig")
+    return GpuDevices(
+        registered,
+        *healthy,
+        healthy_replicas=_healthy_replicas(ledger, node, registered, min(replicas, registered.replicas)),
+        healthy_instances=node.instances.get(gpu, 0) & open_instances,
+        numa_node=_numa_node(node, gpu),
+    )
+
+
+def _healthy_replicas(ledger: Ledger, node: NodeView, registered: RegisteredGpu, number: int) -> int:
+    """The held replicas, and the first `number` of a GPU that has room."""
+    gpu = registered.name
+    held = ledger.held("replica").get(gpu, 0)
+    if not number or node.closed(gpu, "replica") is not None:
+        return held
+    left = ledger.available(gpu)
+    spare = min(left.cores, left.memory_mebibytes) > 0
+    if not registered.memory_mebibytes:  # it is granted whole
+        number, spare = 1, left.whole
+    if profiles := node.mig_profiles.get(gpu):
+        number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
+    return held | ((1 << number) - 1 if spare else 0)
+
+
+def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
+    shown = node.shown.get(gpu)
+    return None if shown is None else shown.numa_node
+
+
+def blocks_with_ids(ledger: Ledger, gpu: GpuName) -> int:
+    """The most blocks of this GPU that may have ids beside the allocations without. Less than a block of its memory is in none."""
+    claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
+    return max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
+
+
+def _less(healthy: int, held: int, claimed: int) -> int:
+    """Healthy ids without `claimed` free ones: claims hold these amounts."""
+    free = healthy & ~held
+    return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

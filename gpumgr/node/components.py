@@ -44,7 +44,7 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.instances import resource_of
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.hardware_events import HardwareEvents
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode, make_driver

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import structlog
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.state import AgentState
 from gpumgr.common.proc import HostProcesses
 from gpumgr.driver.health import GpuHealth
@@ -71,9 +72,10 @@ class HardwareEvents:
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
         self.down_reason = None
         await self._before_snapshot(snapshot)
-        await self._agent_state.set_snapshot(snapshot)
-        self._check_device_nodes()
-        await self._publish_health()
+        self._check_device_nodes(snapshot)
+        bad = self._unhealthy()
+        await self._agent_state.set_snapshot(snapshot, self._published_health(bad))
+        self._add_to_history(bad)
         self._report_nameless()
         self._report_obstacle()
         self._keep(NodeSample())
@@ -85,7 +87,7 @@ class HardwareEvents:
 
     async def sample_taken(self, sample: NodeSample) -> None:
         before = self._nodeless
-        self._check_device_nodes()
+        self._check_device_nodes(self._agent_state.inventory.snapshot)
         if self._nodeless != before:
             await self._publish_health()
         pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
@@ -110,26 +112,35 @@ class HardwareEvents:
         self.driver_up, self.sample, self.sampled_at = True, sample, time.monotonic()
 
     async def _publish_health(self) -> None:
-        cordon_reason = {uuid: health.cordon_reason for uuid, health in self._health.items() if health.cordon_reason is not None}
-        bad = {uuid: health for uuid, health in self._health.items() if not health.healthy}
+        bad = self._unhealthy()
+        await self._agent_state.set_health(self._published_health(bad))
+        self._add_to_history(bad)
+
+    def _unhealthy(self) -> Mapping[str, GpuHealth]:
+        return {uuid: health for uuid, health in self._health.items() if not health.healthy}
+
+    def _cordon_reasons(self) -> Mapping[str, str]:
+        return {uuid: health.cordon_reason for uuid, health in self._health.items() if health.cordon_reason is not None}
+
+    def _published_health(self, bad: Mapping[str, GpuHealth]) -> HardwareHealth:
+        cordon_reason = self._cordon_reasons()
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
         in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
-        await self._agent_state.set_health(
+        return HardwareHealth(
             failed={**self._nodeless, **failed},
             cordoned={**cordoned, **cordon_reason},
             in_mig_mode=in_mig_mode,
             lost={uuid for uuid, health in bad.items() if health.reason in LOST_REASONS and health.state == "unhealthy"},
         )
-        self._add_to_history(bad, cordon_reason)
 
-    def _add_to_history(self, bad: Mapping[str, GpuHealth], cordon_reason: Collection[str]) -> None:
+    def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
         """Adds which GPUs are lost, unhealthy and back, once each.
 
         It adds none for MIG, which is a setting, and none for a cordoned GPU, since the maintenance adds these; that GPU is back only after
         its release. A GPU that was never offered has no name and no entry.
         """
-        agent_state = self._agent_state
+        agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
         shown = {gpu.uuid for gpu in agent_state.inventory.snapshot.gpus}
@@ -172,10 +183,10 @@ class HardwareEvents:
         if self._mig_obstacle and self._mig_obstacle != before:
             log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
 
-    def _check_device_nodes(self) -> None:
+    def _check_device_nodes(self, snapshot: NodeSnapshot) -> None:
         """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""
         missing = {}
-        for gpu in self._agent_state.inventory.snapshot.gpus:
+        for gpu in snapshot.gpus:
             path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
             if (self._simulated and gpu.minor is not None) or os.path.exists(path):
                 continue

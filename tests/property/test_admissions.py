@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from structlog.testing import capture_logs
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import ClockLoop, Refused, World
@@ -190,7 +191,7 @@ class Admissions(RuleBasedStateMachine):
         self.cordoned.pop(uuid, None)
         if weather != "recovers":
             (self.failed if weather == "fails" else self.cordoned)[uuid] = weather
-        self.do(self.world.agent_state.set_health(failed=self.failed, cordoned=self.cordoned))
+        self.do(self.world.agent_state.set_health(HardwareHealth(failed=self.failed, cordoned=self.cordoned)))
 
     @precondition(lambda self: self.world.known is True)
     @rule(away=st.booleans())
@@ -234,7 +235,7 @@ class Admissions(RuleBasedStateMachine):
         lost = lost and not world.forgotten and not (init_only and world.known is False)
         rebuilt = self.do(world.restart(lost=lost))
         assert not rebuilt.problems
-        self.do(world.agent_state.set_health(failed=self.failed, cordoned=self.cordoned))
+        self.do(world.agent_state.set_health(HardwareHealth(failed=self.failed, cordoned=self.cordoned)))
         if world.known is True:
             world.check_names()
 

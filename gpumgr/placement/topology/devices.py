@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from gpumgr.common.units import blocks_of
+from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
@@ -95,15 +95,15 @@ class Gpu:
     pcie_chain: tuple[str, ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
     mig_profiles: tuple[MigProfile, ...] = ()
+    #: 0: the driver reports none.
+    memory_mebibytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_mebibytes", (self.memory_bytes or 0) >> 20)
 
     @property
     def memory_blocks(self) -> int:
-        return blocks_of(self.memory_bytes or 0)
-
-    @property
-    def memory_mebibytes(self) -> int:
-        """0: the driver reports none."""
-        return (self.memory_bytes or 0) >> 20
+        return self.memory_mebibytes // BLOCK_MEBIBYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

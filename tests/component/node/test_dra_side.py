@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.inventory import EMPTY, Inventory
+from gpumgr.agent.inventory import EMPTY, HardwareHealth, Inventory
 from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.rpc.link_state import LinkState
 from gpumgr.common.units import Amounts
@@ -66,7 +66,8 @@ def test_only_five_holders_are_named() -> None:
 def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(effect: str) -> None:
     node = snapshot(3)
     uuids = [gpu.uuid for gpu in node.gpus]
-    inventory = Inventory(snapshot=node, failed={uuids[0]: "XID 79"}, cordoned={uuids[0]: "maintenance", uuids[1]: "maintenance"})
+    health = HardwareHealth(failed={uuids[0]: "XID 79"}, cordoned={uuids[0]: "maintenance", uuids[1]: "maintenance"})
+    inventory = Inventory(snapshot=node, health=health)
     registry = inventory.register(Ledger().gpu_registry)
     names = [gpu.name for gpu in registry.gpus]
     assert effect in ("NoSchedule", "NoExecute")
@@ -180,7 +181,7 @@ async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything
     server.add(world, "odd", 1, results=[{}])
     server.failures = {"a": [AnswerError("HTTP 503: no leader", status=503), TimeoutError()], "b": [OSError("reset")]}
     uuid = world.node.gpus[0].uuid
-    await world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
     with capture_logs() as logs:
         async with after_a_lost_ledger(world, server, tmp_path):
             pass

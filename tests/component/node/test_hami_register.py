@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
@@ -140,8 +141,8 @@ def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
     view = view_of(*allocations)
     snapshot = with_mig(view.inventory.snapshot)
     mig_mode = [gpu.uuid for gpu in snapshot.gpus]
-    cordoned = dict.fromkeys(mig_mode, "MIG is enabled")
-    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=(), cordoned=cordoned, in_mig_mode=mig_mode, **changes)
+    health = HardwareHealth(cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=mig_mode)
+    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=(), health=health, **changes)
     return replace(view, inventory=inventory, node=inventory.view(view.ledger.gpu_registry))
 
 

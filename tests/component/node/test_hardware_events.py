@@ -9,6 +9,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.common.proc import HostProcesses
 from gpumgr.driver.health import GpuHealth, Reason, State
 from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.hardware_events import HardwareEvents
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
 from tests.component.stage.stage import snapshot
@@ -63,6 +64,23 @@ async def started(device_root: Path | None = None) -> EventNode:
     listening = EventNode(device_root)
     await listening.hardware_events.snapshot_taken(NODE)
     return listening
+
+
+async def test_a_snapshot_is_one_list_with_the_health_of_its_gpus(tmp_path: Path) -> None:
+    """A GPU without its device node is not offered, not even until the health is published."""
+    (tmp_path / "nvidia0").touch()
+    node = EventNode(tmp_path)
+    node.world.device_lists.start()
+    healthy: list[list[int]] = []
+    updated = node.world.device_lists.update
+
+    def update(devices: NodeDevices) -> None:
+        healthy.append([each.healthy_cores.bit_count() for each in devices])
+        updated(devices)
+
+    node.world.device_lists.update = update  # type: ignore[method-assign]
+    await node.hardware_events.snapshot_taken(NODE)
+    assert healthy == [[100, 0]]
 
 
 async def test_a_gpu_that_fails_and_comes_back_is_two_entries() -> None:

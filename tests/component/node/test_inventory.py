@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from msgspec import UNSET
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory, encode
@@ -233,7 +234,8 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
     mig_mode = [gpu.uuid for gpu in snapshot.gpus]
     node = Node()
     for in_mig_mode, cordoned in ((mig_mode, False), ([], True)):
-        changed = replace(inventory, cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
+        health = HardwareHealth(cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
+        changed = replace(inventory, health=health)
         node.report = replace(node.report, view=replace(view, inventory=changed, node=changed.view(view.ledger.gpu_registry)))
         node.reporter.report()
         (gpu, _) = node.inventory.gpus

@@ -19,7 +19,7 @@ from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.node.takeover import TakeOver
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot

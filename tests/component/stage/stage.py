@@ -11,7 +11,7 @@ from typing import Any
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
@@ -29,7 +29,7 @@ from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Change, Ledger
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.node.components import encode_node_devices
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -316,7 +316,7 @@ async def stage(
             new_id=lambda: next(ids),
         )
         await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())
-        await agent_state.set_health(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        await agent_state.set_health(HardwareHealth(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
         device_lists.start()
         link = KubeletLink(kubelet.plugin_folder, agent, devices)
         task = asyncio.create_task(link.run())

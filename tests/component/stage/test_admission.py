@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.kubelet import SimContainer
 
@@ -112,14 +113,14 @@ async def test_a_full_disk_refuses_and_loses_nothing(folder: Path) -> None:
 async def test_an_unhealthy_gpu_is_not_offered_until_it_is_healthy(folder: Path) -> None:
     async with stage(folder, node=snapshot(2)) as node:
         uuid = node.agent.agent_state.inventory.snapshot.gpus[0].uuid
-        await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+        await node.agent.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 100)
         pods = [node.pod("a", app(60, 4)), node.pod("b", app(60, 4))]
         await node.run_all(pods[0])
         status = await node.run(pods[1])
         assert "GPU0 (00000000) not offered (XID 79)" in (status.message or "") or "devices unavailable" in (status.message or "")
         assert [tuple(a.gpus) for a in node.ledger.allocations.values()] == [("00000001",)]
-        await node.agent.agent_state.set_health(failed={}, cordoned={})
+        await node.agent.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
         node.clock.now += 5
         await node.run_all(node.pod("c", app(60, 4)))

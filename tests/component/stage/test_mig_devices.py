@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
@@ -46,7 +47,7 @@ async def sample(node: Stage, mig: MemoryMig) -> None:
     """What the driver's next snapshot, and a second, bring about."""
     state = node.agent.agent_state
     await state.set_snapshot(mig.snapshot)
-    await state.set_health(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+    await state.set_health(HardwareHealth(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
     await node.agent.mig_devices.tend()
     await state.set_snapshot(mig.snapshot)
 
@@ -408,7 +409,7 @@ async def test_after_a_reboot_devices_are_created_again_at_the_start_of_their_co
 async def test_mig_mode_of_a_cordoned_gpu_stays_off(folder: Path) -> None:
     async with mig_stage(folder, enabled=False) as (node, mig):
         state = node.agent.agent_state
-        await state.set_health(failed={}, cordoned={uuid_of(node): "cordoned by the operator"})
+        await state.set_health(HardwareHealth(failed={}, cordoned={uuid_of(node): "cordoned by the operator"}))
         await node.agent.mig_devices.tend()
         assert not mig.gpu(uuid_of(node)).mig_enabled
 
@@ -427,7 +428,9 @@ async def creating(folder: Path) -> AsyncIterator[tuple[Stage, MemoryMig, "async
 async def test_the_lock_is_free_while_the_driver_creates_a_device(folder: Path) -> None:
     async with creating(folder) as (node, mig, admission, pod):
         state = node.agent.agent_state
-        await state.set_health(failed={uuid_of(node, SECOND): "lost"}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        await state.set_health(
+            HardwareHealth(failed={uuid_of(node, SECOND): "lost"}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        )
         assert not await node.agent.reconciler.sweep(), "the kubelet does not list the pod yet, so a sweep would free it"
         assert [a.reserved for a in node.ledger.allocations.values()] == [True]
         assert node.ledger.used(FIRST).slices == 1 << 6, "no other container can be given the place"
@@ -444,7 +447,7 @@ async def test_the_lock_is_free_while_the_driver_creates_a_device(folder: Path) 
 async def test_a_gpu_that_fails_while_a_device_is_created_refuses_the_container(folder: Path) -> None:
     async with creating(folder) as (node, mig, admission, _):
         failed = {uuid_of(node): "XID 79"}
-        await node.agent.agent_state.set_health(failed=failed, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig))
+        await node.agent.agent_state.set_health(HardwareHealth(failed=failed, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
         mig.created.set()
         status = await admission
         assert status.phase == "Failed"

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 import pytest
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
@@ -287,12 +288,12 @@ async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path
 async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(folder: Path) -> None:
     async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         uuid = node.ledger.gpu_registry.gpus[0].uuid
-        await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+        await node.agent.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
         await node.run_all(node.pod("a", hami(gpumem=100)))
         assert [*granted(node, "a")[0]] == ["00000001"]
         assert "XID 79" in ((await node.run(node.pod("b", hami(2, gpumem=100)))).message or "")
-        await node.agent.agent_state.set_health(failed={}, cordoned={})
+        await node.agent.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 20)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from playwright.async_api import Page, expect
 
 from gpumgr.agent.api import builtins
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
@@ -133,7 +133,7 @@ def report(
     failures = tuple(GpuFailure(index=index, uuid=None, reason=why) for index, why in (unreadable or {}).items())
     inventory = Inventory(
         snapshot=replace(snapshot, gpus=tuple(snapshot.gpus[n] for n in shown), topology=left, failures=failures),
-        failed={uuid_of(n): why for n, why in (failed or {}).items()},
+        health=HardwareHealth(failed={uuid_of(n): why for n, why in (failed or {}).items()}),
     )
     view = AgentView(
         ledger=Ledger(gpu_registry, {a.id: a for a in allocations}),

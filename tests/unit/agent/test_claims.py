@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, Resource
@@ -233,7 +234,7 @@ async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
 
 async def test_a_failed_gpu_is_refused(node: Node) -> None:
     uuid = node.world.node.gpus[0].uuid
-    await node.world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+    await node.world.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
     with pytest.raises(Refusal, match="XID 79; delete the pod, so that kube-scheduler chooses another GPU"):
         await node.prepare(node.claim("a", node.share(0, 10, 256)))
 

@@ -7,7 +7,7 @@ import pytest
 from gpumgr.agent.device_lists import SETTLE_SECONDS, DeviceListPublisher
 from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.ids import ALL_CORES, RegisteredGpu
-from gpumgr.ledger.node_devices import GpuDevices, NodeDevices
+from gpumgr.ledger.node import GpuDevices, NodeDevices
 from tests.component.stage.stage import Clock
 
 CARD = RegisteredGpu("0000abcd", "GPU-0000abcd", 4 * BLOCK_MEBIBYTES)

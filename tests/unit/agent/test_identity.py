@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
@@ -220,11 +221,11 @@ async def test_a_pod_is_not_new_when_ids_of_its_earlier_incarnation_are_offered(
     earlier = await world.run(world.pod("web-0", app(60, 2)))
     (gpu,) = gpus_of(world, earlier)
     world.clock.now += 2
-    await world.agent_state.set_health(failed={world.ledger.gpu_registry.by_name[gpu].uuid: "fails"}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={world.ledger.gpu_registry.by_name[gpu].uuid: "fails"}, cordoned={}))
     world.end(earlier)
     await world.admit(world.pod("web-0", app(10, 2)))
     world.clock.now += 2
-    await world.agent_state.set_health(failed={}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
     with capture_logs() as logs:
         await world.admit(world.pod("after", app(30, 3)))
     assert {entry["pod"] for entry in logs if entry["event"] == "allocation_granted"} == {"team/after"}
@@ -385,7 +386,7 @@ async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> No
     await world.admit(world.pod("first", init(100)))
     world.in_flight = None
     (uuid,) = {world.ledger.gpu_registry.by_name[gpu].uuid for gpu in gpus_of(world, gone)}
-    await world.agent_state.set_health(failed={uuid: "fails"}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={uuid: "fails"}, cordoned={}))
     with pytest.raises(Refused, match="team/first \\(prepare\\) still holds"):
         await world.admit(world.pod("second", init(100)))
     world.check_ids()

@@ -11,7 +11,7 @@ import pytest
 from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
-from gpumgr.agent.inventory import EMPTY
+from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
@@ -47,7 +47,7 @@ class Driver:
         self.held.pop(uuid, None)
 
     async def publish_health(self) -> None:
-        await self._world.agent_state.set_health(failed={}, cordoned=self.held)
+        await self._world.agent_state.set_health(HardwareHealth(failed={}, cordoned=self.held))
 
     async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
         return self.processes_of.get(uuid, ())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.sim.kubelet_pods import SimContainer
 from tests.component.stage.stage import snapshot
 
@@ -57,7 +58,7 @@ async def test_a_gpu_without_the_room_refuses_the_pod_and_changes_nothing() -> N
 async def test_a_cordoned_gpu_refuses_the_pod_with_the_cordon() -> None:
     world = await made()
     world.placed = {"a": 2}
-    await world.agent_state.set_health(failed={}, cordoned={UUIDS[2]: "cordoned by the operator: fan"})
+    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={UUIDS[2]: "cordoned by the operator: fan"}))
     with pytest.raises(Refused, match="cordoned by the operator: fan"):
         await world.run(world.pod("a", app()))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.inventory import EMPTY
+from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCES
 from gpumgr.placement.topology.devices import GpuFailure
@@ -132,7 +132,7 @@ async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, core
     (mine,) = world.ledger.of(("team", "a"))
     gpu = world.ledger.gpu_registry.by_name[next(iter(mine.gpus))]
     if how == "lost":
-        await world.agent_state.set_health(failed={gpu.uuid: "XID 79"}, cordoned={}, lost={gpu.uuid})
+        await world.agent_state.set_health(HardwareHealth(failed={gpu.uuid: "XID 79"}, cordoned={}, lost={gpu.uuid}))
     else:
         left = tuple(each for each in world.node.gpus if each.uuid != gpu.uuid)
         await world.agent_state.set_snapshot(replace(world.node, gpus=left))
@@ -146,7 +146,7 @@ async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, core
     assert len(entries) <= len(RESOURCES)
     await world.start(other)
     await world.agent_state.set_snapshot(world.node)
-    await world.agent_state.set_health(failed={}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
     await world.start(pod)
 
 
@@ -155,7 +155,9 @@ async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
     world = await World.made()
     pod = await world.run(world.pod("a", app(400, 4)))
     uuids = [gpu.uuid for gpu in world.node.gpus]
-    await world.agent_state.set_health(failed=dict.fromkeys(uuids, "the driver does not answer"), cordoned={uuids[0]: "fan"})
+    await world.agent_state.set_health(
+        HardwareHealth(failed=dict.fromkeys(uuids, "the driver does not answer"), cordoned={uuids[0]: "fan"})
+    )
     await world.start(pod)
     failure = GpuFailure(index=3, uuid=uuids[3], reason="no answer in 5 s")
     await world.agent_state.set_snapshot(replace(world.node, gpus=world.node.gpus[:3], failures=(failure,)))

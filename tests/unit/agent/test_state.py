@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
@@ -89,12 +90,12 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
 async def test_a_cordoned_gpu_keeps_its_used_ids_healthy() -> None:
     world = await World.made(snapshot(1, 16))
     pod = await world.run(world.pod("first", app(50, 4)))
-    await world.agent_state.set_health(failed={}, cordoned={world.node.gpus[0].uuid: "MIG is enabled"})
+    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={world.node.gpus[0].uuid: "MIG is enabled"}))
     assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
     await world.start(pod)
     with pytest.raises(Refused):
         await world.admit(world.pod("second", app(10, 1)))
-    await world.agent_state.set_health(failed={}, cordoned={})
+    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
     world.clock.now += 2
     await world.run(world.pod("third", app(10, 1)))
 

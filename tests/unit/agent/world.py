@@ -24,7 +24,7 @@ from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.node_devices import NodeDevices
+from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
 from gpumgr.ledger.response import ContainerResponse

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.answer import GrantedGpu, HostPaths, instance_answer
@@ -122,7 +122,7 @@ def test_a_destroyed_mig_device_is_unhealthy_and_keeps_its_holder_and_its_place(
 
 def test_a_mig_device_with_a_fault_of_its_own_is_unhealthy_alone() -> None:
     inventory, ledger = node_of(inventory_of(*GPUS))
-    inventory = replace(inventory, failed={"MIG-a": "XID 95"})
+    inventory = replace(inventory, health=HardwareHealth(failed={"MIG-a": "XID 95"}))
     assert healthy(inventory, ledger) == [0b10, 0b1]
     with pytest.raises(Refusal, match=r"the MIG device MIG-a of GPU0 \(00000000\) can't be given: XID 95"):
         grant((inventory, ledger), "MIG-a")
@@ -133,16 +133,16 @@ def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> N
     inventory, ledger = node_of(inventory_of(*GPUS))
     ledger = ledger.occupy(grant((inventory, ledger), "MIG-a"))
     uuid = GPUS[0].uuid
-    in_mode = replace(inventory, cordoned={uuid: "MIG is enabled"}, in_mig_mode=[uuid])
+    in_mode = replace(inventory, health=HardwareHealth(cordoned={uuid: "MIG is enabled"}, in_mig_mode=[uuid]))
     assert healthy(in_mode, ledger) == [0b11, 0b1]
     assert grant((in_mode, ledger), "MIG-b").gpus
     quarantined = replace(in_mode, quarantine=Quarantine(held={"00000000": frozenset({(7, 1)})}))
     assert healthy(quarantined, ledger) == [0b01, 0b1]
     with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: in quarantine: .* \(pid 7\)"):
         grant((quarantined, ledger), "MIG-b")
-    cordoned = replace(inventory, cordoned={uuid: "an operator"})
+    cordoned = replace(inventory, health=HardwareHealth(cordoned={uuid: "an operator"}))
     assert healthy(cordoned, ledger) == [0b01, 0b1]
-    failed = replace(in_mode, failed={uuid: "its device node is missing"})
+    failed = replace(in_mode, health=replace(in_mode.health, failed={uuid: "its device node is missing"}))
     assert healthy(failed, ledger) == [0, 0b1]
     with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: its device node is missing"):
         grant((failed, ledger), "MIG-b")

@@ -3,8 +3,7 @@
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.node_devices import GpuDevices, node_devices
+from gpumgr.ledger.node import GpuDevices, NodeView, node_devices
 from gpumgr.placement.topology.devices import Topology
 
 UUID = "GPU-0000000a-0000-0000-0000-000000000000"

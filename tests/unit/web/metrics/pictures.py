@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, gpu_name
@@ -115,8 +115,7 @@ def view_of(
         ledger = ledger.occupy(one)
     inventory = Inventory(
         snapshot=with_hole(snapshot_of(count if shown is None else shown, nvlinks=nvlinks), *broken, named=named),
-        failed=failed or {},
-        cordoned=cordoned or {},
+        health=HardwareHealth(failed=failed or {}, cordoned=cordoned or {}),
         quarantine=quarantine or Quarantine(),
     )
     return AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}))
