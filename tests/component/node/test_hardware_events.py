@@ -78,7 +78,7 @@ async def test_a_snapshot_is_one_list_with_the_health_of_its_gpus(tmp_path: Path
         healthy.append([each.healthy_cores.bit_count() for each in devices])
         updated(devices)
 
-    node.world.device_lists.update = update  # type: ignore[method-assign]
+    node.world.device_lists.update = update  # type: ignore[method-assign, assignment]
     await node.hardware_events.snapshot_taken(NODE)
     assert healthy == [[100, 0]]
 
