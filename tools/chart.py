@@ -16,8 +16,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from gpumgr.settings.live import LIVE as LIVE_SETTINGS
-from gpumgr.settings.schema import sections
+from gpumgr.settings.schema import is_live, sections
 from tests.e2e.build import build
 from tools import PROJECT
 
@@ -206,10 +205,10 @@ def schema_text() -> str:
 
 
 def live_text() -> str:
-    """Section -> keys of what takes effect without a new pod (gpumgr/settings/live.py)."""
-    keys = {section: [key for key in keys if f"{section}.{key}" in LIVE_SETTINGS] for section, keys in sections().items()}
+    """Section -> the keys that take effect without a new pod."""
+    keys = {section: [key for key, kind in keys.items() if is_live(kind)] for section, keys in sections().items()}
     listed = {section: keys for section, keys in keys.items() if keys}
-    return "# Made from gpumgr/settings/live.py by `python -m tools.chart`.\n" + yaml.safe_dump(listed, sort_keys=False)
+    return "# Made from gpumgr/settings/schema.py by `python -m tools.chart`.\n" + yaml.safe_dump(listed, sort_keys=False)
 
 
 def generated() -> Iterator[tuple[Path, str]]:

@@ -18,8 +18,8 @@ from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.node.components import Hardware
 from gpumgr.node.lifecycle import run
-from gpumgr.node.settings_reload import SettingsSource
 from gpumgr.settings import Settings
+from gpumgr.settings.live import SettingsSource
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,7 @@ import yaml
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import replace_file
 from gpumgr.settings import Settings, check_settings, load_settings
-from gpumgr.settings.live import flat
-from gpumgr.settings.schema import plain, sections
+from gpumgr.settings.schema import flat, plain, sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

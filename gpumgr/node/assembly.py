@@ -23,7 +23,6 @@ from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components, Hardware
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.read_model import ReadModel
-from gpumgr.node.recovery import SPECS_SECONDS
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
 from gpumgr.web.handlers import make_app
@@ -62,7 +61,9 @@ async def assembled(
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
         _log_damage(loaded)
-        components = make_components(settings, hardware, loaded, checkpoint, api_side, driver, enforcement)
+        components = Components(
+            settings, hardware, loaded=loaded, checkpoint=checkpoint, api_side=api_side, driver=driver, enforcement=enforcement
+        )
         stack.push_async_callback(components.close)
         components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
         await components.enforcement.open(components.agent_state, lost=loaded.lost)
@@ -81,29 +82,6 @@ async def assembled(
             web=web,
             display=display,
         )
-
-
-def make_components(
-    settings: Settings,
-    hardware: Hardware,
-    loaded: Loaded,
-    checkpoint: Checkpoint,
-    api_side: ApiSide,
-    driver: "DraDriver | None",
-    enforcement: NodeEnforcement,
-) -> Components:
-    return Components(
-        settings,
-        hardware,
-        loaded=loaded,
-        checkpoint=checkpoint,
-        pods=api_side.pods,
-        publisher=api_side.publisher,
-        server=api_side.server,
-        driver=driver,
-        enforcement=enforcement,
-        wait_synced=partial(api_side.wait_synced, SPECS_SECONDS),
-    )
 
 
 def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: ApiSide) -> Maintenance:

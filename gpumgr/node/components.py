@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import SettingsError
+from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.link_state import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCES, Resource
@@ -49,6 +50,7 @@ from gpumgr.node.hardware_events import HardwareEvents
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.node.over_limit import OverLimitReporter
+from gpumgr.node.recovery import SPECS_SECONDS
 from gpumgr.node.takeover import TakeOver
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.container_events import ContainerEvents
@@ -59,6 +61,7 @@ from gpumgr.web.metrics.registry import Metrics
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.node.api_side import ApiSide
     from gpumgr.node.dra_side import DraSide
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
@@ -98,8 +101,7 @@ def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publish
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
-    `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or
-    a timeout has passed. `driver` is None in mode plugin.
+    `driver` is None in mode plugin.
     """
 
     def __init__(
@@ -109,16 +111,15 @@ class Components:
         *,
         loaded: Loaded,
         checkpoint: Checkpoint,
-        pods: Pods,
-        publisher: Publisher | None,
-        server: ApiServer | None,
+        api_side: "ApiSide",
         driver: "DraDriver | None",
         enforcement: NodeEnforcement,
-        wait_synced: Callable[[], Awaitable[None]],
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
         self.settings = settings
-        self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
+        self._hardware, self._checkpoint, self._api_side = hardware, checkpoint, api_side
+        self._pods = pods = api_side.pods
+        server = api_side.server
         self._processes = HostProcesses(hardware.proc_root)
         self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
         #: Resource of MIG devices -> its device list.
@@ -141,7 +142,7 @@ class Components:
         )
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
-        self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
+        self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         #: In mode plugin: for what is left of mode dra.
         self.leaving = None
@@ -153,8 +154,10 @@ class Components:
         self.monitor = self._make_monitor()
 
     def apply(self, settings: Settings) -> None:
-        """Applies settings that differ from the current ones in live keys alone (gpumgr.settings.live)."""
+        """Applies settings that differ from the current ones in live keys alone (gpumgr/settings/live.py)."""
         self.settings = settings
+        set_level(settings.log.level)
+        self._api_side.apply(settings.kubernetes)
         self.agent_state.apply(policy=settings.placement.policy)
         self.agent.apply(share_mode=settings.placement.share_mode)
         if self.dra is not None:
@@ -214,7 +217,9 @@ class Components:
     def _make_memory_watcher(self) -> MemoryLimitWatcher:
         owners = ProcessOwners(self.enforcement.containers, clock=time.monotonic, timeout_seconds=TIMEOUT_SECONDS)
         events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
-        reporter = OverLimitReporter(self._publisher, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted)
+        reporter = OverLimitReporter(
+            self._api_side.publisher, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted
+        )
         return MemoryLimitWatcher(
             records=self.agent_state,
             pods=self._pods,
@@ -224,7 +229,7 @@ class Components:
             evict=reporter.evict,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
-            can_evict=self._publisher is not None,
+            can_evict=self._api_side.publisher is not None,
         )
 
     def _make_agent(self) -> Agent:
@@ -241,7 +246,7 @@ class Components:
             share_mode=self.settings.placement.share_mode,
         )
 
-    def _make_take_over(self, wait_synced: Callable[[], Awaitable[None]], *, done: bool) -> TakeOver:
+    def _make_take_over(self, *, done: bool) -> TakeOver:
         return TakeOver(
             self.settings.checkpoint.gpu_manager_checkpoint,
             self.settings.kubelet.device_plugin_dir,
@@ -251,7 +256,7 @@ class Components:
             pods=self._pods,
             done=done,
             remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
-            wait_synced=wait_synced,
+            wait_synced=partial(self._api_side.wait_synced, SPECS_SECONDS),
             names=profile.inner_names(self.settings),
         )
 

@@ -23,9 +23,9 @@ from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.event_loop import report_event_loop_lag
-from gpumgr.common.log import set_level
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.kube.cache import PodCache
+from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import Parts, assembled
 from gpumgr.node.components import Components, Hardware, make_enforcement
@@ -34,8 +34,8 @@ from gpumgr.node.node_hold import make_driver, node_held
 from gpumgr.node.preload import Preload
 from gpumgr.node.read_model import ReadModel
 from gpumgr.node.recovery import entries_if_readable, reconcile
-from gpumgr.node.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.settings import Settings
+from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names, replicas
 
 log = structlog.get_logger(__name__)
@@ -112,7 +112,13 @@ def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSou
         *parts.api_side.start(group, components, read_model),
     ]
     if source is not None:
-        reloader = _reloader(source, components, parts.api_side)
+        history = components.agent_state.history
+        reloader = SettingsReloader(
+            source,
+            current=components.settings,
+            apply=components.apply,
+            record=lambda code, why: history.add(HistoryEntry(what="config", code=code, why=why)),
+        )
         daemons.append(group.create_task(persistently("settings_reload", reloader.run), name="settings_reload"))
     return daemons
 
@@ -195,15 +201,6 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
     if isinstance(api_side.pods, PodCache):
         await api_side.pods.wait_synced()
         await maintenance.evict_again()
-
-
-def _reloader(source: SettingsSource, components: Components, api_side: ApiSide) -> SettingsReloader:
-    def apply(settings: Settings) -> None:
-        set_level(settings.log.level)
-        components.apply(settings)
-        api_side.apply(settings.kubernetes)
-
-    return SettingsReloader(source, current=components.settings, apply=apply, history=components.agent_state.history)
 
 
 async def _report(parts: Parts, notifier: Notifier) -> None:

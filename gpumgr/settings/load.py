@@ -150,7 +150,8 @@ def _convert(given: _Given, problems: list[Problem]) -> object:
 def _split(text: str, kind: Any) -> object:
     if text == "null":
         return None
-    if isinstance(msgspec.inspect.type_info(kind), msgspec.inspect.VarTupleType):
+    info = msgspec.inspect.type_info(kind)
+    if isinstance(info.type if isinstance(info, msgspec.inspect.Metadata) else info, msgspec.inspect.VarTupleType):
         return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
     return text
 

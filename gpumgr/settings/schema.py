@@ -20,6 +20,10 @@ _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
 LEAST_UNREPORTED_MEBIBYTES: Final = 512
 MOST_UNREPORTED_MEBIBYTES: Final = 1 << 24
 
+#: Marks a setting that takes effect without a restart: it counts for later decisions, samples and writes; existing grants do not change.
+#: All other settings concern sockets, files, processes or containers that exist already.
+LIVE: Final = Meta(extra={"live": True})
+
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Period = Annotated[float, Meta(ge=0.1, le=3600)]
 Xid = Annotated[int, Meta(ge=0, le=65535)]
@@ -123,15 +127,15 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Delete pods that the kubelet failed because of one of our refusals.
     delete_failed_pods: bool = False
     #: How long GetPreferredAllocation may wait for a pod that the kubelet has and our cache does not have yet.
-    pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000)] = 50
+    pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000), LIVE] = 50
     #: Write each pod's allocations into its annotations.
-    annotate_pods: bool = True
+    annotate_pods: Annotated[bool, LIVE] = True
     #: Events of pods and of the node: where a pod was placed and why, what was refused, GPUs that fail and come back.
-    write_events: bool = True
+    write_events: Annotated[bool, LIVE] = True
     #: Write labels and a condition about the GPUs to the Node object.
-    describe_node: bool = True
+    describe_node: Annotated[bool, LIVE] = True
     #: Further labels of the node; the value of gaia.tencent.com/gpu-model is read from the driver.
-    node_labels: tuple[NodeLabel, ...] = ()
+    node_labels: Annotated[tuple[NodeLabel, ...], LIVE] = ()
 
 
 class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,11 +144,11 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: A call that takes longer counts as hung.
     call_timeout_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
     #: How often health and utilisation are sampled.
-    sample_period_seconds: Period = 1.0
+    sample_period_seconds: Annotated[Period, LIVE] = 1.0
     #: Run modprobe for the driver's modules when NVML is not there.
     load_kernel_modules: bool = False
     #: XID errors that an application causes and that leave the GPU healthy.
-    ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
+    ignored_xids: Annotated[tuple[Xid, ...], LIVE] = (13, 31, 43, 45, 68, 109)
     #: Without a driver: how long until systemd is notified READY with a status that says so.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     #: Memory of a GPU if the driver does not report it, as of GB10. Null: such a GPU is granted as a whole only.
@@ -159,9 +163,9 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Takes the fullest or the emptiest of the GPUs that fit a share.
-    policy: Literal["binpack", "spread"] = "binpack"
+    policy: Annotated[Literal["binpack", "spread"], LIVE] = "binpack"
     #: Grant shares of a GPU (less than 100 cores).
-    share_mode: bool = True
+    share_mode: Annotated[bool, LIVE] = True
 
 
 class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,11 +197,11 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: How long files of a container that is gone are kept.
     orphan_grace_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
     #: Number of consecutive samples over its memory limit after which a container counts as over its limit.
-    over_limit_samples: Annotated[int, Meta(ge=1, le=3600)] = 5
+    over_limit_samples: Annotated[int, Meta(ge=1, le=3600), LIVE] = 5
     #: Memory beyond the limit that is tolerated (contexts, rounding).
-    over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576)] = 256
+    over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576), LIVE] = 256
     #: Evict pods with a container over its memory limit.
-    evict: bool = False
+    evict: Annotated[bool, LIVE] = False
 
 
 class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,9 +265,9 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Serve gpu-manager's four gauges too.
-    gpu_manager_names: bool = True
+    gpu_manager_names: Annotated[bool, LIVE] = True
     #: Serve HAMi's gauges too, under their new and their old names.
-    hami_names: bool = False
+    hami_names: Annotated[bool, LIVE] = False
 
 
 class DisplaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +278,7 @@ class DisplaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = "info"
     #: auto: console on a terminal, JSON lines otherwise.
     format: Literal["auto", "console", "json"] = "auto"
 
@@ -398,6 +402,16 @@ def sections() -> Mapping[str, Mapping[str, Any]]:
         section.encode_name: {key.encode_name: key.type for key in msgspec.structs.fields(section.type)}
         for section in msgspec.structs.fields(Settings)
     }
+
+
+def is_live(kind: Any) -> bool:
+    """Whether a key of this type takes effect without a restart."""
+    return LIVE in getattr(kind, "__metadata__", ())
+
+
+def flat(settings: Settings) -> Mapping[str, object]:
+    """Dotted key -> value, in the file's order."""
+    return {f"{section}.{key}": getattr(getattr(settings, section), key) for section, keys in sections().items() for key in keys}
 
 
 def build(values: Mapping[str, object]) -> Settings:

@@ -25,8 +25,7 @@ from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ShareConfig
 from gpumgr.kubelet.dra.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
-from gpumgr.settings.live import LIVE, flat
-from gpumgr.settings.schema import plain
+from gpumgr.settings.schema import flat, is_live, plain, sections
 from tests.unit.kubelet.dra.test_slices import snapshot
 from tools.chart import (
     BASE,
@@ -279,7 +278,9 @@ def test_settings_that_a_running_agent_takes_make_no_new_pods(tmp_path: Path) ->
         "log": {"level": "debug"},
     }
     before, after = (flat(settings_of(render(values), tmp_path)) for values in ({}, {"settings": changed}))
-    assert {key for key in before if before[key] != after[key]} == LIVE
+    assert {key for key in before if before[key] != after[key]} == {
+        f"{section}.{key}" for section, keys in sections().items() for key, kind in keys.items() if is_live(kind)
+    }
     assert annotations({"settings": changed}) == annotations({})
     changed["log"]["format"] = "json"
     assert annotations({"settings": changed}) == annotations({"settings": {"log": {"format": "json"}}}) != annotations({})

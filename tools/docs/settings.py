@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from gpumgr.settings.live import LIVE
-from gpumgr.settings.schema import allowed, sections
+from gpumgr.settings.schema import allowed, is_live, sections
 from tools import PROJECT
 from tools.docs.markdown import code, table
 
@@ -41,5 +40,5 @@ def _section(section: str, written: Mapping[str, tuple[str, str]]) -> str:
     rows = []
     for key, kind in sections()[section].items():
         default, comment = written[name := f"{section}.{key}"]
-        rows.append((code(name), allowed(kind), code(default), comment, "live" if name in LIVE else "restart"))
+        rows.append((code(name), allowed(kind), code(default), comment, "live" if is_live(kind) else "restart"))
     return table((f"`{section}`", "allowed", "default", "meaning", "change"), rows)

@@ -16,7 +16,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.assembly import make_components, make_maintenance
+from gpumgr.node.assembly import make_maintenance
 from gpumgr.node.components import Components, Hardware, make_enforcement
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.read_model import ReadModel
@@ -56,7 +56,9 @@ async def started(
             await side.wait_synced(60)
         hardware = Hardware(simulated=True)
         enforcement = make_enforcement(settings, hardware, side.pods, side.publisher)
-        components = make_components(settings, hardware, Loaded(), checkpoint, side, None, enforcement)
+        components = Components(
+            settings, hardware, loaded=Loaded(), checkpoint=checkpoint, api_side=side, driver=None, enforcement=enforcement
+        )
         readers = ReadModel(
             components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
         )

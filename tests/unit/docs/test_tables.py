@@ -14,8 +14,7 @@ from gpumgr.cluster.claims.pages import FAMILIES as CLAIMS
 from gpumgr.cluster.scheduler.metrics import FAMILIES
 from gpumgr.common.errors import RefusalCode
 from gpumgr.placement.topology.labels import gpu_labels
-from gpumgr.settings.live import LIVE
-from gpumgr.settings.schema import sections
+from gpumgr.settings.schema import is_live, sections
 from gpumgr.web.metrics.registry import catalogue
 from tests.unit.web.metrics.pictures import snapshot_of
 from tools.docs import environment, kubernetes, log_events, refusals
@@ -60,7 +59,7 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
             assert allowed
             assert default.startswith("`")
             assert len(meaning) > 10
-            assert change == ("live" if f"{section}.{key}" in LIVE else "restart")
+            assert change == ("live" if is_live(sections()[section][key]) else "restart")
 
 
 def test_every_metric_has_a_row() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gpumgr.agent.history import History
-from gpumgr.node.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.settings import Settings, load_settings
-from tests.component.stage.stage import MemoryCheckpoint
+from gpumgr.settings.live import SettingsReloader, SettingsSource
 
 
 def rewrite(path: Path, text: str) -> None:
@@ -30,7 +28,7 @@ class Watched:
         self.answers.set()
         self.bugs: dict[str, Exception] = {}
         self.applied: list[Settings] = []
-        self.history = History(MemoryCheckpoint(), wall_clock=lambda: 7.0)
+        self.told: list[tuple[str, str]] = []
         self.source = SettingsSource(path=path, load=self._load)
         self.start = self._load()
 
@@ -46,9 +44,8 @@ class Watched:
             raise bug
         self.applied.append(settings)
 
-    @property
-    def told(self) -> list[tuple[str | None, str]]:
-        return [(entry.code, entry.why) for entry in self.history.entries() if entry.what == "config"]
+    def record(self, code: str, why: str) -> None:
+        self.told.append((code, why))
 
     async def until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -69,7 +66,7 @@ async def following(path: Path, *, meanwhile: str | None = None, read_seconds: f
         it.source,
         current=it.start,
         apply=it.apply,
-        history=it.history,
+        record=it.record,
         check_seconds=0.02,
         read_seconds=read_seconds,
         clock=lambda: it.now,
