@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import structlog
@@ -29,6 +28,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.response import ContainerResponse, merged
 from gpumgr.placement.topology.devices import Gpu
+from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
@@ -44,22 +44,17 @@ Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
 class Enforcer:
-    """`cdi_dir`: folder of the CDI specs. They are written for allocations with `cdi`; new ones have it if `inject_by_cdi`.
+    """CDI specs are written for allocations with `cdi`; new ones have it if the settings choose injection by CDI.
 
-    `setting` and `overrides`: enforcement.backend and enforcement.overrides. `in_use` returns which allocations are mounted in a
-    process; it is called on a thread. `on_start` is called before each start of a container. `neighbours` lists the other containers
-    on a container's GPU. `clock` is monotonic, in seconds.
+    `in_use` returns which allocations are mounted in a process; it is called on a thread. `on_start` is called before each start of a
+    container. `neighbours` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
     """
 
     def __init__(
         self,
         backends: Sequence[Backend],
+        settings: EnforcementSettings,
         *,
-        setting: str,
-        overrides: Sequence[str],
-        cdi_dir: Path,
-        inject_by_cdi: bool,
-        orphan_grace_seconds: float,
         in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
         on_start: Callable[[GpuShare | None, Mechanisms], None] = lambda _tenant, _mechanisms: None,
         neighbours: Neighbours = lambda _: (),
@@ -67,9 +62,9 @@ class Enforcer:
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = MechanismChoice()
-        self._setting, self._overrides = setting, tuple(overrides)
-        self._cdi_dir, self._inject_by_cdi = cdi_dir, inject_by_cdi
-        self._grace_seconds, self._in_use, self._clock = orphan_grace_seconds, in_use, clock
+        self._settings = settings
+        self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
+        self._in_use, self._clock = in_use, clock
         self._on_start, self._neighbours = on_start, neighbours
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
@@ -84,14 +79,14 @@ class Enforcer:
         self._gpus = gpus
         obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
-        self.choice = choice = choose_mechanisms(self._setting, obstacles, strengths)
+        self.choice = choice = choose_mechanisms(self._settings.backend, obstacles, strengths)
         limits = choice.describe(gpus)
         if (choice.mechanisms, limits) != self._reported:
             self._reported = choice.mechanisms, limits
             lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
             level = log.warning if lost or choice.mechanisms == NO_MECHANISM else log.info
             broken = {"broken": lost} if lost else {}
-            because = f"enforcement.backend is {self._setting}"
+            because = f"enforcement.backend is {self._settings.backend}"
             level("enforcement", uses="+".join(choice.mechanisms), limits=limits, because=because, **broken)
         return choice
 
@@ -104,14 +99,11 @@ class Enforcer:
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
         if not share:
             return Terms(cdi=self._inject_by_cdi)
-        if setting is not None:
-            mechanisms = mechanisms_for(setting, self.choice.able, self.choice.mechanisms)
-            return Terms(mechanisms=mechanisms, cdi=self._inject_by_cdi)
-        override = override_for(self._overrides, pod)
-        if override is None:
-            return Terms(mechanisms=self.choice.mechanisms, cdi=self._inject_by_cdi)
-        subject, setting = override
-        mechanisms = mechanisms_for(setting, self.choice.able, self.choice.mechanisms)
+        subject = None
+        if setting is None and (override := override_for(self._settings.overrides, pod)) is not None:
+            subject, setting = override
+        node = self.choice.mechanisms
+        mechanisms = node if setting is None else mechanisms_for(setting, self.choice.able, node)
         return Terms(mechanisms=mechanisms, exemption=subject, cdi=self._inject_by_cdi)
 
     def answer(
@@ -240,12 +232,16 @@ class Enforcer:
             self._written.pop(lost, None)
         gone = await asyncio.to_thread(self._list_remains) - set(known())
         self._orphans = {allocation: self._orphans.get(allocation, now) for allocation in gone}
-        due = [allocation for allocation, since in self._orphans.items() if now - since >= self._grace_seconds]
+        due = [allocation for allocation, since in self._orphans.items() if now - since >= self._settings.orphan_grace_seconds]
         used = await self._used(due) if due else ()
         for allocation in due:
             if allocation not in used:
                 await self._remove(allocation, known)
-        waiting = [since + self._grace_seconds - now for allocation, since in self._orphans.items() if allocation not in due]
+        waiting = [
+            since + self._settings.orphan_grace_seconds - now
+            for allocation, since in self._orphans.items()
+            if allocation not in due
+        ]
         return min((seconds for seconds in (*waiting, *later) if seconds is not None), default=None)
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from gpumgr.agent.inventory import EMPTY
@@ -28,6 +29,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.mechanism_choice import Mechanisms
 from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
+from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
@@ -79,17 +81,14 @@ class NodeEnforcement:
         self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
-            program=settings.mps.control_program,
-            setting=settings.mps.protocol,
+            settings.mps,
             run_dir=chosen.run_dir,
             state_dir=state_dir,
             modes=nvml,
-            exclusive_process=settings.mps.exclusive_process,
-            idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
+            method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
             idle_gpu=self._idle_gpu,
             on_probed=self._choose_soon,
-            in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
         )
         self.vcuda = VcudaBackend(
             allocation_dir=settings.container.allocation_dir,
@@ -115,11 +114,7 @@ class NodeEnforcement:
         self.limits = Enforcer(
             self._backends(),
             # Simulated GPUs have no enforcement by default.
-            setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
-            overrides=chosen.overrides,
-            cdi_dir=chosen.cdi_dir,
-            inject_by_cdi=chosen.injection == "cdi",
-            orphan_grace_seconds=chosen.orphan_grace_seconds,
+            msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
             neighbours=self._neighbours,
             clock=time.monotonic,

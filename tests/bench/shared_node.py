@@ -16,8 +16,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.compat.gpu_manager.vcuda.config import pack_pids
-from gpumgr.compat.gpu_manager.vcuda.files import PIDS
+from gpumgr.compat.gpu_manager.vcuda.files import PIDS, pack_pids
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
@@ -37,6 +36,7 @@ from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
 from tests.allocations import allocated
@@ -85,11 +85,7 @@ class SharedNode:
         )
         self.limits = Enforcer(
             self._backends(),
-            setting="auto",
-            overrides=(),
-            cdi_dir=self.folder / "cdi",
-            inject_by_cdi=False,
-            orphan_grace_seconds=60,
+            EnforcementSettings(backend="auto", cdi_dir=self.folder / "cdi"),
             clock=self.clock,
         )
         owners = ProcessOwners(self.containers, clock=self.clock, timeout_seconds=TIMEOUT_SECONDS)
@@ -133,13 +129,10 @@ class SharedNode:
             pids_of=self.containers.pids,
         )
         mps = Mps(
-            program=str(mps_control.build()),
-            setting="2",
+            MpsSettings(control_program=str(mps_control.build()), protocol="2"),
             run_dir=self.folder / "run",
             state_dir=self.folder / "state",
             modes=Modes(dict.fromkeys(map(uuid_of, range(GPUS)), 0)),
-            exclusive_process=True,
-            idle_seconds=60,
             clock=self.clock,
             method="plain",
         )

@@ -18,6 +18,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings
@@ -91,15 +92,12 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
             pids_of=lambda _container: (),
         ),
         Mps(
-            program=settings.mps.control_program,
-            setting=settings.mps.protocol,
+            settings.mps,
             run_dir=settings.enforcement.run_dir,
             state_dir=scratch,
             modes=gpus.nvml,
-            exclusive_process=settings.mps.exclusive_process,
-            idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
-            in_pod=in_pod,
+            method=best_method(in_pod=in_pod),
         ),
         Unlimited(lambda _tenant, _message: None),  # no container starts during a check
     )

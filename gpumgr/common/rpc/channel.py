@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-import grpclib.client
 from grpclib.const import Cardinality, Status
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
@@ -14,6 +13,7 @@ from grpclib.protocol import H2Protocol
 
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
+from gpumgr.common.rpc.grpclib_private import OpenChannel
 
 Reply = TypeVar("Reply")
 
@@ -56,10 +56,10 @@ def _ignore(_event: object) -> None:
     pass
 
 
-class UnixChannel(grpclib.client.Channel):
+class UnixChannel(OpenChannel):
     """A lazily connected channel to `path`, which reconnects when the connection is lost. Use it as an async context manager.
 
-    Must be created inside a running event loop. grpclib would send "127.0.0.1:50051" as the authority of a unix socket.
+    Must be created inside a running event loop.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +68,8 @@ class UnixChannel(grpclib.client.Channel):
     async def __aenter__(self) -> Self:
         return self
 
-    def _protocol_factory(self) -> H2Protocol:
-        made = super()._protocol_factory()
+    def connection(self, made: H2Protocol) -> H2Protocol:
         return PeerConnection(made.handler, made.config, made.h2_config)
-
-    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
-        return "localhost"
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
         """One call, connecting included. `request` is bytes or a generated message.

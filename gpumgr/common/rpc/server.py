@@ -1,9 +1,7 @@
 """A gRPC server on grpclib that notifies its clients when it ends.
 
-grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
-without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
-its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
-`Connection.flush` and an entry of `EventsProcessor.processors`.
+grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and continues to serve them. It answers unknown methods
+without a content type, which grpc-go reports as UNKNOWN.
 """
 
 import asyncio
@@ -18,7 +16,6 @@ from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 from grpclib.metadata import decode_metadata
 from grpclib.protocol import H2Protocol
-from grpclib.server import Server
 from h2.config import H2Configuration
 from h2.errors import ErrorCodes
 from h2.events import RequestReceived
@@ -26,6 +23,7 @@ from h2.exceptions import ProtocolError
 
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.rpc.channel import PeerConnection, WireCodec
+from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, replace_request_received
 
 #: How long clients may take at the end to close their connections, and then to read what was sent to them.
 _CLOSE_SECONDS: Final = 0.5
@@ -35,7 +33,7 @@ _PAIR_SECONDS: Final = 0.05
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
 
-class DrainingServer(Server):
+class DrainingServer(OpenServer):
     """A gRPC server with an orderly end: running calls finish, streams end cleanly, clients get a GOAWAY."""
 
     def __init__(
@@ -60,7 +58,7 @@ class DrainingServer(Server):
         self._stream_calls: set[asyncio.Task[Any]] = set()
         self._last_unary = float("-inf")
         self.draining = False
-        self._mapping = cast("dict[str, Method]", _Methods({path: self._counted(m) for path, m in self._mapping.items()}))
+        self.methods = _Methods({path: self._counted(method) for path, method in self.methods.items()})
 
     @property
     def open_streams(self) -> int:
@@ -74,11 +72,11 @@ class DrainingServer(Server):
 
     async def listen_on(self, sock: socket) -> None:
         """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
-        earlier, self._server = self._server, None
+        earlier, self.listener = self.listener, None
         try:
             await self.start(sock=sock)
         except BaseException:
-            self._server = earlier
+            self.listener = earlier
             raise
         if earlier is not None:
             earlier.close()
@@ -103,10 +101,10 @@ class DrainingServer(Server):
         Unary calls go first: the kubelet answers the end of ListAndWatch by closing the whole connection, and with it any
         Allocate that still runs there. What has not ended after `grace_seconds` is cancelled.
         """
-        if self._server is None or self.draining:
+        if self.listener is None or self.draining:
             return
         self.draining = True
-        self._server.close()
+        self.listener.close()
         deadline = asyncio.get_running_loop().time() + grace_seconds
         await self.wait_idle(grace_seconds)
         end_streams()
@@ -118,7 +116,7 @@ class DrainingServer(Server):
         that does not is disconnected after `_CLOSE_SECONDS`; one that does not read `flush_seconds` later, since its transport would keep
         what it holds, and stay open."""
         self.draining = True
-        if self._server is None:
+        if self.listener is None:
             return
         for connection in list(self.connections):
             connection.end()
@@ -142,8 +140,7 @@ class DrainingServer(Server):
         if not self.connections:
             self._none_connected.set()
 
-    def _protocol_factory(self) -> H2Protocol:
-        made = super()._protocol_factory()
+    def connection(self, made: H2Protocol) -> H2Protocol:
         return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
@@ -188,10 +185,8 @@ class ServedConnection(PeerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport = cast("asyncio.Transport", transport)
-        self._flush_now = self.connection.flush
-        self.connection.flush = self._flush_soon  # type: ignore[method-assign]
-        self._accept = self.processor.process_request_received
-        self.processor.processors[RequestReceived] = self._request_received
+        self._flush_now = replace_flush(self.connection, self._flush_soon)
+        self._accept = replace_request_received(self.processor, self._request_received)
         self.server.connected(self)
         if self.server.draining:
             self.end()
@@ -206,7 +201,7 @@ class ServedConnection(PeerConnection):
             self._accept(event)
             return
         with suppress(ProtocolError):  # the client has reset it itself
-            self.connection._connection.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
+            h2_of(self.connection).reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.disconnected(self)
@@ -222,7 +217,7 @@ class ServedConnection(PeerConnection):
             return
         self._ended = True
         with suppress(ProtocolError):  # the connection is past sending
-            self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
+            h2_of(self.connection).close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()
         if self.processor.streams:
             self.processor.close("the server is draining")

@@ -13,7 +13,7 @@ from gpumgr.common.units import Process, Resource
 from gpumgr.common.unix_socket import MAX_PATH_BYTES
 from gpumgr.enforcement.backend import Backend, BackendName, ReportUnlimited, Unlimited
 from gpumgr.enforcement.mps import findings, launcher, probe, processes
-from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
+from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.control import ControlProgram, find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
@@ -32,6 +32,7 @@ from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse, Mount
+from gpumgr.settings.schema import MpsSettings
 
 #: A process without MPS is reported after this number of further checks: a client that has just started is not listed yet.
 _CHECKS: Final = 2
@@ -49,8 +50,8 @@ class Mps(Backend):
     """A container that also has the mechanism nvml-memory gets both limits of memory, of the same size, since answers to the kubelet
     must not depend on it.
 
-    `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `in_pod`: the agent runs in a pod and
-    MPS on the host. `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
+    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started.
+    `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
     `on_probed` is called after a try.
 
     The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
@@ -60,29 +61,23 @@ class Mps(Backend):
     name: BackendName = "mps"
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
+    #: How long a run of the control program may take.
+    timeout_seconds = 5.0
+
     def __init__(
         self,
+        settings: MpsSettings,
         *,
-        program: str,
-        setting: ProtocolSetting,
         run_dir: Path,
         state_dir: Path,
         modes: ComputeModes,
-        exclusive_process: bool,
-        idle_seconds: float,
         clock: Callable[[], float],
-        check_seconds: float = 5.0,
-        timeout_seconds: float = 5.0,
-        method: launcher.LaunchMethod | None = None,
+        method: launcher.LaunchMethod,
         idle_gpu: Callable[[], Awaitable[str | None]] | None = None,
         on_probed: Callable[[], None] = lambda: None,
-        in_pod: bool = False,
     ) -> None:
-        self._root, self._state_dir = run_dir / "mps", state_dir
-        self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
-        self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
-        self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
-        self._method = method or launcher.best_method(in_pod=in_pod)
+        self._settings, self._root, self._state_dir = settings, run_dir / "mps", state_dir
+        self._modes, self._clock, self._method = modes, clock, method
         self._idle_gpu, self._on_probed = idle_gpu, on_probed
         self._probing: asyncio.Task[None] | None = None
         self._next_probe = float("-inf")
@@ -115,7 +110,7 @@ class Mps(Backend):
                     f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
                 )
             control = await find_control_program(
-                self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
+                self._settings.control_program, self._method, self._root.parent, timeout_seconds=self.timeout_seconds
             )
             await asyncio.to_thread(self._settle, control, await control.features())
         except (MpsError, OSError) as error:
@@ -169,9 +164,9 @@ class Mps(Backend):
         """The first call decides the protocol; later ones check that the program still has it. Raises MpsError, OSError."""
         known = self._supervisor.config.protocol if self._supervisor else None
         kept = known or (read_protocol(self._state_dir) if self._keep else None)
-        chosen = choose_protocol(self._setting, features, kept)
-        if known is None and self._setting not in ("auto", str(chosen)):
-            log.warning("mps_protocol_kept", protocol=chosen, asked=self._setting, why="containers of this node use it")
+        chosen = choose_protocol(self._settings.protocol, features, kept)
+        if known is None and self._settings.protocol not in ("auto", str(chosen)):
+            log.warning("mps_protocol_kept", protocol=chosen, asked=self._settings.protocol, why="containers of this node use it")
         if read_protocol(self._state_dir) != chosen:
             write_protocol(self._state_dir, chosen)
         self._configure(chosen, control, features[chosen])
@@ -182,7 +177,9 @@ class Mps(Backend):
         try:
             if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
-                control = ControlProgram(Path(self._program), timeout_seconds=self._timeout_seconds, before=before)
+                control = ControlProgram(
+                    Path(self._settings.control_program), timeout_seconds=self.timeout_seconds, before=before
+                )
                 self._configure(read_protocol(self._state_dir) or 2, control, "")
         except OSError as error:
             log.warning("mps_daemons_not_resumed", reason=str(error))
@@ -195,12 +192,12 @@ class Mps(Backend):
             control=control,
             launcher=self._method,
             modes=self._modes,
-            exclusive=self._exclusive,
+            exclusive=self._settings.exclusive_process,
             clock=self._clock,
         )
         # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
         # of a namespace; but one that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit of memory.
-        self.limits = {"core": "hard" if protocol == 3 and self._exclusive else "soft", "memory": "soft"}
+        self.limits = {"core": "hard" if protocol == 3 and self._settings.exclusive_process else "soft", "memory": "soft"}
         if self._supervisor is not None:
             self._supervisor.reconfigure(config)
             return
@@ -208,8 +205,7 @@ class Mps(Backend):
             self._root,
             config,
             DaemonRecords(self._state_dir / "mps"),
-            check_seconds=self._check_seconds,
-            idle_seconds=self._idle_seconds,
+            idle_seconds=self._settings.idle_seconds,
         )
 
     def _ready(self) -> Supervisor:

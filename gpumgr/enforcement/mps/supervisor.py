@@ -14,6 +14,7 @@ from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, gpu_folders
 from gpumgr.ledger.ledger import AllocationId
 
+_CHECK_SECONDS: Final = 5.0
 #: How long a tick waits for the checks that it started; a check of a daemon that hangs continues by itself.
 _TICK_SECONDS: Final = 1.0
 
@@ -23,16 +24,14 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` list the existing ones, also those elsewhere.
 
-    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick. The record of a container is
-    kept for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
+    A daemon is checked every _CHECK_SECONDS, in protocol 3 its namespaces at every tick. The record of a container is kept
+    for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
     """
 
-    def __init__(
-        self, root: Path, config: DaemonConfig, records: DaemonRecords, *, check_seconds: float, idle_seconds: float
-    ) -> None:
+    def __init__(self, root: Path, config: DaemonConfig, records: DaemonRecords, *, idle_seconds: float) -> None:
         """Raises OSError."""
         self.root, self.config, self._records = root, config, records
-        self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
+        self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: By GPU: the trials of new clients that run.
@@ -58,9 +57,9 @@ class Supervisor:
         """Checks the daemons that are due. A check that takes longer than a tick continues by itself."""
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
-        due = sorted((d for d in free if now - d.checked_at >= self._check_seconds), key=lambda d: d.checked_at)
+        due = sorted((d for d in free if now - d.checked_at >= _CHECK_SECONDS), key=lambda d: d.checked_at)
         # A few in each tick, the longest waiting first: each check runs programs.
-        for daemon in due[: -(-len(self.daemons()) // int(max(1, self._check_seconds)))]:
+        for daemon in due[: -(-len(self.daemons()) // int(_CHECK_SECONDS))]:
             daemon.checked_at = now
             self._begin(daemon, Daemon.check)
         for daemon in free if self.config.protocol == 3 else ():
@@ -116,7 +115,7 @@ class Supervisor:
         try:
             await daemon.stop()
         except Exception as error:
-            daemon.end_not_before = self.config.clock() + self._check_seconds
+            daemon.end_not_before = self.config.clock() + _CHECK_SECONDS
             if not isinstance(error, MpsError | OSError):  # a bug
                 raise
             log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from structlog.testing import capture_logs
@@ -25,6 +26,7 @@ from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.response import ContainerResponse, Mount
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.placement.topology.devices import Gpu
+from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock
 from tests.shares import gpu_share
 
@@ -114,7 +116,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), with_cdi: bool = False) -> Made:
+def make(
+    folder: Path,
+    *,
+    setting: Literal["auto", "mps", "hami-core", "none"] = "auto",
+    overrides: Sequence[str] = (),
+    with_cdi: bool = False,
+) -> Made:
     clock, told, used = Clock(), list[str](), set[str]()
     neighbours = list[tuple[str, tuple[str, ...]]]()
     files, blind = Files(folder / "mps"), list[OSError]()
@@ -126,11 +134,9 @@ def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), 
 
     limits = Enforcer(
         [files, Unlimited(lambda _tenant, message: told.append(message))],
-        setting=setting,
-        overrides=overrides,
-        cdi_dir=folder / "cdi",
-        inject_by_cdi=with_cdi,
-        orphan_grace_seconds=60,
+        EnforcementSettings(
+            backend=setting, overrides=tuple(overrides), cdi_dir=folder / "cdi", injection="cdi" if with_cdi else "mounts"
+        ),
         in_use=in_use,
         neighbours=lambda _: neighbours,
         clock=clock,

@@ -34,6 +34,7 @@ from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.node.components import encode_node_devices
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 
 from .mig import MemoryMig
@@ -132,11 +133,7 @@ def unlimited(cdi_dir: Path = Path("/nonexistent")) -> Enforcer:
     """A node without enforcement."""
     return Enforcer(
         [Unlimited(lambda _tenant, _message: None)],
-        setting="none",
-        overrides=(),
-        cdi_dir=cdi_dir,
-        inject_by_cdi=False,
-        orphan_grace_seconds=0,
+        EnforcementSettings(backend="none", cdi_dir=cdi_dir, orphan_grace_seconds=0),
         clock=Clock(),
     )
 

@@ -12,6 +12,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
 from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import SimContainer
 from tests.allocations import block_count
 from tests.component.stage.stage import Clock, MemoryPods, Stage, app, snapshot, stage
@@ -137,11 +138,7 @@ async def test_a_share_never_gets_the_driver_folder_of_whole_gpus(folder: Path) 
     )
     limits = Enforcer(
         [Vcuda(lambda _tenant, _message: None)],
-        setting="vcuda",
-        overrides=(),
-        cdi_dir=folder / "cdi",
-        inject_by_cdi=False,
-        orphan_grace_seconds=0,
+        EnforcementSettings(backend="vcuda", cdi_dir=folder / "cdi", orphan_grace_seconds=0),
         clock=Clock(),
     )
     await limits.choose()

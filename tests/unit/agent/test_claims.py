@@ -29,6 +29,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Change, ClaimRef
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import snapshot, unlimited
 
 from .world import World
@@ -666,11 +667,7 @@ def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
 
     return Enforcer(
         [Limits()],
-        setting="vcuda",
-        overrides=(),
-        cdi_dir=folder,
-        inject_by_cdi=True,
-        orphan_grace_seconds=1,
+        EnforcementSettings(backend="vcuda", cdi_dir=folder, injection="cdi", orphan_grace_seconds=1),
         in_use=lambda names: set(names) & set(running),
         clock=lambda: 0.0,
     )

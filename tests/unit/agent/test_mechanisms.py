@@ -14,6 +14,7 @@ from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.response import ContainerResponse
+from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
 from tests.component.stage.stage import Clock, snapshot
 from tests.unit.agent.world import Refused, World
@@ -45,11 +46,9 @@ def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Enforcer:
     nothing = Unlimited(lambda _tenant, _message: None)
     return Enforcer(
         [backend, nothing],
-        setting="hami-core",
-        overrides=overrides,
-        cdi_dir=Path("/nonexistent"),
-        inject_by_cdi=False,
-        orphan_grace_seconds=0,
+        EnforcementSettings(
+            backend="hami-core", overrides=tuple(overrides), cdi_dir=Path("/nonexistent"), orphan_grace_seconds=0
+        ),
         clock=Clock(),
     )
 

@@ -14,14 +14,14 @@ import structlog
 
 from gpumgr.common.errors import DriverFilesError, SettingsError
 from gpumgr.common.proc import mount_tables
-from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver
+from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver, inspect, sha256_of
 from gpumgr.compat.gpu_manager.driver_files.mirror import VERSIONS, build, prune, switch
-from gpumgr.compat.gpu_manager.driver_files.source import Source, inspect, sha256_of
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
 from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
     REPLACED_LIBRARIES,
     VERSION_NUMBER,
     Overlay,
+    Source,
     VolumePlan,
     plan_volume,
 )

@@ -21,9 +21,8 @@ import structlog
 
 from gpumgr.common.errors import DriverFilesError
 from gpumgr.common.files import FileIdentity, sync_folder
-from gpumgr.compat.gpu_manager.driver_files.root_path import is_file
-from gpumgr.compat.gpu_manager.driver_files.source import Source
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import File, VolumePlan
+from gpumgr.compat.gpu_manager.driver_files.discovery import is_file
+from gpumgr.compat.gpu_manager.driver_files.volume_plan import File, Source, VolumePlan
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")

@@ -14,10 +14,11 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from gpumgr.common.elf import Elf
-from gpumgr.compat.gpu_manager.driver_files.source import Source
+from gpumgr.common.files import FileIdentity
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
 
 #: The libraries that the shim replaces.
@@ -36,6 +37,22 @@ _SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "li
 _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
 #: The ABI note of the one libnvidia-tls (of two, in old drivers) for today's C library.
 _TLS_ABI: Final = (2, 3, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file of the host. `name`: its name in the mirror. `elf` None: not an ELF file, with the reason in `not_elf`.
+
+    `sha256` is known for files that the operator supplies; None for the driver's.
+    """
+
+    name: str
+    path: Path
+    identity: FileIdentity
+    mode: int
+    elf: Elf | None = None
+    not_elf: str = ""
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

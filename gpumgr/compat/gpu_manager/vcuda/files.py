@@ -1,15 +1,88 @@
-"""The folder of one allocation, which its container sees as /etc/vcuda.
+"""The folder of one allocation, which its container sees as /etc/vcuda: `vcuda.config` has the limits, `pids.config` the processes.
 
 Files are replaced, never written in place: the library opens them by path each time and must not read an incomplete one. They are not
 locked: a container can lock a file that it can only read, and would block the agent.
+
+Source of the limits' layout: `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with
+glibc (FILENAME_MAX 4096). The library takes exactly 8,240 bytes from one read, and reads the file again at intervals.
+
+`pids.config` is an array of int32 without a header, the host's pids. The library reads at most 1,024 of them, searches them by
+bisection (they must ascend), and counts the GPU memory of these processes only; with an empty file it counts and limits nothing.
 """
 
 import contextlib
 import os
+import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.errors import Refusal
 from gpumgr.common.files import replace_file, temporary_of
+from gpumgr.ledger.gpu_share import GpuShare
+
+#: pod_uid, limit, (reserved), container_name, bus_id, gpu_memory, utilization, hard_limit, driver major, driver minor, enable.
+_LAYOUT: Final = struct.Struct("<48si4044s4096s16sQiiiii4x")
+
+#: Sizes of the texts without their closing NUL.
+POD_UID_BYTES: Final = 47
+CONTAINER_NAME_BYTES: Final = 4095
+BUS_ID_BYTES: Final = 15
+
+MOST_PIDS: Final = 1024
+_PID_BYTES: Final = 4
+
+#: The only entry before the container has a process: the host's init never ends, so its pid is never reused, and it never uses a GPU.
+INIT_PID: Final = 1
+
+
+def pack_config(tenant: GpuShare) -> bytes:
+    """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
+
+    Without a soft limit the cores are a hard limit (hard_limit 1); with one the container may use up to it while others are idle.
+    The library passes the two names to the client that registers the process. The client requires both and the agent trusts neither:
+    a name that the kubelet does not give is replaced by the allocation's.
+    """
+    gpu = tenant.only_gpu("vcuda")
+    return _LAYOUT.pack(
+        _text("the pod's uid", tenant.pod_uid or tenant.allocation, POD_UID_BYTES),
+        0 if tenant.core_limit is None else min(tenant.core_limit, 100),
+        b"",
+        _text("the container's name", tenant.container or tenant.allocation, CONTAINER_NAME_BYTES),
+        _text("the GPU's PCI id", gpu.bus_id or "", BUS_ID_BYTES),
+        gpu.memory_bytes,
+        gpu.core_percent,
+        1 if tenant.core_limit is None else 0,
+        0,  # the driver's version: the library queries the driver itself
+        0,
+        1,
+    )
+
+
+def _text(what: str, value: str, most_bytes: int) -> bytes:
+    data = value.encode()
+    if len(data) > most_bytes:
+        raise Refusal("internal", f"{what} has {len(data)} bytes and vcuda.config holds {most_bytes}: {value[:60]!r}...")
+    if b"\0" in data:
+        raise Refusal("internal", f"{what} has a zero byte, which vcuda.config can't hold: {value[:60]!r}")
+    return data
+
+
+def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
+    """The content of pids.config: the pids, ascending. Beyond 1,024, the pids in `first` (which use the GPU) are preferred, then the
+    lowest. Raises ValueError without a pid: an empty file would lift the limit."""
+    if not pids:
+        raise ValueError("pids.config must name at least one process")
+    chosen = sorted(sorted(set(pids), key=lambda pid: (pid not in first, pid))[:MOST_PIDS])
+    return struct.pack(f"<{len(chosen)}i", *chosen)
+
+
+def unpack_pids(content: bytes) -> tuple[int, ...]:
+    """The pids in a pids.config; empty if it is damaged."""
+    if len(content) % _PID_BYTES:
+        return ()
+    return struct.unpack(f"<{len(content) // _PID_BYTES}i", content)
+
 
 CONFIG: Final = "vcuda.config"
 PIDS: Final = "pids.config"

@@ -22,7 +22,8 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc import wire
-from gpumgr.compat.gpu_manager.vcuda.config import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
+from gpumgr.common.rpc.grpclib_private import http2_of, transport_of
+from gpumgr.compat.gpu_manager.vcuda.files import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.ledger.gpu_share import GpuShare
@@ -171,7 +172,7 @@ def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unc
 
 def peer_of(stream: Any) -> Peer:
     """The client of this call's connection and the allocation of its socket. Raises GRPCError if it has disconnected."""
-    transport = stream.peer._transport
+    transport = transport_of(stream)
     path = Path(transport.get_extra_info("sockname"))
     try:
         raw = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -199,7 +200,7 @@ async def _receive(stream: Any) -> bytes:
     grpclib itself would collect any length that a frame announces. A frame begins with one byte for its compression and four for its
     size.
     """
-    raw = stream._stream
+    raw = http2_of(stream)
     try:
         head = await raw.recv_data(5) or b"\0\0\0\0\0"
         if head[0]:

@@ -25,6 +25,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse, merged
 from gpumgr.ledger.usage.containers import Container
+from gpumgr.settings.schema import MpsSettings
 from tests import mps_control
 from tests.shares import gpu_share, shared_gpu
 
@@ -51,7 +52,7 @@ class Modes:
 
 
 class Unhurried(Mps):
-    """Its looks are over when they return; others leave one that takes a second to itself."""
+    """Its checks are over when they return; others leave one that takes a second to itself."""
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await super().recover(tenants)
@@ -74,7 +75,7 @@ class Unhurried(Mps):
 
     def give_up_after(self, seconds: float) -> None:
         """From now on a command of the control program is; it is a process, which on a busy machine takes its time."""
-        self._timeout_seconds = seconds
+        self.timeout_seconds = seconds
         if self._supervisor is not None:
             self._supervisor.config.control._timeout_seconds = seconds
 
@@ -96,9 +97,10 @@ class Place:
         beside.write_text(json.dumps(how))
         os.replace(beside, self._behaviour)
 
-    async def agent(self, *, keep_protocol: bool = True, **different: Any) -> Unhurried:
+    async def agent(self, *, keep_protocol: bool = True, timeout_seconds: float = 30.0, **different: Any) -> Unhurried:
         """One agent process' backend."""
         backend = Unhurried(**self.settings(**different))
+        backend.timeout_seconds = timeout_seconds
         await backend.open(keep_protocol=keep_protocol)
         return backend
 
@@ -109,17 +111,15 @@ class Place:
         return backend
 
     def settings(self, **different: Any) -> dict[str, Any]:
+        named: dict[str, Any] = {"control_program": str(self.program), "idle_seconds": IDLE_SECONDS} | {
+            key: different.pop(key) for key in MpsSettings.__struct_fields__ if key in different
+        }
         settings: dict[str, Any] = {
-            "program": str(self.program),
-            "setting": "auto",
+            "settings": MpsSettings(**named),
             "run_dir": self.root,
             "state_dir": self.root / "state",
             "modes": self.modes,
-            "exclusive_process": True,
-            "idle_seconds": IDLE_SECONDS,
             "clock": lambda: self.seconds,
-            "check_seconds": CHECK_SECONDS,
-            "timeout_seconds": 30.0,
             "method": "plain",
         }
         return {**settings, **different}

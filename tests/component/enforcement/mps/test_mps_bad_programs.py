@@ -65,7 +65,7 @@ async def test_of_a_long_output_the_beginning_is_kept(tmp_path: Path) -> None:
 
 async def test_a_program_that_prints_to_stderr_only_is_read(place: Place) -> None:
     place.program.write_text(place.program.read_text().replace("exec", "exec 1>&2; exec"))
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     await place.pass_time(backend)
     assert backend.daemons()[0].trouble is None
 

@@ -17,7 +17,7 @@ from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurrie
 
 async def blocked(place: Place, *others: str, hangs: bool = True) -> Unhurried:
     """A client of a1 has left, its server accepts no others (if it `hangs`), and the agent has looked. `others` share the GPU."""
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     assert backend._supervisor is not None
     program = (str(place.program), "attach")
     backend._supervisor.reconfigure(replace(backend._supervisor.config, client=program, client_seconds=0.5))
@@ -105,7 +105,7 @@ async def test_trials_have_a_pause_between_them(place: Place) -> None:
 async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the multi-user mode a client of the agent would wait until that user's clients have ended."""
     place.behave(protocols=[2], multiuser=False)
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     assert backend._supervisor is not None
     marker = place.root / "tried"
     client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
@@ -122,7 +122,7 @@ async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: 
 
 async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.behave(protocols=[2], multiuser=False)
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     assert backend._supervisor is not None
     marker = place.root / "tried"
     client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
@@ -137,7 +137,7 @@ async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place
 
 
 async def test_the_client_that_tries_a_daemon_is_no_stranger(place: Place) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     code = "import sys; sys.stdin.read()"
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place.folder.pipe)}
     words = [sys.executable, "-S", "-c", f"print(flush=True); {code}", str(CLIENT)]

@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 @BOTH
 async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: ProtocolSetting) -> None:
     place.modes.now[UUID] = 2
-    backend = await place.started(setting=setting)
+    backend = await place.started(protocol=setting)
     server = (await place.attach(backend, tenant()))[1]["server"]
     await place.detach()
     await backend.cleanup("a1")
@@ -43,7 +43,7 @@ async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: Pro
 @BOTH
 async def test_the_idle_time_begins_with_the_end_of_the_last_container(place: Place, setting: ProtocolSetting) -> None:
     """Not with the removal of its record, which is kept for a while, nor with a check of the daemon."""
-    backend = await place.started(setting=setting)
+    backend = await place.started(protocol=setting)
     await backend.start(tenant("b2"))
     known = {"a1", "b2"}
     assert await backend.tend(lambda: known) is None

@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
     """An agent process that ended and left a daemon for a1. Returns the daemon's pid."""
-    old = await place.started(setting=setting)
+    old = await place.started(protocol=setting)
     await old.close()
     pid = place.daemon_pid()
     assert pid is not None

@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 @BOTH
 async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, setting: ProtocolSetting) -> None:
-    backend = await place.agent(setting=setting)
+    backend = await place.agent(protocol=setting)
     assert await backend.unavailable() is None
     assert place.daemon_pid() is None
     await backend.start(tenant())
@@ -29,7 +29,7 @@ async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, set
 
 
 async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_the_server_of_the_smaller(place: Place) -> None:
-    backend = await place.agent(setting="2")
+    backend = await place.agent(protocol="2")
     small, large = tenant("a1", cores=20, memory_bytes=GIB), tenant("b2", cores=60, memory_bytes=4 * GIB)
     await backend.start(small)
     pid = place.daemon_pid()
@@ -44,7 +44,7 @@ async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_th
 
 
 async def test_in_protocol_3_a_container_cannot_choose_other_limits(place: Place) -> None:
-    backend = await place.started(setting="3")
+    backend = await place.started(protocol="3")
     await backend.start(tenant("b2", cores=60))
     wider = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=64G"}
     _, got = await place.attach(backend, tenant("a1"), **wider)
@@ -97,5 +97,5 @@ async def test_a_running_container_without_files_is_reported(place: Place, tmp_p
 async def test_the_strength_of_the_limits_is_that_of_the_protocol_and_the_compute_mode(
     place: Place, setting: ProtocolSetting, exclusive: bool, cores: Strength
 ) -> None:
-    backend = await place.agent(setting=setting, exclusive_process=exclusive)
+    backend = await place.agent(protocol=setting, exclusive_process=exclusive)
     assert backend.limits == {"core": cores, "memory": "soft"}

@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 @BOTH
 async def test_a_server_is_own_and_its_clients_are_not(place: Place, setting: ProtocolSetting) -> None:
-    backend = await place.started(setting=setting)
+    backend = await place.started(protocol=setting)
     client, got = await place.attach(backend, tenant())
     assert own(backend, client, got["server"], os.getpid()) == {got["server"]}
 
@@ -28,7 +28,7 @@ async def test_a_server_is_own_and_its_clients_are_not(place: Place, setting: Pr
 async def test_a_server_is_own_for_an_agent_that_has_just_started(place: Place, setting: ProtocolSetting) -> None:
     """Samples are taken before the daemons are adopted, and a server may have outlived its daemon."""
     place.behave(servers_outlive=True)
-    old = await place.started(setting=setting)
+    old = await place.started(protocol=setting)
     server = (await place.attach(old, tenant()))[1]["server"]
     await old.close()
     await place.kill_daemon()
@@ -40,7 +40,7 @@ async def test_a_server_is_own_for_an_agent_that_has_just_started(place: Place, 
 
 async def test_the_server_of_a_try_is_own(place: Place) -> None:
     """In protocol 3 a try makes a server."""
-    backend = await place.agent(setting="3")
+    backend = await place.agent(protocol="3")
     pipe = place.root / "mps/probe/pipe"
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe / "gpu")}
     server = await asyncio.create_subprocess_exec(
@@ -61,7 +61,7 @@ def proc(root: Path, pid: int, *, cgroup: str = "0::/system.slice", name: str = 
 
 
 async def test_a_tenant_can_not_pass_for_a_server(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     pipe = str(place.folder.pipe)
     proc(tmp_path, 1, pipe=pipe)
     proc(tmp_path, 2, pipe=pipe, cgroup="0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-2.scope")
@@ -83,7 +83,7 @@ CONTAINERS = [
 async def test_a_process_in_a_container_is_never_own_wherever_the_runtime_puts_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cgroup: str
 ) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     proc(tmp_path, 1, pipe=str(place.folder.pipe), cgroup=cgroup)
     monkeypatch.setattr(processes, "PROC", tmp_path)
     assert backend.own_pids({1: 10}) == set()
@@ -102,7 +102,7 @@ def test_a_process_in_a_container_is_no_daemon_of_others(monkeypatch: pytest.Mon
 
 
 async def test_a_server_in_the_agents_own_container_is_own(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     own_container = f"0::/docker/{'b2' * 32}"
     folder = proc(tmp_path, 1, pipe=str(place.folder.pipe), cgroup=own_container)
     (tmp_path / "self").symlink_to(folder)
@@ -114,7 +114,7 @@ async def test_a_server_that_exits_is_still_own_and_a_new_process_with_its_pid_i
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The driver lists a process until it has freed its memory; the kernel shows neither its arguments nor its environment any more."""
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     folder = proc(tmp_path, 1, pipe=str(place.folder.pipe))
     monkeypatch.setattr(processes, "PROC", tmp_path)
     assert backend.own_pids({1: 10}) == {1}

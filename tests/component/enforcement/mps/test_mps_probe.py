@@ -45,12 +45,12 @@ def remains(place: Place) -> list[str]:
 @pytest.mark.parametrize("setting", ["2", "3"])
 async def test_a_program_that_works_is_tried_once_in_a_boot_and_leaves_nothing(place: Place, setting: ProtocolSetting) -> None:
     first, idle = Idle(), Idle()
-    backend = await tried(place, first, setting=setting)
+    backend = await tried(place, first, protocol=setting)
     assert await backend.unavailable() is None
     assert (first.asked, remains(place), place.modes.now, backend.daemons()) == (1, [], {UUID: 0}, [])
     assert has_result(place)
     await backend.close()
-    await tried(place, idle, setting=setting)
+    await tried(place, idle, protocol=setting)
     assert idle.asked == 0
 
 

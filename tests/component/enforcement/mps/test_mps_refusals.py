@@ -23,7 +23,7 @@ async def refusal_of(backend: Mps) -> str:
 
 
 async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> None:
-    backend = await place.agent(program="/nowhere/nvidia-cuda-mps-control")
+    backend = await place.agent(control_program="/nowhere/nvidia-cuda-mps-control")
     reason = await backend.unavailable()
     assert reason is not None
     assert "'/nowhere/nvidia-cuda-mps-control' was not found" in reason
@@ -99,7 +99,7 @@ async def test_other_obstacles_are_reported(place: Place) -> None:
     deep = await place.agent(run_dir=place.root / ("d" * 60))
     assert "choose a shorter enforcement.run_dir" in str(await deep.unavailable())
     place.behave(protocols=[2])
-    assert "does not support MPS protocol 3" in str(await (await place.agent(setting="3")).unavailable())
+    assert "does not support MPS protocol 3" in str(await (await place.agent(protocol="3")).unavailable())
 
 
 async def test_mig_devices_are_refused(place: Place) -> None:
@@ -121,7 +121,7 @@ async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(pla
 
 
 async def test_answers_that_make_no_sense_are_refused(place: Place) -> None:
-    backend = await place.agent(setting="2")
+    backend = await place.agent(protocol="2")
     place.behave(garbage="Segmentation fault\nabc")
     with pytest.raises(Refusal, match=r"answered 'Segmentation fault\\nabc', not process ids"):
         await backend.start(tenant())
@@ -140,14 +140,14 @@ async def test_limits_that_are_accepted_and_not_kept_are_refused(place: Place) -
 async def test_a_driver_whose_mps_does_not_limit_memory_is_refused_with_its_answer(place: Place) -> None:
     """As driver 470: it answers an unknown command with exit status 0."""
     place.behave(knows_memory_limits=False)
-    backend = await place.agent(setting="2")
+    backend = await place.agent(protocol="2")
     with pytest.raises(Refusal, match=r'Unknown command "set_default_device_pinned_mem_limit"'):
         await backend.start(tenant())
 
 
 async def test_a_percentage_that_a_daemon_ignores_is_refused(place: Place) -> None:
     place.behave(forget_limits=True)
-    backend = await place.agent(setting="2")
+    backend = await place.agent(protocol="2")
     with pytest.raises(Refusal, match=r"did not accept the limits of its clients, it answers '100\.0"):
         await backend.start(tenant())
     place.behave()
@@ -186,7 +186,7 @@ async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(
     place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str, said: str
 ) -> None:
     put_nsenter(place, nsenter, monkeypatch)
-    backend = await place.agent(method=None, in_pod=True)
+    backend = await place.agent(method="host")
     reason = str(await backend.unavailable())
     assert reason.startswith("MPS daemons would end with the agent's pod")
     assert said in reason
@@ -194,11 +194,11 @@ async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(
 
 async def test_a_call_to_a_host_that_does_not_answer_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nsenter(place, "exec sleep 60", monkeypatch)
-    backend = await place.agent(method=None, in_pod=True, timeout_seconds=0.1)
+    backend = await place.agent(method="host", timeout_seconds=0.1)
     assert "the host did not answer the agent's pod within 0.1 s" in str(await backend.unavailable())
 
 
 async def test_an_image_without_access_to_the_host_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(place.root))
-    backend = await place.agent(method=None, in_pod=True)
+    backend = await place.agent(method="host")
     assert "started on the host by nsenter, which this image lacks; add it" in str(await backend.unavailable())

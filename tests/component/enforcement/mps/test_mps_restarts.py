@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 @BOTH
 async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: Place, setting: ProtocolSetting) -> None:
-    backend = await place.agent(setting=setting)
+    backend = await place.agent(protocol=setting)
     first, second = tenant("a1"), tenant("b2", cores=60)
     await backend.start(first)
     await backend.start(second)
@@ -33,7 +33,7 @@ async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: P
 
 @BOTH
 async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, setting: ProtocolSetting) -> None:
-    old = await place.started(setting=setting)
+    old = await place.started(protocol=setting)
     client, _ = await place.attach(old, tenant())
     pid = place.daemon_pid()
     await old.close()
@@ -64,7 +64,7 @@ async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_i
 
 async def test_servers_without_their_daemon_keep_their_clients_and_end_without_clients(place: Place) -> None:
     place.behave(servers_outlive=True)
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     _, got = await place.attach(backend, tenant())
     await place.pass_time(backend)
     await place.kill_daemon()
@@ -81,7 +81,7 @@ async def test_servers_without_their_daemon_keep_their_clients_and_end_without_c
 async def test_a_daemon_without_a_pid_file_is_found_adopted_and_ended(place: Place) -> None:
     """Drivers 470 and 535 write none."""
     place.behave(pid_file=False)
-    old = await place.started(setting="2")
+    old = await place.started(protocol="2")
     client, got = await place.attach(old, tenant())
     assert (got["percentage"], got["memory"]) == (tenant().gpus[0].cores, tenant().gpus[0].memory_bytes)
     pid = place.daemon_pid()
@@ -103,7 +103,7 @@ async def test_a_daemon_without_a_pid_file_is_found_adopted_and_ended(place: Pla
 async def test_a_server_of_protocol_3_ends_after_its_daemon(place: Place) -> None:
     """Its environment names a folder below the daemon's."""
     place.behave(servers_outlive=True)
-    backend = await place.started(setting="3")
+    backend = await place.started(protocol="3")
     (daemon,) = backend.daemons()
     await place.pass_time(backend)
     (server,) = daemon.servers

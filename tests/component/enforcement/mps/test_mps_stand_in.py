@@ -15,7 +15,7 @@ async def test_the_simulated_driver_lists_the_server_from_its_first_client_on(pl
     (gpus / "node.txt").write_text(f"gpu 0 GPU-other 0\ngpu 1 {UUID} 0\n")
     (gpus / "control.txt").write_text("process 1 20 5 0\n")
     place.behave(sim_dir=str(gpus))
-    backend = await place.started(setting=setting)
+    backend = await place.started(protocol=setting)
     assert facts(gpus) == ["process 1 20 5 0"]
     pid, got = await place.attach(backend, tenant())
     server = f"mpsserver 1 {got['server']} {66 << 20}"

@@ -23,7 +23,7 @@ async def say(place: Place, *lines: str) -> None:
 
 @pytest.mark.parametrize("which", ["default", "server"])
 async def test_changed_limits_are_reset_and_reported(place: Place, which: str) -> None:
-    backend = await place.agent(setting="2")
+    backend = await place.agent(protocol="2")
     first, second = tenant("a1"), tenant("b2", cores=10, memory_bytes=GIB)
     await backend.start(first)
     await backend.start(second)
@@ -51,7 +51,7 @@ async def test_changed_limits_are_reset_and_reported(place: Place, which: str) -
 
 async def test_of_a_driver_that_reports_only_defaults_only_these_are_read(place: Place) -> None:
     place.behave(tells_limits="of defaults")
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     client, _ = await place.attach(backend, tenant())
     await place.pass_time(backend)
     look = [running(tenant(), client, gpu=(client,))]
@@ -62,7 +62,7 @@ async def test_of_a_driver_that_reports_only_defaults_only_these_are_read(place:
 
 
 async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> None:
-    old = await place.started(setting="2")
+    old = await place.started(protocol="2")
     await place.attach(old, tenant("a1"))  # a server that the agent learns of at its next look
     await place.pass_time(old)
     await old.start(tenant("b2", cores=60))
@@ -78,7 +78,7 @@ async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> No
 
 async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
     place.behave(multiuser=False)
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     _, first = await place.attach(backend, tenant(), FAKE_MPS_AS_USER="1001")
     await place.pass_time(backend)
     await place.detach()
@@ -91,7 +91,7 @@ async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
 
 async def test_limits_are_written_to_a_driver_that_does_not_report_them(place: Place) -> None:
     place.behave(tells_limits=False)
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     _, got = await place.attach(backend, tenant())
     await place.pass_time(backend)
     await place.pass_time(backend)

@@ -11,7 +11,7 @@ def terminated(place: Place) -> list[str]:
 
 
 async def test_the_pods_clients_are_terminated_and_no_others(place: Place) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     await backend.start(tenant("b2"))
     mine, got = await place.attach(backend, tenant())
     other, _ = await place.attach(backend, tenant("b2"))
@@ -24,13 +24,13 @@ async def test_the_pods_clients_are_terminated_and_no_others(place: Place) -> No
 
 @pytest.mark.parametrize("setting", ["2", "3"])
 async def test_processes_that_are_no_clients_cost_nothing(place: Place, setting: str) -> None:
-    backend = await place.started(setting=setting)
+    backend = await place.started(protocol=setting)
     await backend.end_clients([1])
     assert terminated(place) == []
 
 
 async def test_a_daemon_that_refuses_is_logged(place: Place) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     mine, _ = await place.attach(backend, tenant())
     place.behave(garbage="nonsense")
     with capture_logs() as logs:
@@ -40,7 +40,7 @@ async def test_a_daemon_that_refuses_is_logged(place: Place) -> None:
 
 @pytest.mark.parametrize("lasting", [0, 1])
 async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int) -> None:
-    backend = await place.started(setting="2")
+    backend = await place.started(protocol="2")
     clients = [(await place.attach(backend, tenant()))[0] for _ in range(2)]
     place.behave(lasting_clients=[clients[lasting]])
     with capture_logs() as logs:

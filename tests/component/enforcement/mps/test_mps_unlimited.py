@@ -20,7 +20,7 @@ def ignore(_tenant: GpuShare, _message: str) -> None:
 @BOTH
 async def test_an_exempt_container_has_all_of_the_gpu_and_the_others_their_limits(place: Place, setting: ProtocolSetting) -> None:
     told: list[tuple[str, str]] = []
-    mps = await place.agent(setting=setting)
+    mps = await place.agent(protocol=setting)
     exempt = UnlimitedMps(mps, lambda who, message: told.append((who.allocation, message)))
     await mps.start(tenant("a1"))
     pid = place.daemon_pid()
@@ -37,11 +37,11 @@ async def test_an_exempt_container_has_all_of_the_gpu_and_the_others_their_limit
 
 @BOTH
 async def test_it_stays_without_limits_over_a_crash_and_a_restart_of_the_agent(place: Place, setting: ProtocolSetting) -> None:
-    old = await place.agent(setting=setting)
+    old = await place.agent(protocol=setting)
     await UnlimitedMps(old, ignore).start(OPEN)
     await old.close()
     await place.kill_daemon()
-    new = await place.agent(setting=setting)
+    new = await place.agent(protocol=setting)
     exempt = UnlimitedMps(new, ignore)
     await new.recover([])
     await exempt.recover([OPEN])
@@ -80,7 +80,7 @@ async def test_checking_exempt_containers_keeps_findings_of_the_others(place: Pl
 
 
 async def test_without_mps_it_is_refused(place: Place) -> None:
-    exempt = UnlimitedMps(await place.agent(program="/nowhere/nvidia-cuda-mps-control"), ignore)
+    exempt = UnlimitedMps(await place.agent(control_program="/nowhere/nvidia-cuda-mps-control"), ignore)
     assert await exempt.unavailable() is None
     with pytest.raises(Refusal, match="not available on this node"):
         exempt.prepare(OPEN, "core")

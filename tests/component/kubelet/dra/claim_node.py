@@ -19,6 +19,7 @@ from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name
 from gpumgr.ledger.ledger import ClaimRef, Ledger
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests.component.stage.stage import MemoryPods
 
@@ -53,11 +54,7 @@ class ClaimNode:
         )
         self.limits = Enforcer(
             [Unlimited(lambda *_: None)],
-            setting="none",
-            overrides=(),
-            cdi_dir=folder / "cdi",
-            inject_by_cdi=True,
-            orphan_grace_seconds=60,
+            EnforcementSettings(backend="none", cdi_dir=folder / "cdi", injection="cdi"),
             clock=time.monotonic,
         )
         host = HostPaths(exists=os.path.exists, allocation_dir=str(folder / "vm"))

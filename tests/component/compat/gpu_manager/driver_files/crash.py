@@ -10,8 +10,8 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from gpumgr.compat.gpu_manager.driver_files.discovery import inspect
 from gpumgr.compat.gpu_manager.driver_files.mirror import build, is_current, switch
-from gpumgr.compat.gpu_manager.driver_files.source import inspect
 from gpumgr.compat.gpu_manager.driver_files.volume_plan import VolumePlan, plan_volume
 
 _STEPS = frozenset({"open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.utime"})

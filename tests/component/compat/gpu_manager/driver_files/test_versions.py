@@ -13,8 +13,8 @@ import pytest
 import structlog
 
 from gpumgr.common.errors import DriverFilesError
+from gpumgr.compat.gpu_manager.driver_files.discovery import inspect
 from gpumgr.compat.gpu_manager.driver_files.mirror import build, prune, switch
-from gpumgr.compat.gpu_manager.driver_files.source import inspect
 from gpumgr.compat.gpu_manager.driver_files.volume_plan import VolumePlan, plan_volume
 from tests.component.compat.gpu_manager.driver_files.conftest import Mirror
 from tests.component.compat.gpu_manager.driver_files.host import (

@@ -16,7 +16,7 @@ import grpc
 
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
 from gpumgr.compat.gpu_manager.vcuda.backend import EXPORTS, VcudaBackend
-from gpumgr.compat.gpu_manager.vcuda.config import unpack_pids
+from gpumgr.compat.gpu_manager.vcuda.files import unpack_pids
 from gpumgr.ledger.usage.containers import Container
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 

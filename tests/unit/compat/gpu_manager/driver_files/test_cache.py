@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.compat.gpu_manager.driver_files.libraries import CacheEntry, parse_cache
-from gpumgr.compat.gpu_manager.driver_files.root_path import resolve
+from gpumgr.compat.gpu_manager.driver_files.discovery import CacheEntry, parse_cache, resolve
 
 TEXT = """12 libs found in cache `/etc/ld.so.cache'
 \tlibcuda.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libcuda.so.1

@@ -7,8 +7,7 @@ import pytest
 
 from gpumgr.common.elf import Elf
 from gpumgr.common.files import FileIdentity
-from gpumgr.compat.gpu_manager.driver_files.source import Source
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import Overlay, VolumePlan, plan_volume
+from gpumgr.compat.gpu_manager.driver_files.volume_plan import Overlay, Source, VolumePlan, plan_volume
 
 DRIVER = "535.54.03"
 _BITS = {"x86-64": 64, "aarch64": 64, "i386": 32, "x32": 32, "arm": 32}

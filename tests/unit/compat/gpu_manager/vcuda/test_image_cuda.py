@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.agent.ports import RunningContainer
-from gpumgr.compat.gpu_manager.vcuda.image_cuda import ImageCheck, newer_cuda
+from gpumgr.compat.gpu_manager.vcuda.backend import ImageCheck, newer_cuda
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 #: As in an image of NVIDIA.

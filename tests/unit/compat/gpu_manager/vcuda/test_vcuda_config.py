@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.compat.gpu_manager.vcuda.config import pack_config
+from gpumgr.compat.gpu_manager.vcuda.files import pack_config
 from tests.shares import TWO_GPUS
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, GPU, TENANT
 

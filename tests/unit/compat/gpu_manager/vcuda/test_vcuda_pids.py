@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.compat.gpu_manager.vcuda.config import MOST_PIDS, pack_pids, unpack_pids
+from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS, pack_pids, unpack_pids
 
 PIDS = st.integers(min_value=1, max_value=2**22)
 

@@ -1,0 +1,95 @@
+"""The private parts of grpclib that have no public equivalent. No other module uses one.
+
+tests/component/common/rpc/test_grpclib_private.py fails when grpclib changes one of them.
+"""
+
+from asyncio import AbstractServer, Transport
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from grpclib.client import Channel
+from grpclib.const import Handler as Method
+from grpclib.protocol import Connection, EventsProcessor, H2Protocol
+from grpclib.protocol import Stream as HTTP2Stream
+from grpclib.server import Server, Stream
+from h2.connection import H2Connection
+from h2.events import RequestReceived
+
+ServerStream: TypeAlias = Stream[Any, Any]
+
+
+class OpenServer(Server):
+    """A server that lets the subclass choose methods, connections and the listening socket."""
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """By path. grpclib looks up each call's method with `get`."""
+        return self._mapping
+
+    @methods.setter
+    def methods(self, methods: Any) -> None:
+        self._mapping = methods
+
+    @property
+    def listener(self) -> AbstractServer | None:
+        """None before `start`. `start` requires None."""
+        return self._server
+
+    @listener.setter
+    def listener(self, listener: AbstractServer | None) -> None:
+        self._server = listener
+
+    def connection(self, made: H2Protocol) -> H2Protocol:
+        """The protocol of a new connection in place of grpclib's, `made`."""
+        return made
+
+    def _protocol_factory(self) -> H2Protocol:
+        return self.connection(super()._protocol_factory())
+
+
+class OpenChannel(Channel):
+    """A channel with an authority and a connection of the subclass's choice."""
+
+    #: grpclib would send "127.0.0.1:50051" as the authority of a unix socket.
+    authority = "localhost"
+
+    def connection(self, made: H2Protocol) -> H2Protocol:
+        """The protocol of a new connection in place of grpclib's, `made`."""
+        return made
+
+    def _protocol_factory(self) -> H2Protocol:
+        return self.connection(super()._protocol_factory())
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
+        return self.authority
+
+
+def transport_of(stream: ServerStream) -> Transport:
+    """The connection of a running call."""
+    return stream.peer._transport
+
+
+def http2_of(stream: ServerStream) -> HTTP2Stream:
+    """The HTTP/2 stream of a running call."""
+    return stream._stream
+
+
+def h2_of(connection: Connection) -> H2Connection:
+    """The state machine of a connection."""
+    return connection._connection
+
+
+def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable[[], None]:
+    """Calls `flush` in place of grpclib's, which is returned: it sends what h2 has to send."""
+    original = connection.flush
+    connection.flush = flush  # type: ignore[method-assign]
+    return original
+
+
+def replace_request_received(
+    processor: EventsProcessor, received: Callable[[RequestReceived], None]
+) -> Callable[[RequestReceived], None]:
+    """Calls `received` for each new request in place of grpclib's, which is returned: it starts the call."""
+    original = processor.process_request_received
+    processor.processors[RequestReceived] = received
+    return original
