@@ -22,7 +22,6 @@ def parts() -> dict[str, str]:
         "HAMi's metrics": metrics.hami_table(),
         "refusals": refusals.refusals_table(),
         "exit codes": exit_codes.agent_table(),
-        "exit codes of commands": exit_codes.commands_table(),
         "environment": environment.read_table(),
         "containers' environment": environment.given_table(),
         "log events": log_events.log_events_table(),

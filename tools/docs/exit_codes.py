@@ -1,4 +1,4 @@
-"""The tables of exit codes, which `--help` of each command shows, too."""
+"""The table of the agent's exit codes, and the exit codes of all commands, which `--help` shows."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,20 +6,12 @@ import click
 
 from gpumgr.cli import group
 from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
-from tools.docs.markdown import code, table
+from tools.docs.markdown import table
 
 
 def agent_table() -> str:
     """The exit codes of `gpumgr run`."""
     return table(("code", "why the agent ended"), ((str(number), why) for number, why in EXIT_CODES.items()))
-
-
-def commands_table() -> str:
-    """The exit codes of all other commands, which have only these three."""
-    rows = (
-        (code(name), *(codes.get(number, "") for number in range(3))) for name, codes in exits().items() if name != "gpumgr run"
-    )
-    return table(("command", "0", "1", "2"), rows)
 
 
 def exits() -> Mapping[str, Mapping[int, str]]:

@@ -11,12 +11,12 @@ from gpumgr.web.metrics.registry import catalogue
 from tests.unit.web.metrics.pages import full_picture
 from tools.docs.markdown import code, table
 
-_HEAD = ("metric", "type", "labels", "meaning")
+_HEAD = ("metric", "meaning")
 
 
 def metrics_table() -> str:
     """gpumgr's metrics, by name."""
-    return table(_HEAD, ((code(name), kind, _labels(labels), about) for name, kind, labels, about in catalogue()))
+    return table(_HEAD, ((_series(name, labels), about) for name, _, labels, about in catalogue()))
 
 
 def scheduler_table() -> str:
@@ -35,8 +35,11 @@ def gpu_manager_table() -> str:
 
 
 def hami_table() -> str:
-    """HAMi's metrics, which `metrics.hami_names` adds: each new name, and below it the old one."""
-    return table(_HEAD, (_row(block.family) for block in render_hami(full_picture(), (), node="")))
+    """HAMi's metrics, which `metrics.hami_names` adds: the new and the old names of each value."""
+    names: dict[str, list[str]] = {}
+    for block in render_hami(full_picture(), (), node=""):
+        names.setdefault(block.family.about, []).append(code(block.family.name))
+    return table(("metrics", "meaning"), ((", ".join(each), about) for about, each in names.items()))
 
 
 def _gpu_managers() -> Iterator[Family]:
@@ -44,8 +47,9 @@ def _gpu_managers() -> Iterator[Family]:
 
 
 def _row(family: Family) -> tuple[str, ...]:
-    return code(family.name), family.kind, _labels(family.labels), family.about
+    return _series(family.name, family.labels), family.about
 
 
-def _labels(labels: tuple[str, ...]) -> str:
-    return ", ".join(map(code, labels))
+def _series(name: str, labels: tuple[str, ...]) -> str:
+    """The name with its labels, as PromQL has them."""
+    return code(f"{name}{{{','.join(labels)}}}" if labels else name)

@@ -1,10 +1,10 @@
-"""The tables of settings: key, allowed values, default, meaning, and whether a change needs a restart."""
+"""The tables of settings: key, default, meaning, and whether a change is live."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from gpumgr.settings.schema import allowed, is_live, sections
+from gpumgr.settings.schema import is_live, sections
 from tools import PROJECT
 from tools.docs.markdown import code, table
 
@@ -40,5 +40,5 @@ def _section(section: str, written: Mapping[str, tuple[str, str]]) -> str:
     rows = []
     for key, kind in sections()[section].items():
         default, comment = written[name := f"{section}.{key}"]
-        rows.append((code(name), allowed(kind), code(default), comment, "live" if is_live(kind) else "restart"))
-    return table((f"`{section}`", "allowed", "default", "meaning", "change"), rows)
+        rows.append((code(name), code(default), f"{comment} *Live.*" if is_live(kind) else comment))
+    return table((f"`{section}`", "default", "meaning"), rows)

@@ -55,11 +55,10 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
         for key in keys:
             row = re.search(rf"^\| `{section}\.{key}` \| (.*) \|$", tables, re.MULTILINE)
             assert row is not None, f"{section}.{key}"
-            allowed, default, meaning, change = row[1].replace("\\|", "").split(" | ")
-            assert allowed
+            default, meaning = row[1].replace("\\|", "").split(" | ")
             assert default.startswith("`")
             assert len(meaning) > 10
-            assert change == ("live" if is_live(sections()[section][key]) else "restart")
+            assert meaning.endswith("*Live.*") == is_live(sections()[section][key])
 
 
 def test_every_metric_has_a_row() -> None:
@@ -106,7 +105,10 @@ def test_every_refusal_is_documented() -> None:
 
 def test_every_event_of_the_log_has_a_meaning() -> None:
     assert len(events()) > 100
-    assert events().keys() == log_events.MEANINGS.keys(), "give each a line in tools/docs/log_events.py, and run `make docs`"
+    needed = {name for name, level in events().items() if log_events.needs_meaning(level)}
+    assert needed <= log_events.MEANINGS.keys() <= events().keys(), (
+        "give each a line in tools/docs/log_events.py, and run `make docs`"
+    )
 
 
 def test_events_of_the_log_are_found_in_every_form_of_call() -> None:
