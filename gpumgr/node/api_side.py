@@ -2,21 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
 
-from gpumgr.agent.node_report import OutboxState
+from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.aio import forever, persistently, wait_at_most
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import API_FAILURES, ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
-from gpumgr.kube.publisher.hami_register import RegisterReporter
+from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
-from gpumgr.kube.publisher.node_reporter import NodeReporter
+from gpumgr.kube.publisher.node_reporter import NodeReporter, NodeReports
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.pods import PodView
 from gpumgr.node.components import Components
@@ -105,38 +105,40 @@ class ApiSide:
         self.pods.subscribe(changed)
         grace_periods = GracePeriods(components.enforcement.end_clients)
         self.pods.subscribe(grace_periods.pod_changed)
-        node, scheduler = components.settings.node.name, components.settings.hami.scheduler
+        node = components.settings.node.name
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
-        self.node = NodeReporter(self.publisher.node, report=readers.report)
-        inventory = InventoryReporter(
-            self.publisher.node.annotate,
-            report=readers.report,
-            pods=self.pods,
-            enforcement=components.enforcement.describe_limits,
-            topology_manager=components.settings.kubelet.topology_manager_policy,
-        )
-        reporters = [("inventory_reporter", inventory.run), ("grace_periods", grace_periods.run)]
-        if "replica" in offered(components.settings) and scheduler != "none":
-            register = RegisterReporter(
-                self.publisher.node.annotate,
-                scheduler=scheduler,
-                report=readers.report,
-                pods=self.pods,
-            )
-            reporters.append(("hami_register_reporter", register.run))
+        self.node = NodeReporter(self.publisher.node)
         self.apply(components.settings.kubernetes)
+        reports = NodeReports(readers.report, {"node_reporter": self.node.report, **self._annotation_reporters(components)})
+        daemons: dict[str, Callable[[], Awaitable[object]]] = {
+            "publisher": self.publisher.run,
+            "decision_reporter": self.decisions.run,
+            "node_reports": reports.run,
+        }
+        if components.dra is None:
+            daemons["grace_periods"] = grace_periods.run
         tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
-        for name, run in (
-            ("publisher", self.publisher.run),
-            ("decision_reporter", self.decisions.run),
-            ("node_reporter", self.node.run),
-            # The scheduler extender must not choose GPUs that kube-scheduler gives to claims.
-            *(reporters if components.dra is None else []),
-        ):
-            tasks.append(group.create_task(persistently(name, run), name=name))
+        tasks += [group.create_task(persistently(name, run), name=name) for name, run in daemons.items()]
         if self.delete_failed:
             tasks.append(group.create_task(forever("delete_failed_pods", failed.run), name="delete_failed_pods"))
         return tasks
+
+    def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
+        """None in mode dra: the scheduler extender must not choose GPUs that kube-scheduler gives to claims."""
+        if components.dra is not None or self.publisher is None:
+            return {}
+        annotate, settings = self.publisher.node.annotate, components.settings
+        inventory = InventoryReporter(
+            annotate,
+            pods=self.pods,
+            enforcement=components.enforcement.describe_limits,
+            topology_manager=settings.kubelet.topology_manager_policy,
+        )
+        reporters = {"inventory_reporter": inventory.report}
+        if "replica" in offered(settings) and settings.hami.scheduler != "none":
+            register = RegisterReporter(annotate, scheduler=settings.hami.scheduler, pods=self.pods)
+            reporters["hami_register_reporter"] = register.report
+        return reporters
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
         """Sets what is published from now on."""

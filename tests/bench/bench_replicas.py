@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.kube.publisher.hami_register import RegisterReporter
+from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.pods import PodView
@@ -49,25 +49,22 @@ def passes(node: Stage) -> Mapping[str, list[float]]:
     state, pods, taken = node.agent.agent_state, IndexedPods().index(node.pods), dict[str, list[float]]()
     view = node.agent.view()
     changed = [replace(view, ledger=Ledger(view.ledger.gpu_registry, dict(view.ledger.allocations))) for _ in range(PASSES)]
-    current = [NodeReport(view=view)]
     written: list[str] = []
 
     def annotate(_key: str, value: str | None) -> None:
         written.append(value or "")
 
     reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
-        "register": RegisterReporter(annotate, scheduler="current", report=lambda: current[0], pods=pods),
-        "inventory": InventoryReporter(
-            annotate, report=lambda: current[0], pods=pods, enforcement=lambda: "mps", topology_manager="none"
-        ),
+        "register": RegisterReporter(annotate, scheduler="current", pods=pods),
+        "inventory": InventoryReporter(annotate, pods=pods, enforcement=lambda: "mps", topology_manager="none"),
     }
     assert len(state.ledger.allocations) == VCUDA_PODS + HAMI_PODS
     for each in changed:
-        current[0] = NodeReport(view=each)
+        report = NodeReport(view=each)
         for name, reporter in reporters.items():
             for what in (name, f"{name}_same"):
                 began = time.perf_counter()
-                reporter.report()
+                reporter.report(report)
                 taken.setdefault(what, []).append(time.perf_counter() - began)
     return taken
 

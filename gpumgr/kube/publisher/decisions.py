@@ -22,7 +22,7 @@ from gpumgr.kube.cache import PodCache
 from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, with_driver_ids
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
-from gpumgr.kube.publisher.hami_bindings import HamiBindings
+from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.annotations import ALLOCATIONS, is_ours, pod_annotations
 from gpumgr.ledger.history import HistoryEntry

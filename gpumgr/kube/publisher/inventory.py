@@ -27,7 +27,7 @@ from gpumgr.kube.cluster_annotations import (
     mig_rows,
     slices_of,
 )
-from gpumgr.kube.publisher.node_annotations import Annotate, NodeAnnotationReporter
+from gpumgr.kube.publisher.node_reporter import Annotate, NodeAnnotationReporter
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
 
@@ -43,13 +43,12 @@ class InventoryReporter(NodeAnnotationReporter):
         self,
         annotate: Annotate,
         *,
-        report: Callable[[], NodeReport],
         pods: Pods,
         enforcement: Callable[[], str],
         topology_manager: TopologyManagerPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(annotate, report=report, pods=pods, clock=clock)
+        super().__init__(annotate, pods=pods, clock=clock)
         self._enforcement, self._topology_manager = enforcement, topology_manager
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}

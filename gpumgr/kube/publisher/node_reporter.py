@@ -1,22 +1,77 @@
-"""Publishes the description and the state of the node's GPUs: labels, and the condition GpuTrouble."""
+"""Passes the node's state to its reporters once a second. `NodeReporter` publishes labels and the condition GpuTrouble; reporters of
+annotations are in `inventory` and `hami`."""
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NoReturn, Protocol
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.aio import until_tick
+from gpumgr.agent.ports import Pods
+from gpumgr.common.aio import BugLog, until_tick
 from gpumgr.kube.publisher.condition import Condition, condition_of
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.labels import gpu_labels
 
 REPORT_SECONDS: Final = 1.0
+#: An unchanged annotation is written again this often: the Node may have been deleted and registered again.
+RESYNC_SECONDS: Final = 600.0
 #: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
 #: Why a GPU takes no new containers although it is healthy, as in the alert rules (config/prometheus/gpumgr.rules.yaml): leftovers of an
 #: ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver is a state of the node.
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
+
+
+class NodeReports:
+    """The daemon: calls each of the reporters with the current state once a second. A bug of one of them does not stop the others."""
+
+    def __init__(self, report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> None:
+        self._report, self._reporters = report, reporters
+        self._bugs = {name: BugLog(name) for name in reporters}
+
+    async def run(self) -> NoReturn:
+        """Runs until it is cancelled."""
+        while True:
+            report = self._report()
+            for name, publish in self._reporters.items():
+                try:
+                    publish(report)
+                except Exception as error:
+                    self._bugs[name].record(error)
+            await asyncio.sleep(until_tick(REPORT_SECONDS))
+
+
+#: Sets an annotation of the node.
+Annotate = Callable[[str, str | None], None]
+
+
+class NodeAnnotationReporter(ABC):
+    """Writes annotations of the node that have changed. `clock` is monotonic, in seconds."""
+
+    def __init__(self, annotate: Annotate, *, pods: Pods, clock: Callable[[], float]) -> None:
+        self._annotate, self.pods, self.clock = annotate, pods, clock
+        self._written: dict[str, tuple[str, float]] = {}
+
+    def report(self, report: NodeReport) -> None:
+        """Writes nothing before the GPUs and the node's pods are known."""
+        if report.view.inventory.snapshot.gpus and self.pods.synced:
+            self.write(report)
+
+    @abstractmethod
+    def write(self, report: NodeReport) -> None:
+        """Calls `annotate` for each annotation."""
+
+    def annotate(self, key: str, text: str, again_seconds: float = RESYNC_SECONDS) -> None:
+        """Sets the annotation if the text is another one, or was written so long ago."""
+        if text != self._written.get(key, ("", 0.0))[0] or self.age(key) >= again_seconds:
+            self._written[key] = text, self.clock()
+            self._annotate(key, text)
+
+    def age(self, key: str) -> float:
+        """Seconds since it was written."""
+        return self.clock() - self._written.get(key, ("", float("-inf")))[1]
 
 
 class NodeSink(Protocol):
@@ -30,20 +85,19 @@ class NodeSink(Protocol):
 class NodeReporter:
     """`describe_node`: publish the condition, and labels that describe the GPUs; `node_labels` are published in any case.
 
-    What is not to be published is removed once: an earlier process, or this one with other settings, may have written it. `report`
-    returns the current state. `clock` is monotonic, in seconds.
+    What is not to be published is removed once: an earlier process, or this one with other settings, may have written it. `clock` is
+    monotonic, in seconds.
     """
 
     def __init__(
         self,
         node: NodeSink,
         *,
-        report: Callable[[], NodeReport],
         describe_node: bool = True,
         node_labels: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._report, self._clock = node, report, clock
+        self._node, self._clock = node, clock
         self._labels: tuple[NodeSnapshot, dict[str, str]] | None = None
         self._not_ready_since: float | None = None
         self._was_ready = False
@@ -54,13 +108,7 @@ class NodeReporter:
         self._describe_node, self._node_labels = describe_node, node_labels
         self._labels, self._removed = None, False
 
-    async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
-        while True:
-            self.report()
-            await asyncio.sleep(until_tick(REPORT_SECONDS))
-
-    def report(self) -> None:
+    def report(self, report: NodeReport) -> None:
         """To be called once a second."""
         if not self._describe_node and not self._removed:
             self._removed = True
@@ -69,7 +117,6 @@ class NodeReporter:
                 self._node.label({})
         if not (self._describe_node or self._node_labels):
             return
-        report = self._report()
         if report.nvml_up:  # without the driver, the labels stay as they are
             self._node.label(self._gpu_labels(report.view.inventory.snapshot))
         if self._describe_node and (condition := self._condition(report)) is not None:

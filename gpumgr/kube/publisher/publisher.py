@@ -11,6 +11,7 @@ Invariants:
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -20,11 +21,9 @@ import structlog
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.node_report import OutboxState
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
-from gpumgr.kube.publisher.delivery_log import RIGHTS, DeliveryLog
-from gpumgr.kube.publisher.events import Event, EventSeries
+from gpumgr.kube.publisher.events import Event, EventRecorder, EventSeries
 from gpumgr.kube.publisher.evictions import PodEvictions
 from gpumgr.kube.publisher.node_status import NodeStatus
-from gpumgr.kube.publisher.recorder import EventRecorder
 from gpumgr.kube.publisher.work_queue import Job, TokenBucket, What, WorkQueue
 from gpumgr.ledger.pods import PodKey
 
@@ -44,6 +43,18 @@ _POLL_SECONDS: Final = 0.25
 #: The longest pause of all writes that an API server can request by Retry-After.
 _LONGEST_PAUSE_SECONDS: Final = 120.0
 
+#: Refusals of the same kind, and dropped events, are logged once in this time.
+_LOG_AGAIN_SECONDS: Final = 3600.0
+#: The RBAC rules that each kind of job needs.
+RIGHTS: Final[dict[What, str]] = {
+    "event": "create and patch on events",
+    "eviction": "create on pods/eviction",
+    "pod": "patch on pods",
+    "annotations": "patch on nodes",
+    "labels": "get and patch on nodes",
+    "condition": "get on nodes and patch on nodes/status",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -56,6 +67,62 @@ class Rates:
     per_second: float = 50.0
     retry_seconds: tuple[float, float] = (0.5, 30.0)
     resync_seconds: float = 600.0
+
+
+class DeliveryLog:
+    """`written` counts by what was written ("pod", "event", "node", "eviction") and outcome ("ok", "refused"), `dropped` counts events.
+
+    The start and the end of an outage are one line each. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(self, node: str, clock: Callable[[], float]) -> None:
+        self._node, self._clock = node, clock
+        self._logged: dict[tuple[str, int], float] = {}
+        self.written: Counter[tuple[str, str]] = Counter()
+        self.dropped = 0
+        self.away = False
+
+    def failed(self, error: str) -> None:
+        """The API server does not answer, or answers with an error of its own."""
+        if not self.away:
+            self.away = True
+            _log.warning("announcements_wait", error=error)
+
+    def answered(self, waiting: int) -> None:
+        """The API server answers; `waiting` jobs are left."""
+        if self.away:
+            self.away = False
+            _log.info("announcements_go_on", waiting=waiting, dropped=self.dropped)
+
+    def count(self, job: Job, outcome: str) -> None:
+        self.written[job.what if job.what in ("pod", "event", "eviction") else "node", outcome] += 1
+
+    def refused(self, job: Job, error: AnswerError) -> None:
+        """A refusal that no retry changes; logged with its remedy, once an hour for each kind."""
+        self.count(job, "refused")
+        if "NamespaceTerminating" not in error.causes and self._is_new(job.what, error.status):
+            _log.warning("announcement_refused", what=job.what, error=str(error), remedy=self._remedy(job.what, error.status))
+
+    def drop(self, waiting: int, because: str) -> None:
+        """An event is dropped; logged once an hour for each reason."""
+        self.dropped += 1
+        if self._is_new(because, 0):
+            _log.warning("announcements_dropped", waiting=waiting, because=because)
+
+    def _is_new(self, what: str, status: int) -> bool:
+        """False if the same was logged within the last hour."""
+        now, before = self._clock(), self._logged.get((what, status))
+        if before is not None and now - before < _LOG_AGAIN_SECONDS:
+            return False
+        self._logged[what, status] = now
+        return True
+
+    def _remedy(self, what: What, status: int) -> str:
+        if status == 403:
+            return f"allow it in the agent's ClusterRole: {RIGHTS[what]}"
+        if status == 404 and what in ("annotations", "labels", "condition"):
+            return f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
+        return "nothing; it is not tried again"
 
 
 class Publisher:
@@ -107,7 +174,7 @@ class Publisher:
     # -- desired state -----------------------------------------------------------------------------------------------------
 
     def record(self, event: Event) -> None:
-        """Publishes an event; equal and similar ones share an object (gpumgr.kube.publisher.recorder)."""
+        """Publishes an event; equal and similar ones share an object (gpumgr.kube.publisher.events)."""
         now = self._clock()
         series = self._recorder.record(event, now, self._wall())
         if series is None:

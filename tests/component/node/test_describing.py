@@ -1,13 +1,16 @@
 """The node's labels and condition, from the report that all readers get."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.kube.publisher.condition import Condition
-from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter
+from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter, NodeReports
 from gpumgr.ledger.quarantine import Quarantine
 from tests.component.stage.stage import Clock
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
@@ -35,7 +38,7 @@ class RecordedNode:
 class Node:
     def __init__(self, report: NodeReport, **settings: Any) -> None:
         self.side, self.clock, self.report = RecordedNode(), Clock(), report
-        self._reporter = NodeReporter(self.side, report=lambda: self.report, clock=self.clock, **settings)
+        self._reporter = NodeReporter(self.side, clock=self.clock, **settings)
 
     def condition(self, **changes: Any) -> Condition:
         """The condition one second later, with these changes."""
@@ -47,7 +50,7 @@ class Node:
 
     def look(self, seconds: float = 1.0) -> None:
         self.clock.now += seconds
-        self._reporter.report()
+        self._reporter.report(self.report)
 
 
 def up(**changes: Any) -> NodeReport:
@@ -139,3 +142,17 @@ def test_what_is_switched_off_is_removed_once_and_the_operators_labels_stay() ->
     labelled.look()
     labelled.look()
     assert (labelled.side.conditions, labelled.side.labels) == ([None], [{"zone": "a"}] * 2)
+
+
+async def test_a_bug_of_one_reporter_does_not_stop_the_others() -> None:
+    passed = asyncio.Queue[NodeReport]()
+
+    def broken(_: NodeReport) -> None:
+        raise LookupError("a bug")
+
+    with capture_logs() as logs:
+        daemon = asyncio.create_task(NodeReports(up, {"broken": broken, "sound": passed.put_nowait}).run())
+        for _ in range(2):
+            assert (await passed.get()).nvml_up
+        daemon.cancel()
+    assert [line["daemon"] for line in logs if line["event"] == "daemon_failed"] == ["broken"]

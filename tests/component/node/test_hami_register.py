@@ -12,8 +12,8 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
 from gpumgr.kube.hami_node import HANDSHAKE, REGISTER, SCORES
-from gpumgr.kube.publisher.hami_register import RegisterReporter
-from gpumgr.kube.publisher.node_annotations import RESYNC_SECONDS
+from gpumgr.kube.publisher.hami import RegisterReporter
+from gpumgr.kube.publisher.node_reporter import RESYNC_SECONDS
 from gpumgr.ledger.ledger import Allocation
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
 from tests.component.stage.mig import with_mig
@@ -39,7 +39,6 @@ class Node:
         self.reporter = RegisterReporter(
             lambda *written: self.written.append(written),
             scheduler=self.scheduler,
-            report=lambda: self.report,
             pods=self.pods,
             clock=self.clock,
             now=lambda: datetime(2026, 1, 2, 3, 4, 5),
@@ -54,7 +53,7 @@ class Node:
         self.clock.now += seconds
         self.report = self.offering(view_of(*allocations, **view))
         before = len(self.written)
-        self.reporter.report()
+        self.reporter.report(self.report)
         return [key for key, _ in self.written[before:]]
 
     @property
@@ -149,7 +148,7 @@ def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
 def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:
     node = Node(memory_scaling=2.0)
     node.report = node.offering(mig_view())
-    node.reporter.report()
+    node.reporter.report(node.report)
     gpu = node.gpus[0]
     assert (gpu["mode"], gpu["count"], gpu["devmem"], gpu["devcore"], gpu["health"]) == ("mig", 7, MIG_MEBIBYTES, 100, True)
     profiles = {each["name"]: each for each in gpu["migProfiles"]}
@@ -158,7 +157,7 @@ def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_
         "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}],
     }  # fmt: skip
     node.report = node.offering(mig_view(mig_blocked={uuid_of(0): 0b1111_0000}))
-    node.reporter.report()
+    node.reporter.report(node.report)
     profiles = {each["name"]: each["placements"] for each in node.gpus[0]["migProfiles"]}
     assert (profiles["3g.40gb"], "7g.80gb" in profiles) == ([{"start": 0, "size": 4}], False)
     assert node.gpus[0]["count"] == 4

@@ -14,7 +14,7 @@ from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory, encode
 from gpumgr.kube.publisher import inventory
 from gpumgr.kube.publisher.inventory import ENDING_SECONDS, InventoryReporter
-from gpumgr.kube.publisher.node_annotations import RESYNC_SECONDS
+from gpumgr.kube.publisher.node_reporter import RESYNC_SECONDS
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import ContainerSpec, NamedGpu, PodView
@@ -39,7 +39,6 @@ class Node:
     def __post_init__(self) -> None:
         self.reporter = InventoryReporter(
             self._annotate,
-            report=lambda: self.report,
             pods=self.pods,
             enforcement=lambda: "mps",
             topology_manager="none",
@@ -55,7 +54,7 @@ class Node:
         """The number of writes one second later, with this state."""
         self.clock.now += seconds
         self.report = replace(self.report, view=view_of(*allocations, **view))
-        self.reporter.report()
+        self.reporter.report(self.report)
         return len(self.written)
 
     @property
@@ -111,7 +110,7 @@ def test_a_gpu_that_cannot_be_described_leaves_a_gap_in_the_indices() -> None:
     gpus = tuple(replace(gpu, index=2 * place) for place, gpu in enumerate(snapshot.gpus))
     view = view_of()
     node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, snapshot=replace(snapshot, gpus=gpus))))
-    node.reporter.report()
+    node.reporter.report(node.report)
     assert '"index":0' not in node.written[-1]
     assert [gpu.index for gpu in node.inventory.gpus] == [UNSET, 2]
 
@@ -237,7 +236,7 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
         health = HardwareHealth(cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
         changed = replace(inventory, health=health)
         node.report = replace(node.report, view=replace(view, inventory=changed, node=changed.view(view.ledger.gpu_registry)))
-        node.reporter.report()
+        node.reporter.report(node.report)
         (gpu, _) = node.inventory.gpus
         created = [each.name for each in gpu.mig_profiles if each.starts]
         assert (gpu.cordoned, created, len(gpu.mig_profiles)) == (cordoned, ["3g.40gb", "1g.10gb"], 6)
@@ -252,7 +251,7 @@ def test_replicas_are_written_always_and_factors_where_replicas_are_offered() ->
     assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [0, 0])
     view = node.report.view
     node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=5, scaling=(2.0, 1.5))))
-    node.reporter.report()
+    node.reporter.report(node.report)
     assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == ((2.0, 1.5), [5, 5])
 
 

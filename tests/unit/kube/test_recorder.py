@@ -1,7 +1,6 @@
 """Events are correlated as client-go does it: counted, combined when similar, dropped when too many."""
 
-from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
-from gpumgr.kube.publisher.recorder import AGGREGATE_PREFIX, MAX_RECORDS, EventRecorder
+from gpumgr.kube.publisher.events import AGGREGATE_PREFIX, MAX_RECORDS, Event, EventRecorder, EventSeries, pod_ref
 
 
 class Recorder:

@@ -1,7 +1,12 @@
-"""Registers the node's GPUs with HAMi's scheduler: annotations of the node, written when they change.
+"""What HAMi's scheduler reads: the node's registered GPUs, and how the admission of its pods went.
 
-What others hold is subtracted: HAMi's scheduler knows its own pods only. One that others share has less than 100 cores, so that no pod gets
-it exclusively. A GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
+The GPUs are annotations of the node, written when they change. What others hold is subtracted: HAMi's scheduler knows its own pods only.
+One that others share has less than 100 cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new
+pods, is registered as unhealthy.
+
+That scheduler binds the next pod of a node once its lock of the node is gone, or after 5 minutes. The agent needs no lock, so it makes no
+difference if the lock is another pod's by now. A pod that the kubelet refuses by itself, or that ends while no agent runs, holds it, too: a
+pod is waited for until it has all its devices, has ended, or is gone. The API server is not asked for the lock.
 """
 
 import time
@@ -12,10 +17,13 @@ from typing import Final, Literal
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
+from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.kube.cache import PodCache
 from gpumgr.kube.hami_mig import registered_profiles
 from gpumgr.kube.hami_node import (
     HANDSHAKE,
+    LOCK,
     REGISTER,
     SCORES,
     RegisteredGpu,
@@ -24,12 +32,19 @@ from gpumgr.kube.hami_node import (
     encode_scores,
     reported,
 )
-from gpumgr.kube.publisher.node_annotations import Annotate, NodeAnnotationReporter
+from gpumgr.kube.publisher.node_reporter import Annotate, NodeAnnotationReporter
+from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.ledger.annotations import HAMI_PHASE
+from gpumgr.ledger.callers import next_container
+from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import PodView
 from gpumgr.placement.evaluators.constraints import device_type
 from gpumgr.placement.evaluators.mig import most_devices, without_places
 from gpumgr.placement.topology.scores import score_matrix
 
+#: Phases of a pod that HAMi's scheduler does not wait for.
+_FINAL: Final = ("success", "failed")
 #: Between two handshakes, which old schedulers expect.
 HANDSHAKE_SECONDS: Final = 30.0
 
@@ -42,12 +57,11 @@ class RegisterReporter(NodeAnnotationReporter):
         annotate: Annotate,
         *,
         scheduler: Literal["current", "legacy"],
-        report: Callable[[], NodeReport],
         pods: Pods,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        super().__init__(annotate, report=report, pods=pods, clock=clock)
+        super().__init__(annotate, pods=pods, clock=clock)
         self._legacy, self._now = scheduler == "legacy", now
 
     def write(self, report: NodeReport) -> None:
@@ -99,3 +113,47 @@ class RegisterReporter(NodeAnnotationReporter):
         """HAMi's scheduler counts it."""
         pod = find_pod(self.pods, allocation.pod, allocation.uid)
         return pod is not None and pod.bound_by_hami
+
+
+class HamiBindings:
+    """Removes the scheduler's lock of the node, and sets the phase of pods that failed. The phase of a pod that has its devices is one of
+    its annotations in `pod_annotations`."""
+
+    def __init__(self, publisher: Publisher, *, agent_state: AgentState, pods: PodCache) -> None:
+        self._publisher, self._agent_state, self._pods = publisher, agent_state, pods
+        #: UIDs.
+        self._waiting: set[str] = set()
+
+    def decided(self, entry: HistoryEntry) -> None:
+        """A call of the kubelet was answered."""
+        view = find_pod(self._pods, entry.pod, entry.pod_uid)
+        if view is not None and view.bound_by_hami and (entry.what == "refused" or self._has_devices(view)):
+            self._end(view, failed=entry.what == "refused")
+
+    def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
+        """`after` None: it is gone. The phase of a new pod shows whether an earlier process has seen its end."""
+        if after is None:
+            if before is not None and before.uid in self._waiting:
+                self._end(before)
+        elif after.bound_by_hami and before is None and self._pods.annotations(after.uid).get(HAMI_PHASE) not in _FINAL:
+            self._waiting.add(after.uid)
+            self._look(after)
+        elif after.uid in self._waiting:
+            self._look(after)
+
+    def ledger_changed(self) -> None:
+        for view in filter(None, map(self._pods.by_uid, tuple(self._waiting))):
+            self._look(view)
+
+    def _look(self, view: PodView) -> None:
+        if view.ended or self._has_devices(view):
+            self._end(view, failed=view.phase == "Failed")
+
+    def _has_devices(self, view: PodView) -> bool:
+        return next_container(self._agent_state.ledger, view) is None
+
+    def _end(self, view: PodView, *, failed: bool = False) -> None:
+        self._waiting.discard(view.uid)
+        if failed:
+            self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
+        self._publisher.node.remove_once(LOCK)
