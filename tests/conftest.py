@@ -5,6 +5,7 @@ The time that an example takes fails no test, since it depends on the machine.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+# Many tests start an agent or a command. A Python that writes no bytecode would compile all modules of gpumgr at each start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("anywhere"), derandomize=True)
