@@ -16,7 +16,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, de
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.ledger.replicas import counted_on, limits_on
-from gpumgr.ledger.sweep import shown
+from gpumgr.ledger.sweep import Shown, shown
 
 #: The form of gpumgr's ids (gpumgr.ledger.ids), also of those of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
@@ -121,60 +121,67 @@ def _claims(
     """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods. Adds to `problems`."""
     shared = any(gpu.replicas for gpu in gpu_registry.gpus)
     claims: dict[tuple[str, str], Allocation] = {}
-    names: dict[PodKey, str] = {}
+    uids: dict[PodKey, str] = {}
     for entry in entries:
         masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
         if view is not None and view.ended:
             continue
-        if (
-            shared
-            and entry.resource == "replica"
-            and (unknown := sorted({*entry.device_ids} - {*gpu_registry.format("replica", masks)}))
-        ):
+        unknown = {*entry.device_ids} - {*gpu_registry.format("replica", masks)} if entry.resource == "replica" and shared else ()
+        if unknown:
             holder = describe_container(view.key if view else None, entry.uid, entry.container, "")
-            problems.append(f"{holder}: it holds {', '.join(unknown)}, which is no replica of this node's GPUs")
+            problems.append(f"{holder}: it holds {', '.join(sorted(unknown))}, which is no replica of this node's GPUs")
         if not masks:
             continue
-        key = (entry.uid, entry.container)
-        spec = view.container(entry.container) if view else None
-        old = claims.get(key) or Allocation(
-            id="",
-            pod=view.key if view else None,
-            uid=view.uid if view else entry.uid,  # a static pod has two
-            container=entry.container,
-            init=spec is not None and spec.kind == "init",
-        )
         if view is not None:
-            names[view.key] = entry.uid
-        claims[key] = replace(
-            old,
-            device_ids={**old.device_ids, entry.resource: union(old.held(entry.resource), masks)},
-            id=old.id or entry.allocation_id or "",
-            mechanisms=old.mechanisms or entry.mechanisms,
-            cdi=old.cdi or entry.cdi,
-            gpus=old.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
-            limits=old.limits or entry.amounts[1],
-            mig_devices=old.mig_devices or tuple(each for each in entry.mig_devices if each.gpu in gpu_registry.by_name),
-        )
-    visible = shown(gpu_registry, listing) if listing else {}
+            uids[view.key] = entry.uid
+        key = (entry.uid, entry.container)
+        claims[key] = _with_entry(claims.get(key) or _new_claim(entry, view), entry, masks, gpu_registry)
+    return _with_listed(claims, shown(gpu_registry, listing), uids) if listing else claims
+
+
+def _new_claim(entry: KubeletEntry, view: PodView | None) -> Allocation:
+    spec = view.container(entry.container) if view else None
+    return Allocation(
+        id="",
+        pod=view.key if view else None,
+        uid=view.uid if view else entry.uid,  # a static pod has two
+        container=entry.container,
+        init=spec is not None and spec.kind == "init",
+    )
+
+
+def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_registry: GpuRegistry) -> Allocation:
+    """The claim with one more of the container's resources."""
+    return replace(
+        claim,
+        device_ids={**claim.device_ids, entry.resource: union(claim.held(entry.resource), masks)},
+        id=claim.id or entry.allocation_id or "",
+        mechanisms=claim.mechanisms or entry.mechanisms,
+        cdi=claim.cdi or entry.cdi,
+        gpus=claim.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
+        limits=claim.limits or entry.amounts[1],
+        mig_devices=claim.mig_devices or tuple(each for each in entry.mig_devices if each.gpu in gpu_registry.by_name),
+    )
+
+
+def _with_listed(
+    claims: dict[tuple[str, str], Allocation], visible: Shown, uids: Mapping[PodKey, str]
+) -> dict[tuple[str, str], Allocation]:
+    """The claims with the pods of `List`, and with the containers that only `List` has. `uids`: those of the pods that are known."""
     for (pod, container), held in visible.items():
-        by_uid = (names.get(pod, ""), container)
-        if by_uid in claims:
+        if (uids.get(pod, ""), container) in claims:
             continue
-        twin = next(
-            (
-                k
-                for k, c in claims.items()
-                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in ALL_RESOURCES)
-            ),
-            None,
+        same = (
+            key
+            for key, claim in claims.items()
+            if claim.pod is None and key[1] == container and all(claim.held(each) == held.get(each, {}) for each in ALL_RESOURCES)
         )
-        if twin is not None:
-            claims[twin] = replace(claims[twin], pod=pod)
-            continue
-        claims["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
-    siblings = {c.uid: c.pod for c in claims.values() if c.uid is not None and c.pod is not None}
-    for key, claim in claims.items() if listing else ():
+        if (key := next(same, None)) is not None:
+            claims[key] = replace(claims[key], pod=pod)
+        else:
+            claims["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
+    siblings = {claim.uid: claim.pod for claim in claims.values() if claim.uid is not None and claim.pod is not None}
+    for key, claim in claims.items():
         if claim.pod is None:
             # `List` shows every container but ordinary init containers (and those of pods that just ended).
             claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
