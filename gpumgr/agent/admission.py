@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from gpumgr.agent.calls import CallRecord
+from gpumgr.agent.history import CallRecord
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import PodResources, Pods

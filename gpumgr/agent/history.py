@@ -7,7 +7,7 @@ lost if the process is killed before. No call waits for them.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, NoReturn
 
@@ -15,8 +15,10 @@ import structlog
 
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.errors import CheckpointError
-from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
+from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.units import Resource
+from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
+from gpumgr.ledger.history import HISTORY_ENTRIES, Call, Candidate, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 
 log = structlog.get_logger(__name__)
@@ -143,3 +145,27 @@ class History:
             self._unsaved = deque((entry for entry in self._unsaved if entry.number not in saved), maxlen=self._unsaved.maxlen)
         if not self._unsaved:
             self._news.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class CallRecord:
+    """Completed while the call is decided. `id`: the allocation that the call concerns, or the one that it would make."""
+
+    call: Call
+    resource: Resource
+    size: int
+    id: AllocationId
+    caller: Caller = UNKNOWN_CALLER
+    candidates: tuple[Candidate, ...] = ()
+
+    def refused(self, refusal: Refusal) -> HistoryEntry:
+        caller = self.caller
+        entry = HistoryEntry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
+        return self._of_call(replace(entry, why=str(refusal), code=refusal.code))
+
+    def granted(self, allocation: Allocation, evaluator: str | None) -> HistoryEntry:
+        entry = HistoryEntry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
+        return self._of_call(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+
+    def _of_call(self, entry: HistoryEntry) -> HistoryEntry:
+        return replace(entry, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)

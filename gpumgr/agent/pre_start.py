@@ -5,8 +5,8 @@ from hashlib import blake2b
 
 import structlog
 
-from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.history import CallRecord
 from gpumgr.agent.mig_devices import MigDevices
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods

@@ -14,8 +14,8 @@ import structlog
 
 from gpumgr.agent.admission import Admission, Pending
 from gpumgr.agent.answers import Answers
-from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.mig_devices import MigDevices, MigDriver
 from gpumgr.agent.ports import Enforcement, Pods

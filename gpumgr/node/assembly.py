@@ -16,7 +16,7 @@ from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
-from gpumgr.driver.reset import reset_gpu
+from gpumgr.driver.programs import reset_gpu
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.node.api_side import ApiSide

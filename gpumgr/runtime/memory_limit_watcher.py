@@ -21,11 +21,10 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.allocation_index import AllocationIndex
-from gpumgr.ledger.usage.ended import EndedContainers
 from gpumgr.ledger.usage.join import join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
-from gpumgr.ledger.usage.unattributed import KnownProcesses, update_unattributed
+from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents

@@ -28,8 +28,7 @@ from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.link_state import LinkState
 from gpumgr.common.units import RESOURCE_NAMES, Resource
-from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer
-from gpumgr.kubelet.deviceplugin.server import PluginServer
+from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer, PluginServer
 
 _log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.monitor import Monitor
-from gpumgr.driver.reset import reset_gpu
+from gpumgr.driver.programs import reset_gpu
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
 

@@ -13,8 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
-from gpumgr.agent.claims import NodeClaims
-from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.agent.claims import CommitBatch, Decision, NodeClaims
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.errors import Refusal

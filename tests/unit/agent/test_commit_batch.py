@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpumgr.agent.commit_batch import CommitBatch, Decision
+from gpumgr.agent.claims import CommitBatch, Decision
 from gpumgr.common.aio import finish_shielded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts

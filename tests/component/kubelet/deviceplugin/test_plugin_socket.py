@@ -10,8 +10,7 @@ import pytest
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import KubeletError
-from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin
-from gpumgr.kubelet.deviceplugin.server import PluginServer
+from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin, PluginServer
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, Served, device_list, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
 
