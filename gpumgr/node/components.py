@@ -27,7 +27,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCES, Resource
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import HealthRules

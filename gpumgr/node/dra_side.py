@@ -17,7 +17,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import LatestValue, persistently, wait_at_most
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.calls import Observe
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER

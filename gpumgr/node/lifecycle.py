@@ -20,9 +20,8 @@ import structlog
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
-from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, until_tick, wait_at_most
+from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, report_event_loop_lag, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
-from gpumgr.common.event_loop import report_event_loop_lag
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.kube.cache import PodCache
 from gpumgr.ledger.history import HistoryEntry

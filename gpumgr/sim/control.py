@@ -26,7 +26,7 @@ The library itself writes what callers have set; it is removed when the driver i
 import fcntl
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Final
 
 from gpumgr.common.files import replace_file
 from gpumgr.placement.topology.devices import MemoryLimit, MigInstance
+from gpumgr.sim.nodes import NodeDescription
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
@@ -342,3 +343,46 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+#: How much warmer a fully used GPU is than an idle one, and by which factor its power is higher.
+_BUSY_CELSIUS: Final = 42
+_BUSY_POWER: Final = 10
+
+
+class SimLoad:
+    """All processes that were put on a GPU through it; `gpu` is an NVML index. One call is one change of the control file."""
+
+    def __init__(self, control: SimControl, node: NodeDescription) -> None:
+        self._control, self._node = control, node
+        self._processes: dict[int, dict[int, SimProcess]] = {}
+
+    def put(self, processes: Iterable[tuple[int, SimProcess]]) -> None:
+        """(GPU, process): sets the process's use there. Other processes do not change."""
+        touched = set[int]()
+        for gpu, process in processes:
+            self._processes.setdefault(gpu, {})[process.pid] = process
+            touched.add(gpu)
+        self._tell(touched)
+
+    def remove(self, pids: Collection[int]) -> None:
+        """These processes use no GPU any more."""
+        touched = {gpu for gpu, running in self._processes.items() if not running.keys().isdisjoint(pids)}
+        for gpu in touched:
+            self._processes[gpu] = {pid: process for pid, process in self._processes[gpu].items() if pid not in pids}
+        self._tell(touched)
+
+    def _tell(self, gpus: Collection[int]) -> None:
+        if gpus:
+            self._control.set_work({gpu: self._work(gpu) for gpu in gpus})
+
+    def _work(self, gpu: int) -> SimWork:
+        card, processes = self._node.card_of(gpu), tuple(self._processes[gpu].values())
+        percent = min(100, sum(process.sm_percent for process in processes))
+        return SimWork(
+            processes=processes,
+            gpu_percent=percent,
+            memory_percent=percent // 2,
+            celsius=card.idle_celsius + _BUSY_CELSIUS * percent // 100,
+            watts=card.idle_watts * (1 + (_BUSY_POWER - 1) * percent / 100),
+        )

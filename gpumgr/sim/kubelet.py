@@ -17,8 +17,7 @@ from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.ledger.response import ContainerResponse
-from gpumgr.sim.kubelet_answers import merged
-from gpumgr.sim.kubelet_checkpoint import load_checkpoint, write_checkpoint
+from gpumgr.sim.kubelet_checkpoint import load_checkpoint, merged, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
 from gpumgr.sim.kubelet_podresources import PodResourcesService

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpumgr.common.event_loop import report_event_loop_lag
+from gpumgr.common.aio import report_event_loop_lag
 from gpumgr.placement.topology.devices import NodeSample
 from tests.bench import figures
 from tests.bench.bench_prestart import end_daemons

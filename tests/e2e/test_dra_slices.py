@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher

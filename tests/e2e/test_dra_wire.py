@@ -12,7 +12,7 @@ import pytest
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import Refusal
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.enforcement import cdi
 from gpumgr.kubelet.dra.health import DraHealth, Faults
 from gpumgr.kubelet.dra.service import DraPlugin

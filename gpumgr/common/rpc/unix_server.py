@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,3 +66,12 @@ class UnixServer:
         """Removes the socket file, unless a newer one has replaced it, and ends the service in order (see DrainingServer.drain)."""
         self._socket.remove()
         await self._server.drain(grace_seconds, self._end_streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """A registration. `registrations` counts the ones that have succeeded, `error` says what is wrong since, or now, and what to do."""
+
+    registered: bool = False
+    registrations: int = 0
+    error: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, percent
 from gpumgr.ledger.ledger import Allocation

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, RenderedFamily, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, percent
 from gpumgr.ledger.holdings import granted_mebibytes, holdings

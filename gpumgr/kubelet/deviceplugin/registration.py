@@ -26,7 +26,7 @@ from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import RESOURCE_NAMES, Resource
 from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer, PluginServer
 

@@ -31,8 +31,7 @@ from gpumgr.common.aio import forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.calls import unary
-from gpumgr.common.rpc.link_state import LinkState
-from gpumgr.common.rpc.unix_server import UnixServer
+from gpumgr.common.rpc.unix_server import LinkState, UnixServer
 from gpumgr.common.unix_socket import is_served, path_problem
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.health import DraHealth

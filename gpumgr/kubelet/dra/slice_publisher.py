@@ -22,7 +22,7 @@ import structlog
 
 from gpumgr.common.aio import LatestValue, forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kube.reflector import Reflector, WatchTimes
 from gpumgr.kubelet.dra import slices

@@ -16,10 +16,9 @@ from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.ids import gpu_name
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.control import SimControl, SimProcess
+from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.demo.process import COMMAND, AgentLog, AgentProcess
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
-from gpumgr.sim.load import SimLoad
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, gauge, render
 from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.holdings import holdings

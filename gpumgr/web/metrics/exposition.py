@@ -16,7 +16,7 @@ from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.accept import accepts_gzip, ranked
-from gpumgr.common.event_loop import yielding_gil
+from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import page
 from gpumgr.web.metrics.registry import Metrics
 

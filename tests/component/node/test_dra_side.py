@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY, HardwareHealth, Inventory
 from gpumgr.common.errors import KubeletError, Refusal
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.files import FileIdentity
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, LinkTiming

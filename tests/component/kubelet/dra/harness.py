@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kubelet.dra.health import DraHealth

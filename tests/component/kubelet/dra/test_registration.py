@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr._pb.pluginregistration import RegistrationStatus
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kubelet.dra.health import DraHealth
 from gpumgr.kubelet.dra.registration import DraLink
 from tests.component.kubelet.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, plugin_of, soon, until

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.rpc.link_state import LinkState
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher

@@ -7,8 +7,7 @@ import pytest
 from gpumgr.common.proc import HostProcesses
 from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
 from gpumgr.runtime.cgroups import Cgroups
-from gpumgr.sim.control import SimControl, SimProcess
-from gpumgr.sim.load import SimLoad
+from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.nodes import load_node
 from gpumgr.sim.processes import SimProcesses, proc_root_of
 
