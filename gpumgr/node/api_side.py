@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-import structlog
-
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.shared_limits import report_two_limits
-from gpumgr.common.aio import forever, persistently, wait_at_most
+from gpumgr.common.aio import forever, persistently
+from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
 from gpumgr.kube.cache import NoPods, PodCache
-from gpumgr.kube.client import API_FAILURES, ApiServer
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.failed_pods import FailedPods
 from gpumgr.kube.publisher.decisions import DecisionReporter
 from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
@@ -20,16 +20,11 @@ from gpumgr.kube.publisher.node_reporter import NodeReporter, NodeReports
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.pods import PodView
 from gpumgr.node.components import Components
-from gpumgr.node.grace_periods import GracePeriods
 from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
-log = structlog.get_logger(__name__)
-
-#: Reason of a pod that the kubelet fails because a device plugin refused it.
-REFUSED: Final = "UnexpectedAdmissionError"
 #: How long the stop waits for what is still to be published.
 FLUSH_SECONDS: Final = 1.0
 
@@ -103,7 +98,7 @@ class ApiSide:
                 failed.changed(before, after)
 
         self.pods.subscribe(changed)
-        grace_periods = GracePeriods(components.enforcement.end_clients)
+        grace_periods = GracePeriods(ClientsOfPods(components.enforcement.mps, components.enforcement.containers).end)
         self.pods.subscribe(grace_periods.pod_changed)
         node = components.settings.node.name
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
@@ -153,52 +148,3 @@ class ApiSide:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.pods.wait_synced()
-
-
-class FailedPods:
-    """Setting `kubernetes.delete_failed_pods`: deletes pods that a refusal failed, so that their owner creates new ones at once instead of
-    after its back-off. A deletion that the API server does not carry out is tried again, in pauses that grow from the first to the longest
-    of `pause_seconds`, until the pod has gone."""
-
-    def __init__(self, pods: PodCache, *, pause_seconds: tuple[float, float] = (1.0, 60.0)) -> None:
-        self._pods, self._pause_seconds = pods, pause_seconds
-        self._due: dict[str, PodView] = {}
-        self._logged: set[str] = set()
-        self._wake = asyncio.Event()
-
-    def changed(self, before: PodView | None, after: PodView | None) -> None:
-        """For PodCache.subscribe."""
-        if before is not None and (after is None or after.uid != before.uid or after.deleted):
-            self._due.pop(before.uid, None)
-            self._logged.discard(before.uid)
-        refused = after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled
-        if after is not None and refused and not after.deleted:
-            self._due[after.uid] = after
-            self._wake.set()
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        pause = self._pause_seconds[0]
-        while True:
-            if not self._due:
-                pause = self._pause_seconds[0]
-                await self._wake.wait()
-            self._wake.clear()
-            for view in list(self._due.values()):
-                await self._delete(view)
-            if self._due:
-                await wait_at_most(self._wake, pause)
-                pause = min(2 * pause, self._pause_seconds[1])
-
-    async def _delete(self, view: PodView) -> None:
-        try:
-            deleted = await self._pods.delete_pod(view)
-        except API_FAILURES as error:
-            if view.uid not in self._logged:
-                self._logged.add(view.uid)
-                log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
-            return
-        self._due.pop(view.uid, None)
-        self._logged.discard(view.uid)
-        if deleted:
-            log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)

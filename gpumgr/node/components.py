@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,46 +23,42 @@ from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
-from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.common.units import MIG_PREFIX, RESOURCES, Resource
+from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.deviceplugin.recovery import SPECS_SECONDS
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink
+from gpumgr.kubelet.deviceplugin.resource_lists import ResourceLists
 from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.checkpoint.tables import Loaded
-from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.instances import resource_of
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.node.hardware_events import HardwareEvents
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode, make_driver
-from gpumgr.node.over_limit import OverLimitReporter
-from gpumgr.node.recovery import SPECS_SECONDS
-from gpumgr.node.takeover import TakeOver
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings import Settings, profile
 from gpumgr.web.metrics.registry import Metrics
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.kubelet.dra.side import DraSide
     from gpumgr.node.api_side import ApiSide
-    from gpumgr.node.dra_side import DraSide
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
@@ -121,12 +117,8 @@ class Components:
         self._pods = pods = api_side.pods
         server = api_side.server
         self._processes = HostProcesses(hardware.proc_root)
-        self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in profile.offered(settings)}
-        #: Resource of MIG devices -> its device list.
-        self._instance_lists: dict[str, LatestValue[bytes]] = {}
-        #: Resource -> the MIG devices that it has had.
-        self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
         self.metrics = self._make_metrics()
+        self.resource_lists = ResourceLists(profile.offered(settings), profile.mig_resource(settings), self.metrics)
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
         self.agent_state = self._make_books(loaded)
         self.gone_gpus = GoneGpus(self.agent_state, clock=time.monotonic)
@@ -189,7 +181,7 @@ class Components:
             node=settings.node.name,
             version=__version__,
             driver=DRIVER if settings.node.mode == "dra" else None,
-            resources={kind: profile.resource_names(settings)[kind] for kind in self.devices},
+            resources={kind: profile.resource_names(settings)[kind] for kind in profile.offered(settings)},
             pods=self._pods.all,
             gpu_manager_names=settings.metrics.gpu_manager_names,
             hami_names=settings.metrics.hami_names,
@@ -261,7 +253,7 @@ class Components:
         )
 
     def _make_link(self) -> KubeletLink:
-        as_nvidia = "replica" in self.devices or profile.mig_resource(self.settings) is not None
+        as_nvidia = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
             """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
@@ -280,7 +272,7 @@ class Components:
         return KubeletLink(
             self.settings.kubelet.device_plugin_dir,
             self.agent,
-            self.devices,
+            self.resource_lists.lists,
             on_state=self._link_changed,
             observe=self.metrics.called,
             held_back_by=held_back_by,
@@ -290,7 +282,7 @@ class Components:
     def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
-        from gpumgr.node.dra_side import DraSide  # here, since few nodes need it
+        from gpumgr.kubelet.dra.side import DraSide  # here, since few nodes need it
 
         return DraSide(
             self.settings,
@@ -335,29 +327,7 @@ class Components:
         if not isinstance(self.link, KubeletLink):
             self.link.update()
             return
-        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():
-            self.devices[kind].set(message)
-            self.metrics.listed(kind)
-        self._publish_instances(self.link, node_devices)
-
-    def _publish_instances(self, link: KubeletLink, node_devices: NodeDevices) -> None:
-        """A resource is registered when it has its first MIG device. One that was created again with another profile stays in the list of
-        the former resource as Unhealthy: an id that vanishes while the kubelet allocates it crashes the kubelet."""
-        resource = profile.mig_resource(self.settings)
-        if resource is None:
-            return
-        found = instance_entries(node_devices, resource)
-        for name in {**self._instance_lists, **found}:
-            listed = self._listed_instances.setdefault(name, {})
-            for uuid, _, numa in [*listed.values()]:
-                listed[uuid] = uuid, False, numa
-            listed |= {entry[0]: entry for entry in found.get(name, ())}
-            if name not in self._instance_lists:
-                self._instance_lists[name] = LatestValue(b"")
-                self.metrics.add_resource(name, name)
-                link.add("mig", name, self._instance_lists[name])
-            self._instance_lists[name].set(encode_devices(listed.values()))
-            self.metrics.listed(name)
+        self.resource_lists.publish(self.agent_state.ledger.gpu_registry, node_devices, self.link)
 
     def _freed(self, allocation: AllocationId) -> None:
         self._remove_folder(allocation)
@@ -382,33 +352,6 @@ class Components:
 
     def _driver_changed(self, state: LinkState) -> None:
         self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
-
-
-def encode_node_devices(
-    gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource] = RESOURCES
-) -> dict[Resource, bytes]:
-    """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
-    return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in kinds}
-
-
-def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
-    return [
-        (text, bool(healthy >> number & 1), each.numa_node)
-        for each in node_devices
-        for healthy in [{"core": each.healthy_cores, "memory": each.healthy_blocks, "replica": each.healthy_replicas}[kind]]
-        for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
-    ]
-
-
-def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Resource -> every MIG device that was ever offered as it. `resource` is the only one, unless it is the prefix of all."""
-    found: dict[str, list[DeviceEntry]] = {}
-    for each in node_devices:
-        for number, instance in enumerate(each.gpu.instances):
-            name = resource_of(instance.profile) if resource == MIG_PREFIX else resource
-            entry = instance.uuid, bool(each.healthy_instances >> number & 1), each.numa_node
-            found.setdefault(name, []).append(entry)
-    return found
 
 
 def _new_id() -> str:

@@ -24,15 +24,16 @@ from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently,
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.kube.cache import PodCache
+from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable, reconcile
+from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import Parts, assembled
 from gpumgr.node.components import Components, Hardware, make_enforcement
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import make_driver, node_held
+from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
 from gpumgr.node.read_model import ReadModel
-from gpumgr.node.recovery import entries_if_readable, reconcile
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names, replicas

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,8 +18,8 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.aio import wait_at_most
-from gpumgr.common.errors import CriError
 from gpumgr.common.proc import HostProcesses, environment
+from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
 from gpumgr.enforcement.backend import Backend, Unlimited, unlimited_message
@@ -35,9 +35,7 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.containers import Container
-from gpumgr.node.driver_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.client import CriClient
@@ -178,21 +176,6 @@ class NodeEnforcement:
     def freed(self) -> None:
         """An allocation was freed: its files become due for removal."""
         self._freed.set()
-
-    async def end_clients(self, pods: Sequence[PodView]) -> None:
-        """Ends the work of the pods' MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can
-        block the server for all clients."""
-        if self.mps.daemons() and (pids := set[int]().union(*await asyncio.gather(*map(self._pids_of, pods)))):
-            await self.mps.end_clients(pids)
-
-    async def _pids_of(self, pod: PodView) -> set[int]:
-        """The processes of its containers, an empty set if they can't be read."""
-        containers = [each for each in self.containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
-        try:
-            return await asyncio.to_thread(lambda: {pid for each in containers for pid in self.containers.pids(each)})
-        except CriError as error:
-            log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
-            return set()
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""

@@ -17,8 +17,7 @@ import structlog
 
 from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError
 from gpumgr.kubelet.deviceplugin.node_lock import lock_folder, lock_node
-from gpumgr.kubelet.dra import DRIVER
-from gpumgr.ledger.ledger import Ledger
+from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.node.preload import Preload
 from gpumgr.settings import Settings
 from gpumgr.web.handlers import make_waiting
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 RETRY_SECONDS: Final = 0.01
-
-
-def make_driver(settings: Settings) -> "DraDriver":
-    from gpumgr.kubelet.dra.driver import DraDriver  # here, since few nodes need it
-
-    kubelet = settings.kubelet
-    return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)
-
-
-def had_mode_dra(settings: Settings) -> bool:
-    """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
-    return (settings.kubelet.plugins_dir / DRIVER).is_dir()
 
 
 @contextlib.asynccontextmanager
@@ -151,16 +138,3 @@ def _locks(settings: Settings) -> Iterator[None]:
                 "mounted from the host"
             ) from error
         yield
-
-
-def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
-    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
-    if not holders:
-        return None
-    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
-    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
-    return (
-        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
-        f"node.mode back"
-    )

@@ -15,11 +15,11 @@ import structlog
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
+from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.recovery import entries_if_readable
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import inner_names
 

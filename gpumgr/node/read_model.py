@@ -91,7 +91,11 @@ class ReadModel:
             sampled_at=hardware.sampled_at,
             nvml_up=hardware.driver_up,
             nvml_errors=components.nvml.call_errors,
-            streams={names[kind]: devices.readers for kind, devices in components.devices.items() if components.dra is None},
+            streams={
+                names[kind]: devices.readers
+                for kind, devices in components.resource_lists.lists.items()
+                if components.dra is None
+            },
             reasons=reasons,
             use=components.memory_watcher.use,
             over=components.memory_watcher.over,

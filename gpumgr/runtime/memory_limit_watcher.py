@@ -67,7 +67,7 @@ class OverLimit:
 
 
 class MemoryLimitWatcher:
-    """`evict` takes all uses over their limit at present, with pods that are to be evicted (gpumgr.node.over_limit). `can_evict`: there
+    """`evict` takes all uses over their limit at present, with pods that are to be evicted (gpumgr.runtime.over_limit). `can_evict`: there
     is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
 
     def __init__(

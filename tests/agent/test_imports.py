@@ -32,7 +32,7 @@ UNWANTED: Final = (
     *(
         "urllib3",
         "multiprocessing",
-        "gpumgr.node.dra_side",
+        "gpumgr.kubelet.dra.side",
         "gpumgr.kubelet.dra.driver",
         "gpumgr.agent.claims",
         "gpumgr._pb.drahealth",

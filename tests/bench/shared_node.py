@@ -17,6 +17,7 @@ from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import PIDS, pack_pids
+from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
@@ -28,13 +29,12 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.usage.containers import Container
-from gpumgr.node.hardware_events import HardwareEvents
-from gpumgr.node.over_limit import OverLimitReporter
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics

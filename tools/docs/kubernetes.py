@@ -21,9 +21,9 @@ from gpumgr.ledger import annotations
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
-from gpumgr.node.over_limit import EVICTED
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.findings import OVER_LIMIT
+from gpumgr.runtime.over_limit import EVICTED
 from tools.docs.markdown import code, table
 
 _CONSTRAINTS: Final = "See [constraints](scheduler.md#constraints)."

@@ -1,7 +1,7 @@
 """Whether the agent would know which GPUs gpu-manager's running pods hold. It offers nothing while it does not.
 
-The check follows the agent's rules (gpumgr.node.takeover), except for the list of running containers: the agent asks PodResources, and its
-List makes the kubelet drop ended pods. A check must change nothing, so it asks the container runtime.
+The check follows the agent's rules (gpumgr.compat.gpu_manager.running_pods), except for the list of running containers: the agent asks
+PodResources, and its List makes the kubelet drop ended pods. A check must change nothing, so it asks the container runtime.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

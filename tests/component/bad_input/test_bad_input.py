@@ -16,7 +16,7 @@ import pytest
 from gpumgr.common.errors import Refusal
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.units import CORE_RESOURCE, Resource
-from gpumgr.node.hardware_events import HardwareEvents
+from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.sim.kubelet import SimContainer
 from tests.component.stage.stage import snapshot, stage

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.pods import PodView
@@ -18,7 +19,6 @@ from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import make_maintenance
 from gpumgr.node.components import Components, Hardware, make_enforcement
-from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
@@ -115,11 +115,11 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
 ) -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
 
-    async def end_clients(_: NodeEnforcement, pods: Collection[PodView]) -> None:
+    async def end_clients(_: ClientsOfPods, pods: Collection[PodView]) -> None:
         for pod in pods:
             ended.put_nowait(pod.name)
 
-    monkeypatch.setattr(NodeEnforcement, "end_clients", end_clients)
+    monkeypatch.setattr(ClientsOfPods, "end", end_clients)
     sim.written.annotations["hami.io/mutex.lock"] = "2026-01-01T00:00:00Z,team,h"
     allocated = {"hami.io/vgpu-devices-allocated": "GPU-0,NVIDIA,1000,0:;", "hami.io/bind-phase": "allocating"}
     sim.put_document(terminating("h", **{"hami.io/vgpu-node": "node-1"}, **allocated))

@@ -13,6 +13,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mechanism_choice import MechanismChoice
+from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
@@ -163,19 +164,18 @@ async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cg
     for uid, name, pids in (("u", "main", (11, 12)), ("u", "side", (21,)), ("other", "main", (31,))):
         runtime.containers.append(Container(id=uid + name, pod=("team", "web"), pod_uid=uid, name=name))
         runtime.inside[uid + name] = pids
-    monkeypatch.setattr(enforcement, "containers", runtime)
     monkeypatch.setattr(enforcement.mps, "end_clients", end_clients)
-    pod = PodView(namespace="team", name="web", uid="u")
-    await enforcement.end_clients([pod])
+    clients, pod = ClientsOfPods(enforcement.mps, runtime), PodView(namespace="team", name="web", uid="u")  # type: ignore[arg-type]
+    await clients.end([pod])
     assert ended == [], "no daemon runs"
     monkeypatch.setattr(enforcement.mps, "daemons", lambda: ["a daemon"])
-    await enforcement.end_clients([pod])
+    await clients.end([pod])
     assert ended == [{11, 12, 21}]
-    await enforcement.end_clients([pod, PodView(namespace="team", name="api", uid="other")])
+    await clients.end([pod, PodView(namespace="team", name="api", uid="other")])
     assert ended.pop() == {11, 12, 21, 31}
-    await enforcement.end_clients([PodView(namespace="team", name="none", uid="none")])
+    await clients.end([PodView(namespace="team", name="none", uid="none")])
     assert ended == [{11, 12, 21}], "without processes nothing is to be done"
     runtime.cgroups_broken = True
     with capture_logs() as logs:
-        await enforcement.end_clients([pod])
+        await clients.end([pod])
     assert [line["event"] for line in logs] == ["mps_clients_not_ended"]

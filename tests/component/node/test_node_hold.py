@@ -19,11 +19,12 @@ from gpumgr.common.errors import AlreadyRunning, CheckpointError
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.node_lock import lock_node
 from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint import files
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.components import Hardware, make_enforcement
-from gpumgr.node.node_hold import make_driver, node_held
+from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (

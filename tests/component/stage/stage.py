@@ -25,13 +25,13 @@ from gpumgr.kube.pods import parse_quantity, selected
 from gpumgr.kube.replica_requests import replica_request
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink
+from gpumgr.kubelet.deviceplugin.resource_lists import encode_node_devices
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
-from gpumgr.node.components import encode_node_devices
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import EnforcementSettings

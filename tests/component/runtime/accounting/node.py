@@ -15,10 +15,10 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.ledger.usage.node_use import NodeUse
-from gpumgr.node.over_limit import OverLimitReporter
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of

@@ -27,10 +27,10 @@ from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.kubelet.dra.waiting_pods import WaitingPods
+from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.node.node_hold import had_mode_dra, holders_of_other_mode
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)

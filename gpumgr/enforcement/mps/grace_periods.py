@@ -1,12 +1,19 @@
-"""Calls a function with deleted pods one second before their grace periods end, and never earlier."""
+"""Ends the MPS clients of deleted pods one second before their grace periods end, and never earlier."""
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
+import structlog
+
 from gpumgr.common.aio import wait_at_most
+from gpumgr.common.errors import CriError
+from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.ledger.pods import PodView
+from gpumgr.runtime.containers import Containers
+
+log = structlog.get_logger(__name__)
 
 #: How long before the end of the grace period, when the kubelet kills what still runs.
 AHEAD_SECONDS: Final = 1.0
@@ -51,3 +58,24 @@ class GracePeriods:
                 first = min((at for at, _ in self._due.values()), default=None)
                 await wait_at_most(self._changed, None if first is None else max(0.0, first - self._clock()))
                 self._changed.clear()
+
+
+class ClientsOfPods:
+    """Ends the work of MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can block the
+    server for all clients."""
+
+    def __init__(self, mps: Mps, containers: Containers) -> None:
+        self._mps, self._containers = mps, containers
+
+    async def end(self, pods: Sequence[PodView]) -> None:
+        if self._mps.daemons() and (pids := set[int]().union(*await asyncio.gather(*map(self._pids_of, pods)))):
+            await self._mps.end_clients(pids)
+
+    async def _pids_of(self, pod: PodView) -> set[int]:
+        """The processes of its containers, an empty set if they can't be read."""
+        containers = [each for each in self._containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
+        try:
+            return await asyncio.to_thread(lambda: {pid for each in containers for pid in self._containers.pids(each)})
+        except CriError as error:
+            log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
+            return set()

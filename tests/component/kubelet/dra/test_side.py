@@ -17,17 +17,17 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
 from gpumgr.kubelet.dra.driver import DraDriver
 from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
+from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
-from gpumgr.node import dra_side
-from gpumgr.node.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints
-from gpumgr.node.node_hold import holders_of_other_mode
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from tests.component.kubelet.dra.harness import StubKubelet, soon

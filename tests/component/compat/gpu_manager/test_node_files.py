@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.compat.gpu_manager.driver_files.node_files import NodeDriverFiles
 from gpumgr.ledger.answer import CONTROL_NODES
-from gpumgr.node.driver_files import NodeDriverFiles
 from gpumgr.runtime.client import CriClient
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ContainerSettings, VcudaSettings

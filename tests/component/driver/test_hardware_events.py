@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.common.proc import HostProcesses
+from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import GpuHealth, Reason, State
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.node.hardware_events import HardwareEvents
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World

@@ -17,11 +17,11 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, InputError
 from gpumgr.common.units import VCUDA_NAMES, blocks_of
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, pods_with_devices
+from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable, ours_of
 from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
-from gpumgr.node.recovery import entries_if_readable, ours_of
 
 log = structlog.get_logger(__name__)
 

@@ -16,12 +16,12 @@ from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, KubeletError
 from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import PodKey, PodView
-from gpumgr.node.takeover import TakeOver
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 
 GPU = "00000000"

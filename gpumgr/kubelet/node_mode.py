@@ -1,0 +1,35 @@
+"""The two ways in which a node can offer its GPUs: through the device plugin, or by ResourceClaims (setting node.mode)."""
+
+from typing import TYPE_CHECKING
+
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.settings import Settings
+
+if TYPE_CHECKING:
+    from gpumgr.kubelet.dra.driver import DraDriver
+
+
+def make_driver(settings: Settings) -> "DraDriver":
+    from gpumgr.kubelet.dra.driver import DraDriver  # here, since few nodes need it
+
+    kubelet = settings.kubelet
+    return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)
+
+
+def had_mode_dra(settings: Settings) -> bool:
+    """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
+    return (settings.kubelet.plugins_dir / DRIVER).is_dir()
+
+
+def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
+    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
+    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
+    if not holders:
+        return None
+    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
+    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+    return (
+        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode back"
+    )
