@@ -322,8 +322,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_name: ObjectName = "gpumgr-scheduler"
     #: Its namespace. Null: that of the pod.
     lease_namespace: ObjectName | None = None
-    #: Serve gpu-admission's path /scheduler/predicates, for a kube-scheduler that binds the pods itself.
-    predicates: bool = False
 
 
 class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,8 +191,7 @@ def test_rights_are_the_shipped_ones_under_the_releases_name() -> None:
         wanted = json.loads(text.replace("gpumgr-scheduler", "ml-gpumgr-scheduler").replace("kube-system", "gpus"))
         assert {key: value for key, value in mine.items() if key != "metadata"} == wanted
         assert mine["metadata"].get("namespace") == ("gpus" if "namespace" in each["metadata"] else None)
-    rules = rendered(settings={"scheduler": {"predicates": True, "quota_configmap": "ml/limits"}})["ClusterRole", NAME]["rules"]
-    assert {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]} in rules
+    rules = rendered(settings={"scheduler": {"quota_configmap": "ml/limits"}})["ClusterRole", NAME]["rules"]
     assert [each["resourceNames"] for each in rules if "resourceNames" in each] == [["limits"]]
     without = rendered(rbac={"create": False})
     assert ("ServiceAccount", NAME) in without

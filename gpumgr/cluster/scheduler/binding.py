@@ -12,7 +12,7 @@ from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import Amounts
-from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Method
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode, slices_of
 from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, MigAllocation, allocation_of, encode_allocations
 from gpumgr.kube.replica_requests import HAMI_ALLOCATED, devices_text
@@ -100,35 +100,19 @@ async def send_binding(
         "metadata": {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": node},
     }
-    await _send(server, "POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, "the binding", check)
-
-
-async def send_annotations(server: ApiServer, pod: WatchedPod, annotations: Mapping[str, str], check: Callable[[], None]) -> None:
-    """For a pod that kube-scheduler binds itself. An index that an earlier choice left is removed. `check`: see `send_binding`.
-
-    Raises BindingError.
-    """
-    indices = {f"{PREDICATE_INDEX}{place}": None for place in pod.places if place is not None}
-    body = {"metadata": {"uid": pod.uid, "annotations": {**indices, **annotations}}}
-    await _send(server, "PATCH", pod_path(pod.namespace, pod.name), body, "the annotations", check)
-
-
-def pod_path(namespace: str, name: str) -> str:
-    return f"/api/v1/namespaces/{namespace}/pods/{name}"
-
-
-async def _send(
-    server: ApiServer, method: Method, path: str, body: Mapping[str, object], what: str, check: Callable[[], None]
-) -> None:
     try:
         async with asyncio.timeout(WRITE_SECONDS):
-            await server.send(method, path, body, check=check)
+            await server.send("POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, check=check)
     except AnswerError as error:
         wait = f", and asks to wait for {ceil(error.retry_after_seconds)} s" if error.retry_after_seconds else ""
-        message = f"the API server refused {what}: {error}{wait}"
+        message = f"the API server refused the binding: {error}{wait}"
         raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
     except API_FAILURES as error:
         if isinstance(error.__cause__, BindingError):  # of `check`
             raise error.__cause__ from None
         why = str(error) or type(error).__name__
-        raise BindingError(f"the API server did not answer {what}: {why}", uncertain=True) from error
+        raise BindingError(f"the API server did not answer the binding: {why}", uncertain=True) from error
+
+
+def pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"

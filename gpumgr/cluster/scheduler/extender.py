@@ -25,7 +25,6 @@ from gpumgr.cluster.scheduler.binding import (
     BindingError,
     binding_annotations,
     pod_path,
-    send_annotations,
     send_binding,
 )
 from gpumgr.cluster.scheduler.leader import Leadership
@@ -105,12 +104,12 @@ class Extender:
 
     def filter(self, args: FilterArgs) -> FilterResult:
         """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
-        return self._filter(args, self._settings.candidates)
+        return self._filter(args)
 
     async def filter_in_slices(self, args: FilterArgs) -> FilterResult:
         """`filter`, which does not hold the event loop for long."""
         asked = await self._examined(args)
-        return self._filter(args, self._settings.candidates, asked) if self.answers else FilterResult(error=NOT_LEADING)
+        return self._filter(args, asked) if self.answers else FilterResult(error=NOT_LEADING)
 
     async def _examined(self, args: FilterArgs) -> _Asked | None:
         """What the index computes for a new request may take a second at thousands of nodes. No `await` follows before `_filter`."""
@@ -123,7 +122,7 @@ class Extender:
         await self._preemption.keep_nominated()
         pod, names = asked
         if pod.wants_gpu and pod.refusal is None:
-            question = self._question(pod, self._index.node_set(names), self._settings.candidates)
+            question = self._question(pod, self._index.node_set(names))
             await in_slices(question.examine(), SLICE_SECONDS)
         return asked
 
@@ -131,7 +130,7 @@ class Extender:
         """Raises UNREADABLE."""
         return self._watches.parse_pod(args.pod), args.names()
 
-    def _filter(self, args: FilterArgs, candidates: int, asked: _Asked | None = None) -> FilterResult:
+    def _filter(self, args: FilterArgs, asked: _Asked | None = None) -> FilterResult:
         if (problem := self.problem) is not None:
             return FilterResult(error=problem)
         try:
@@ -151,10 +150,10 @@ class Extender:
             return self._as_sent(args, pod, names)
         self._forget(pod.uid)
         offered = self._index.node_set(names)
-        ranked = self._question(pod, offered, candidates).rank()
+        ranked = self._question(pod, offered).rank()
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
-                ranked = self._question(pod, offered, candidates).rank() if more else ranked
+                ranked = self._question(pod, offered).rank() if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
             self._rejections.add(pod, pod.policy or self._settings.policy, offered)
@@ -163,7 +162,7 @@ class Extender:
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         self._rejections.remove(pod.uid)
-        if candidates == 1:
+        if self._settings.candidates == 1:
             placed = placed_on(self._index, pod, *ranked[0])
             self._assume(pod, placed)
             self._preemption.placed(placed)
@@ -171,9 +170,9 @@ class Extender:
             self._preemption.restore(pod.uid)
         return self._passed(args, [name for name, _ in ranked])
 
-    def _question(self, pod: WatchedPod, names: NodeSet, most: int) -> RankWithinQuota:
+    def _question(self, pod: WatchedPod, names: NodeSet) -> RankWithinQuota:
         policy = pod.policy or self._settings.policy
-        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
+        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, self._settings.candidates)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
@@ -198,34 +197,6 @@ class Extender:
         if placed is None or placed.node not in names:
             return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
         return self._passed(args, [placed.node])
-
-    async def predicates(self, args: FilterArgs) -> FilterResult:
-        """gpu-admission's only verb: filter, which also writes the annotations to the pod, since kube-scheduler binds it itself."""
-        if not self._settings.predicates:
-            return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
-        try:
-            pod = self._watches.parse_pod(args.pod)
-        except UNREADABLE:
-            return self._filter(args, 1)
-        asked = await self._examined(args)
-        if pod.uid in self._sending:
-            return FilterResult(error="the pod's annotations are being written already")
-        result = self._filter(args, 1, asked)
-        rejected = result.failed_and_unresolvable_nodes or result.failed_nodes
-        placed = self._index.placement(pod.uid) if not (result.error or rejected) else None
-        node = self._index.node(placed.node) if placed is not None else None
-        if placed is None or node is None:
-            result.failed_nodes = rejected  # kube-schedulers of gpu-admission's time read this one
-            return result
-        try:
-            with self._writing(pod, placed):
-                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-                await send_annotations(self._server, pod, annotations, self._check_lease)
-        except BindingError as error:
-            if error.conflict:  # this pod is gone
-                self._forget(pod.uid)
-            return FilterResult(error=str(error))
-        return result
 
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
@@ -367,8 +338,6 @@ class Extender:
         if found is not None and found.node is not None:
             self._unsettled.add(uid)
             self._assume(found, found.placed or placed)
-        elif found is not None and found.promise is not None and self._settings.predicates:
-            self._assume(found, placed)
         else:
             self._forget(uid)
             _log.info("assumption_ended", pod_uid=uid)

@@ -22,7 +22,7 @@ from gpumgr.cluster.scheduler.overview import ClusterOverview
 from gpumgr.cluster.scheduler.wire import FilterResult, PreemptResult
 from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
 
-VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")
+VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
 #: Models with series of their own, those with the most GPUs; all others are "other".

@@ -30,11 +30,10 @@ from gpumgr.kube.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
     decode_inventory,
-    decode_placement,
 )
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
 from gpumgr.ledger.annotations import PREDICATE_INDEX, PREDICATE_NODE
-from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.placement.evaluators.mig import most_devices
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.topology.matrix import MAX_GPUS
@@ -70,8 +69,7 @@ class WatchedPod:
     init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
     `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
     annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
-    kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node that the annotations of a pod which
-    is not bound name; kube-scheduler may be binding it there.
+    kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
     uid: str
@@ -91,7 +89,6 @@ class WatchedPod:
     preempts: bool = True
     nominated: str | None = None
     ending: bool = False
-    promised: str | None = None
 
     @property
     def wants_gpu(self) -> bool:
@@ -106,10 +103,6 @@ class WatchedPod:
         return PlacedPod(
             uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
         )
-
-    @property
-    def promise(self) -> PlacedPod | None:
-        return self.on(self.promised, self.shares) if self.promised is not None and self.request.containers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +230,6 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         refusal = str(error)
         request = _held(wanted) if node is not None else request
     node_policy = node_policy_of(annotations)
-    promised = annotations.get(PREDICATE_NODE) if node is None else None
     pod = replace(
         base,
         request=replace(request, cpu_milli=decoded.cpu_milli, constraints=view.constraints, node_policy=node_policy),
@@ -251,13 +243,11 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         preempts=spec.get("preemptionPolicy") != "Never",
         nominated=None if node is not None else status.get("nominatedNodeName") or None,
         ending=item["metadata"].get("deletionTimestamp") is not None,
-        promised=str(promised) if promised else None,
     )
-    named = node or pod.promised
-    if named is None or not pod.request.containers:
+    if node is None or not pod.request.containers:
         return pod
     try:
-        pod = replace(pod, shares=_named_shares(pod, named, annotations))
+        pod = replace(pod, shares=_named_shares(pod, view, annotations))
     except ValueError as error:
         pod = replace(pod, problem=str(error))
     return pod if pod.shares is not None else replace(pod, request=_largest(pod.request))
@@ -299,30 +289,24 @@ def _largest(request: PodRequest) -> PodRequest:
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
 
 
-def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
-    """The GPUs by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
-    text = annotations.get(PLACEMENT_ANNOTATION)
-    if text is not None:
-        try:
-            placement = decode_placement(str(text))
-        except ValueError as error:
-            raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: {error}") from error
-        if placement.node != node:
-            raise ValueError(f"annotation {PLACEMENT_ANNOTATION} is about node {placement.node[:253]}, the pod is on {node}")
-        if placement.containers:
-            if set(placement.containers) != set(pod.containers):
-                raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
-            placed, named = placement.named, list[NamedShares]()
-            for name, container in zip(pod.containers, pod.request.containers, strict=True):
-                replicas = 1 if container.replica else 0
-                named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
-                if not _fits(container, named[-1]):
-                    raise ValueError(
-                        f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not the ones that it requests"
-                    )
-            return tuple(named)
+def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
+    """The GPUs of a bound pod by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
+    if not view.bound_by_hami and view.placement_ignored is not None:
+        raise ValueError(view.placement_ignored)
+    if not view.bound_by_hami and view.placed:
+        placed, named = dict(view.placed), list[NamedShares]()
+        if set(placed) != set(pod.containers):
+            raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
+        for name, container in zip(pod.containers, pod.request.containers, strict=True):
+            replicas = 1 if container.replica else 0
+            named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
+            if not _fits(container, named[-1]):
+                raise ValueError(
+                    f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not the ones that it requests"
+                )
+        return tuple(named)
     # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.
-    if annotations.get(PREDICATE_NODE) != node or any(each.replica for each in pod.request.containers):
+    if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []
     for place, container in zip(pod.places, pod.request.containers, strict=True):

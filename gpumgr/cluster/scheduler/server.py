@@ -54,7 +54,6 @@ def make_application(
         "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
         "preempt": partial(_answer, bodies, PreemptArgs, extender.preempt, _no_victims),
         "bind": partial(_answer, bodies, BindArgs, extender.bind, BindResult),
-        "predicates": partial(_answer, bodies, FilterArgs, extender.predicates, _failed_filter),
     }
     application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
     application.add_routes(

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, TypedDict
 
 import structlog
 
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
@@ -73,8 +73,6 @@ class ClusterWatches:
     ) -> None:
         watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
         self._more, self._complete, self._hami = more, complete, hami
-        #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
-        self._promises = settings.predicates
         self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
@@ -224,8 +222,6 @@ class ClusterWatches:
             self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         if after.node is None and after.wants_gpu:
             self.pending[after.uid] = after
-            if self._promises:
-                self._keep_promise(after)
         else:
             self.pending.pop(after.uid, None)
         if after.nominated is not None:
@@ -234,15 +230,3 @@ class ClusterWatches:
             self.nominated.pop(after.uid, None)
         if after.ending:
             self.ending.add(after.uid)
-
-    def _keep_promise(self, pod: WatchedPod) -> None:
-        """The GPUs that /scheduler/predicates wrote to the pod are kept until it is bound, deleted or placed again. A newer choice that
-        the pod does not show yet stays."""
-        promise, current = pod.promise, self._index.placement(pod.uid)
-        if promise is not None and (current is None or _same_gpus(current, promise)):
-            self._index.assume(current or promise)
-
-
-def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:
-    names = [[[gpu for gpu, _ in shares] for shares in each.shares or ()] for each in (placed, promise)]
-    return placed.node == promise.node and (promise.shares is None or names[0] == names[1])

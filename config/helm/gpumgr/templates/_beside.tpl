@@ -16,7 +16,7 @@ node: [mode, profile]
 nvml: [library_path, load_kernel_modules]
 process: [lock_path, stop_grace_seconds]
 claims: [http_port, leader_election, lease_name, lease_namespace]
-scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, predicates, quota_configmap, tls_cert_file, tls_key_file]
+scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, quota_configmap, tls_cert_file, tls_key_file]
 vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 webhook: [core_policy, default_gpus, hide_gpus, port, runtime_class, scheduler_name, tls_cert_file, tls_key_file]
 {{- end -}}

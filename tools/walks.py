@@ -1,0 +1,78 @@
+"""`python -m tools.walks [NAME...]`: the modules of gpumgr that a call enters, in the order in which it enters them.
+
+A change is hard to follow through many modules, so the paths that the project takes most often have a bound (docs/design.md). Generated
+code does not count (`gpumgr/_pb`, dataclasses), nor do modules that are only imported.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from types import FrameType
+from typing import Final
+
+import msgspec
+
+from tools import PROJECT
+
+_ROOT: Final = f"{PROJECT / 'gpumgr'}/"
+#: The title of a call, and the call.
+Walk = tuple[str, Callable[[], object]]
+
+
+async def modules_entered(call: Callable[[], object]) -> list[str]:
+    """Such as "cluster/core/index", each once. The result of the call is awaited if it can be. Other threads are not watched."""
+    found: dict[str, None] = {}
+
+    def entered(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if (
+            event == "call"
+            and file.startswith(_ROOT)
+            and not file.startswith(f"{_ROOT}_pb/")
+            and frame.f_code.co_name != "<module>"
+        ):
+            found[file.removeprefix(_ROOT).removesuffix(".py")] = None
+
+    sys.setprofile(entered)
+    try:
+        result = call()
+        if isinstance(result, Awaitable):
+            await result
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+async def filter_walks() -> AsyncIterator[Walk]:
+    """`Extender.filter` on two nodes, for a share, whole GPUs, a pod that fits nowhere, and a pod without GPUs."""
+    from gpumgr.cluster.scheduler.wire import FilterArgs
+    from tests.bench.bench_requests import Bench, pod
+    from tests.bench.cluster_stub import name_of
+
+    extender = Bench(nodes=2, pods=4).extender
+    containers = {"share": (50, 4), "whole GPUs": (200, 0), "fits nowhere": (1600, 0), "no GPU": (0, 0)}
+    for number, (title, container) in enumerate(containers.items()):
+        names = f'["{name_of(0)}","{name_of(1)}"]'.encode()
+        args = FilterArgs(pod=pod(number, container), node_names=msgspec.Raw(names))
+        yield title, partial(extender.filter, args)
+
+
+WALKS: Final[Mapping[str, Callable[[], AsyncIterator[Walk]]]] = {"filter": filter_walks}
+
+
+async def _print(names: list[str]) -> None:
+    for name in names or WALKS:
+        every: dict[str, None] = {}
+        async for title, call in WALKS[name]():
+            found = await modules_entered(call)
+            every |= dict.fromkeys(found)
+            print(f"{name}, {title}: {len(found)} modules: {', '.join(found)}")
+        print(f"{name}, together: {len(every)} modules")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"{', '.join(WALKS)}; all of them by default")
+    asyncio.run(_print(parser.parse_args().names))
