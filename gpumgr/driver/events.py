@@ -14,7 +14,7 @@ from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import EVENT_DOUBLE_BIT_ECC, EVENT_XID, TIMEOUT, Binding, CallError, DriverDown, Handle
 from gpumgr.driver.health import DoubleBitError, Xid
 
-_WAIT_MILLISECONDS: Final = 500
+_WAIT_MILLISECONDS: Final = 1000
 _PAUSE_SECONDS: Final = 1.0
 #: The driver's number for an event that does not concern one GPU instance.
 _NO_INSTANCE: Final = 0xFFFFFFFF

@@ -50,6 +50,8 @@ class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
+    #: How often the own socket is looked at. A kubelet that starts removes it, and is noticed by its own socket.
+    own_socket_seconds: float = 0.9
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
@@ -264,12 +266,14 @@ class _ResourceLink:
         """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
         loop = asyncio.get_running_loop()
         was_watched = False
-        last_watched = loop.time()
+        last_watched = looked = loop.time()
         while True:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
-            if self.server is None or not self.server.in_place:
-                return "own_socket_removed", was_watched
-            if FileIdentity.at(self._kubelet_socket) != kubelet:
+            if loop.time() - looked >= self._timing.own_socket_seconds:
+                looked = loop.time()
+                if self.server is None or not self.server.in_place:
+                    return "own_socket_removed", was_watched
+            if self.server is None or FileIdentity.at(self._kubelet_socket) != kubelet:
                 return "kubelet_restarted", was_watched
             if self.server.watchers:
                 was_watched = True

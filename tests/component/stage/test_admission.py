@@ -28,7 +28,7 @@ async def test_shares_pack_onto_one_gpu_and_whole_pods_take_the_rest(folder: Pat
 
 
 @pytest.mark.peer_bug("B3, B4: it guesses a pod by its number of cores and its age")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 async def test_every_attribution_is_right_in_any_order_of_resources(folder: Path, seed: int) -> None:
     random = Random(seed)
     async with stage(folder, node=snapshot(8, 320), seed=seed) as node:
@@ -37,21 +37,6 @@ async def test_every_attribution_is_right_in_any_order_of_resources(folder: Path
         for pod in pods:
             await node.run_all(pod)
         node.check_agreement(*pods)
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_apps_take_over_ids_of_init_containers(folder: Path, seed: int) -> None:
-    async with stage(folder, seed=seed) as node:
-        pod = node.pod(
-            "train",
-            SimContainer(name="fetch", cores=10, memory_blocks=4, kind="init"),
-            SimContainer(name="watch", cores=5, memory_blocks=1, kind="sidecar"),
-            app(30, 6, "main"),
-            app(20, 2, "side"),
-        )
-        await node.run_all(pod)
-        node.check_agreement(pod)
-        assert len({gpu for a in node.ledger.of(("team", "train")) for gpu in (*a.held("core"), *a.held("memory"))}) <= 2
 
 
 async def test_a_full_node_takes_the_next_pod_as_soon_as_one_ends(folder: Path) -> None:
@@ -65,16 +50,6 @@ async def test_a_full_node_takes_the_next_pod_as_soon_as_one_ends(folder: Path) 
             await node.run_all(fresh)
             pods.append(fresh)
             node.check_agreement(*pods)
-
-
-async def test_a_name_that_recurs_is_a_new_pod(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1)) as node:
-        for _ in range(4):
-            pod = node.pod("web-0", app(100, 16))
-            await node.run_all(pod)
-            node.check_agreement(pod)
-            assert len(node.ledger.allocations) == 1
-            node.delete(pod)
 
 
 @pytest.mark.peer_bug("B18, B20: it rounds 150 cores down, and offers the sum of all GPUs' memory")
@@ -126,37 +101,8 @@ async def test_an_unhealthy_gpu_is_not_offered_until_it_is_healthy(folder: Path)
         await node.run_all(node.pod("c", app(60, 4)))
 
 
-async def test_without_an_api_server_the_order_of_calls_decides(folder: Path) -> None:
-    async with stage(folder, known=False) as node:
-        pods = [
-            node.pod("a", app(30, 4), known=False),
-            node.pod("b", app(100, 16), known=False),
-            node.pod("c", app(200), known=False),
-            node.pod("d", app(30, 4), known=False),
-        ]
-        for pod in pods:
-            status = await node.kubelet.run(pod)
-            assert status.phase == "Running", status.message
-        node.check_agreement(*pods)
-
-
 async def test_a_share_without_memory_is_refused_at_its_start_when_the_spec_is_unknown(folder: Path) -> None:
     async with stage(folder, known=False) as node:
         pod = node.pod("a", app(30), known=False)
         with pytest.raises(Exception, match="asked without memory"):
             await node.kubelet.run(pod)
-
-
-async def test_free_blocks_of_a_whole_gpu_are_unhealthy_and_come_back(folder: Path) -> None:
-    async with stage(folder, node=snapshot(2)) as node:
-        pod = node.pod("whole", app(100, 4))
-        await node.run_all(pod)
-        await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-memory"].allocatable == 20)
-        node.delete(pod)
-        node.clock.now += 2
-        while not await node.agent.reconciler.sweep():
-            node.clock.now += 1
-        node.clock.now += 2
-        await node.agent.reconciler.sweep()
-        assert not node.ledger.allocations
-        await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-memory"].allocatable == 32)

@@ -23,6 +23,7 @@ from tests.kubelet_api import deviceplugin as pb
 
 QUICK = LinkTiming(
     poll_seconds=0.01,
+    own_socket_seconds=0.01,
     register_timeout_seconds=30,
     first_retry_seconds=0.01,
     last_retry_seconds=0.05,
