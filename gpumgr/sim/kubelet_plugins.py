@@ -40,8 +40,13 @@ DeviceList = dict[str, tuple[bool, frozenset[int]]]
 class _PathChannel(UnixChannel):
     """Sends the authority that grpc-go sends if the client sets none: the dialled path."""
 
-    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
-        return str(self._path)
+    def __init__(self, path: Path) -> None:
+        self._dialled = path
+        super().__init__(path)
+
+    @property
+    def authority(self) -> str:
+        return str(self._dialled)
 
 
 class PluginClient:

@@ -50,8 +50,10 @@ class OpenServer(Server):
 class OpenChannel(Channel):
     """A channel with an authority and a connection of the subclass's choice."""
 
-    #: grpclib would send "127.0.0.1:50051" as the authority of a unix socket.
-    authority = "localhost"
+    @property
+    def authority(self) -> str:
+        """What the connection's calls send; grpclib would send "127.0.0.1:50051" for a unix socket."""
+        return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
         """The protocol of a new connection in place of grpclib's, `made`."""

@@ -25,10 +25,10 @@ from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
     VolumePlan,
     plan_volume,
 )
+from gpumgr.settings.schema import VcudaSettings
 
 DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
 DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
-DEFAULT_ROOTS: Final = (Path("/"), Path("/run/nvidia/driver"))
 _GRACE_SECONDS: Final = 600.0
 #: A version in the path, within its own file system, that a mount shows.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
@@ -64,32 +64,23 @@ _Wanted = dict[Path, VolumePlan]
 class DriverMirror:
     """Mirrors the driver's files. Concurrent calls run one after another; a call completes if its caller is cancelled.
 
-    `roots` are searched in their order. `shim`: libcuda-control.so, `shim_sha256` its hash, if other files are to be refused;
-    `client`: the program that the shim runs in a container, None = the gpu-client that is installed, if volume.conf lists it.
+    Without `client_path` the gpu-client that is installed is the program that the library runs in a container, if volume.conf lists it.
     `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. Volumes of other names are at base/name of
     volume.conf, without a base beside `share_dir`.
     """
 
     def __init__(
         self,
+        settings: VcudaSettings,
         *,
-        volume_conf: Path,
-        shim: Path | None,
-        client: Path | None,
-        shim_sha256: str | None = None,
         share_dir: Path = DEFAULT_SHARE_DIR,
         whole_dir: Path = DEFAULT_WHOLE_DIR,
-        roots: Sequence[Path] = DEFAULT_ROOTS,
         proc_root: Path = Path("/proc"),
         machine: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._volume_conf = volume_conf
-        self._shim = shim
-        self._shim_sha256 = shim_sha256
-        self._client = client
+        self._settings = settings
         self._links = {SHARE: share_dir, WHOLE: whole_dir}
-        self._roots = tuple(roots)
         self._proc_root = proc_root
         self._machine = machine or _MACHINES.get(platform.machine(), platform.machine())
         self._wall_clock = wall_clock
@@ -110,11 +101,11 @@ class DriverMirror:
 
     def _ensure(self, driver_version: str | None) -> DriverFiles:
         with self._lock:
-            conf = load(self._volume_conf, self._links[SHARE].parent)
+            conf = load(self._settings.volume_conf, self._links[SHARE].parent)
             self._check_links(conf)
             version = driver_version or self._loaded_version()
             try:
-                driver = find_driver(self._roots, conf.volumes, machine=self._machine, driver_version=version)
+                driver = find_driver(self._settings.driver_roots, conf.volumes, machine=self._machine, driver_version=version)
                 wanted, share_error, problems = self._plan_all(conf, driver, version)
             except OSError as error:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
@@ -204,20 +195,21 @@ class DriverMirror:
 
     def _overlay(self, sources: VolumeSources) -> Overlay:
         """Raises DriverFilesError with what is wrong with the shim or the client."""
-        if self._shim is None:
+        library, wanted, client = self._settings.library_path, self._settings.library_sha256, self._settings.client_path
+        if library is None:
             raise DriverFilesError(
                 f"vcuda.library_path is not set: set it to the full path of {SHIM}; without it a share has no libcuda.so.1"
             )
-        shim = _supplied(self._shim, SHIM, "vcuda.library_path")
+        shim = _supplied(library, SHIM, "vcuda.library_path")
         if shim.elf is None or shim.elf.bits != 64 or shim.elf.machine != self._machine:
             kind = f"is for {shim.elf.machine}" if shim.elf else shim.not_elf
-            raise DriverFilesError(f"vcuda.library_path {self._shim} {kind}; it must be a 64-bit library for {self._machine}")
-        if self._shim_sha256 is not None and shim.sha256 != self._shim_sha256.lower():
+            raise DriverFilesError(f"vcuda.library_path {library} {kind}; it must be a 64-bit library for {self._machine}")
+        if wanted is not None and shim.sha256 != wanted.lower():
             raise DriverFilesError(
-                f"vcuda.library_path {self._shim} has the SHA-256 {shim.sha256}, vcuda.library_sha256 asks for {self._shim_sha256}"
+                f"vcuda.library_path {library} has the SHA-256 {shim.sha256}, vcuda.library_sha256 asks for {wanted}"
             )
         found = next((source.path for source in sources.binaries if source.name == CLIENT), None)
-        path = self._client or found
+        path = client or found
         if path is None:
             raise DriverFilesError(f"vcuda.client_path is not set and no {CLIENT} is installed: {SHIM} can't register without it")
         return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from gpumgr.common.errors import CriError, DriverFilesError, InputError
@@ -136,11 +137,7 @@ class NodeDriverFiles:
         try:
             if self._mirror is None:
                 self._mirror = DriverMirror(
-                    volume_conf=vcuda.volume_conf,
-                    shim=vcuda.library_path,
-                    shim_sha256=vcuda.library_sha256,
-                    client=await self._gpu_client(),
-                    roots=vcuda.driver_roots,
+                    msgspec.structs.replace(vcuda, client_path=await self._gpu_client()),
                     share_dir=container.driver_share_dir,
                     whole_dir=container.driver_whole_dir,
                 )

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpumgr.compat.gpu_manager.driver_files.manager import DriverMirror
+from gpumgr.settings.schema import VcudaSettings
 from tests.component.compat.gpu_manager.driver_files.host import MACHINE, Driver
 
 PROC_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build  (builder@host)\n"
@@ -44,17 +46,20 @@ def mirror(tmp_path: Path, root: Path, proc: Path, driver: Driver) -> Mirror:
     client.write_bytes(b"#!/bin/sh\n")
 
     def make(**more: object) -> DriverMirror:
-        values: dict[str, object] = {
+        settings: dict[str, Any] = {
             "volume_conf": tmp_path / "volume.conf",
+            "driver_roots": (tmp_path / "nothing", root),
+            "library_path": driver.shim,
+            "client_path": client,
+        }
+        values: dict[str, Any] = {
             "share_dir": tmp_path / "vdriver" / "nvidia",
             "whole_dir": tmp_path / "vdriver" / "origin",
-            "roots": [tmp_path / "nothing", root],
-            "shim": driver.shim,
-            "client": client,
             "proc_root": proc,
             "machine": MACHINE,
             "wall_clock": lambda: 1_000_000.0,
         }
-        return DriverMirror(**(values | more))  # type: ignore[arg-type]
+        settings |= {key: more.pop(key) for key in VcudaSettings.__struct_fields__ if key in more}
+        return DriverMirror(VcudaSettings(**settings), **(values | more))
 
     return make

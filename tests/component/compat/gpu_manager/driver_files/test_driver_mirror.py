@@ -76,7 +76,7 @@ async def test_the_shim_is_copied_so_that_a_write_affects_no_other_container(
 ) -> None:
     shim = tmp_path / "shim.so"
     shutil.copy(driver.shim, shim)
-    lib64 = share_of(await mirror(shim=shim).ensure()).resolve() / "lib64"
+    lib64 = share_of(await mirror(library_path=shim).ensure()).resolve() / "lib64"
     shim.write_bytes(b"")
     assert call_who(lib64, "libcuda.so.1") == [SHIM]
 
@@ -85,7 +85,7 @@ async def test_a_new_shim_is_a_new_share_volume_and_the_same_whole_one(mirror: M
     files = await mirror().ensure()
     assert files.whole_dir is not None
     before = share_of(files).resolve(), files.whole_dir.resolve()
-    await mirror(shim=driver.libraries[DRIVER]["libnvidia-ml"]).ensure()
+    await mirror(library_path=driver.libraries[DRIVER]["libnvidia-ml"]).ensure()
     assert share_of(files).resolve() != before[0]
     assert files.whole_dir.resolve() == before[1]
     assert call_who(share_of(files) / "lib64", "libcuda.so.1") == [ML]
@@ -114,7 +114,7 @@ async def test_arm64(mirror: Mirror, tmp_path: Path) -> None:
         (lib / f"{stem}.so.{DRIVER}").write_bytes(elf("aarch64", soname=f"{stem}.so.1"))
     shim = tmp_path / "arm-shim.so"
     shim.write_bytes(elf("aarch64"))
-    share = share_of(await mirror(roots=[tmp_path / "arm"], machine="aarch64", shim=shim).ensure())
+    share = share_of(await mirror(driver_roots=(tmp_path / "arm",), machine="aarch64", library_path=shim).ensure())
     assert os.readlink(share / "lib64" / "libcuda.so.1") == "libcuda-control.so"
     assert (share / "lib64" / f"libcuda.so.{DRIVER}").read_bytes() == elf("aarch64", soname="libcuda.so.1")
 
@@ -123,14 +123,19 @@ async def test_the_root_with_the_loaded_drivers_libraries_counts(
     mirror: Mirror, tmp_path: Path, root: Path, driver: Driver
 ) -> None:
     driver.install(tmp_path / "old", NEXT_DRIVER)
-    files = await mirror(roots=[tmp_path / "old", root]).ensure()
+    files = await mirror(
+        driver_roots=(
+            tmp_path / "old",
+            root,
+        )
+    ).ensure()
     assert call_who(share_of(files) / "lib64", f"libcuda.so.{DRIVER}") == [CUDA]
     with pytest.raises(DriverFilesError, match=rf"libcuda\.so\.{DRIVER} for {MACHINE}.*there is .*libcuda\.so\.{NEXT_DRIVER}"):
-        await mirror(roots=[tmp_path / "old"]).ensure()
+        await mirror(driver_roots=(tmp_path / "old",)).ensure()
 
 
 async def test_without_a_shim_no_share_volume_is_offered_and_none_is_changed(mirror: Mirror, tmp_path: Path) -> None:
-    files = await mirror(shim=None).ensure()
+    files = await mirror(library_path=None).ensure()
     assert files.share_dir is None
     assert (files.share_error or "").startswith("vcuda.library_path is not set")
     assert files.whole_dir is not None
@@ -138,7 +143,7 @@ async def test_without_a_shim_no_share_volume_is_offered_and_none_is_changed(mir
     assert not (tmp_path / "vdriver" / "nvidia").exists()
 
     share = share_of(await mirror().ensure()).resolve()
-    assert (await mirror(shim=None).ensure()).share_dir is None
+    assert (await mirror(library_path=None).ensure()).share_dir is None
     assert (tmp_path / "vdriver" / "nvidia").resolve() == share
     assert call_who(share / "lib64", "libcuda.so.1") == [SHIM]
 
@@ -151,20 +156,20 @@ async def test_what_is_wrong_with_the_shim_is_said(mirror: Mirror, tmp_path: Pat
     other.write_bytes(elf("i386"))
     script = tmp_path / "script"
     script.write_text("#!/bin/sh\n")
-    assert "none.so: No such file" in await error(shim=tmp_path / "none.so")
-    assert "is not a regular file" in await error(shim=tmp_path)
-    assert "is for i386; it must be a 64-bit library" in await error(shim=other)
-    assert "is not an ELF file; it must be a 64-bit library" in await error(shim=script)
-    assert "vcuda.library_sha256 asks for 00" in await error(shim_sha256="00" * 32)
-    assert "vcuda.client_path is not set" in await error(client=None)
-    assert "vcuda.client_path" in await error(client=tmp_path / "none")
+    assert "none.so: No such file" in await error(library_path=tmp_path / "none.so")
+    assert "is not a regular file" in await error(library_path=tmp_path)
+    assert "is for i386; it must be a 64-bit library" in await error(library_path=other)
+    assert "is not an ELF file; it must be a 64-bit library" in await error(library_path=script)
+    assert "vcuda.library_sha256 asks for 00" in await error(library_sha256="00" * 32)
+    assert "vcuda.client_path is not set" in await error(client_path=None)
+    assert "vcuda.client_path" in await error(client_path=tmp_path / "none")
 
 
 async def test_an_installed_client_is_taken_if_none_is_given(mirror: Mirror, root: Path) -> None:
     installed = root / "usr" / "bin" / "gpu-client"
     installed.write_bytes(b"#!/bin/sh\n")
     installed.chmod(0o755)
-    assert (share_of(await mirror(client=None).ensure()) / "bin" / "gpu-client").read_bytes() == b"#!/bin/sh\n"
+    assert (share_of(await mirror(client_path=None).ensure()) / "bin" / "gpu-client").read_bytes() == b"#!/bin/sh\n"
 
 
 async def test_entries_that_catch_nothing_are_problems(mirror: Mirror, tmp_path: Path, root: Path) -> None:
