@@ -7,10 +7,9 @@ from typing import Final
 
 from gpumgr.cli.examination import (
     api_server,
-    backends,
-    choice,
     dra,
     driver_files,
+    enforcement,
     folders,
     gpus,
     host_paths,
@@ -25,7 +24,6 @@ from gpumgr.cli.examination import (
 from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check
 from gpumgr.driver.driver import Nvml
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.profile import mig_offered, mig_on_demand
 
 #: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
@@ -58,9 +56,9 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     seen = gpus.SharedNvml(driver_answers)
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
-    cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps
+    cri = settings.cri
     in_dra = settings.node.mode == "dra"
-    uses_cdi = enforcement.injection == "cdi" or in_dra
+    uses_cdi = settings.enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
     # Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them.
     of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
@@ -78,21 +76,9 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
-    cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
+    cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
     files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
-    vcuda = settings.vcuda
-    library = (*hami_core_library(settings), words, enforcement.run_dir, host.proc_root)
-    first = partial(backends.look_at_hami_core, *library, in_pod=host.in_pod)
-    second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
-    control = partial(
-        backends.look_at_mps,
-        mps,
-        words,
-        run_dir=enforcement.run_dir,
-        state_dir=settings.checkpoint.dir,
-        in_pod=host.in_pod,
-        timeout_seconds=_SECONDS,
-    )
+    backends = enforcement.NodeBackends(settings, seen, host.proc_root, in_pod=host.in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
@@ -113,12 +99,12 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
         Check("driver-files", files, runtime.IF_HUNG),
-        Check("mps", control, backends.IF_HUNG),
-        Check("hami-core", first, backends.IF_HUNG),
-        Check("vcuda", second, backends.IF_HUNG),
+        Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
+        Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
+        Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
         Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
-        Check("enforcement", partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), choice.IF_HUNG),
+        Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
     )
 
 

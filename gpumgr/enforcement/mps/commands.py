@@ -37,27 +37,6 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-_COMMON_CAVEATS: Final = (
-    "a fatal CUDA fault in one container ends the CUDA work of all on its GPU",
-    "containers of hami-core or vcuda get no CUDA context on a GPU of MPS",
-)
-#: What the limits of each protocol do not cover, for `gpumgr doctor`.
-CAVEATS: Final[Mapping[MpsProtocol, tuple[str, ...]]] = {
-    2: (
-        "limits hold for each process, not for the container",
-        "a process that drops its own gets the largest of its GPU (with an exempt container on it: all of it)",
-        "any container can change those of all, until they are corrected seconds later",
-        *_COMMON_CAVEATS,
-    ),
-    3: (
-        "root in a container can change the limits of all and end the daemon, until that is corrected a second later",
-        "it is not documented whether memory is limited for each process or for the container",
-        "a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU it can't see loses its memory limit",
-        *_COMMON_CAVEATS,
-    ),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """One run of the program: `words` are its arguments, `text` its standard input."""

@@ -1,0 +1,181 @@
+"""Enforcement: asks each backend, as the agent does, whether this node can use it, and makes the agent's choice."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from gpumgr.cli.examination.examine import CheckResult, aside, error, ok, skipped, warning
+from gpumgr.cli.examination.folders import backend_words
+from gpumgr.cli.examination.gpus import SharedNvml
+from gpumgr.common.errors import NvmlError
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.backend import Backend, Unlimited
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.hami_core.backend import FOLDER, HamiCore
+from gpumgr.enforcement.hami_core.volume import unbounded
+from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
+from gpumgr.enforcement.mps import probe
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.launcher import best_method
+from gpumgr.ledger.usage.containers import Container
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import VERSION, hami_core_library
+
+IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+_BOUND: Final = (
+    "run the agent as root; in a pod mount run_dir with Bidirectional propagation from a shared mount of the host (the chart does); then "
+    "restart these containers"
+)
+
+
+class NodeBackends:
+    """The backends of these settings, each asked once for all checks. `in_pod`: the command runs in a pod, as the agent would."""
+
+    def __init__(self, settings: Settings, gpus: SharedNvml, proc_root: Path, *, in_pod: bool) -> None:
+        self._settings, self._gpus, self._proc_root, self._in_pod = settings, gpus, proc_root, in_pod
+        self._asked: asyncio.Task[MechanismChoice] | None = None
+
+    async def choice(self) -> MechanismChoice:
+        if self._asked is None:
+            self._asked = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asked)
+
+    async def _ask(self) -> MechanismChoice:
+        # MPS records its protocol in its folder; a check must not do so in the real one.
+        with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
+            with contextlib.suppress(OSError):  # the result of the agent's try of a daemon: the doctor starts none
+                shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
+            backends = _backends(self._settings, self._gpus, Path(scratch), in_pod=self._in_pod)
+            obstacles: dict[str, str | None] = dict(
+                zip((each.name for each in backends), await asyncio.gather(*map(self._obstacle, backends)), strict=True)
+            )
+        return choose_mechanisms(self._settings.enforcement.backend, obstacles, {each.name: each.limits for each in backends})
+
+    async def _obstacle(self, backend: Backend) -> str | None:
+        try:
+            if backend.name == "nvml-memory":
+                return await self._gpus.ask(backend.unavailable)
+            return await backend.unavailable()
+        except (NvmlError, OSError) as exception:
+            return str(exception)
+
+    async def look_at(self, name: str) -> CheckResult:
+        """Whether this node can use the backend. An error only if the settings name it."""
+        words = backend_words(self._settings)
+        if not {name, "auto"} & words and not (name == "mps" and "nvml-memory" in words):
+            return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
+        obstacle = (await self.choice()).obstacles.get(name)
+        if obstacle is None:
+            return ok("this node can use it")
+        sentence, _, remedy = obstacle.partition("; ")
+        if name in words:
+            return error(sentence, remedy or "repair that, or choose another enforcement.backend")
+        return skipped(f"this node can't use it: {obstacle}")
+
+    async def look_at_hami_core(self) -> CheckResult:
+        """The library, and whether a container can fill enforcement.run_dir through its region."""
+        found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
+        if found.state != "ok" or path is None or sha256 is None:
+            return found
+        about = f"{path}, SHA-256 {sha256[:12]}…{await aside(lambda: _version(path))}"
+        if (fault := await aside(self._region_fault)) is None:
+            return ok(about)
+        run_dir = self._settings.enforcement.run_dir
+        return warning(f"{about}; {fault}: a container can take all room of {run_dir} (enforcement.run_dir)", _BOUND)
+
+    def _region_fault(self) -> str | None:
+        run_dir = self._settings.enforcement.run_dir
+        with contextlib.suppress(OSError):  # only root may list it
+            if plain := unbounded(run_dir / FOLDER):
+                return f"the regions of {len(plain)} containers lie in plain folders, such as {run_dir / FOLDER / plain[0]}"
+        if self._in_pod and not propagates((self._proc_root / "self/mountinfo").read_text(), run_dir):
+            return f"mounts below {run_dir} do not reach the host, so regions lie in plain folders"
+        return None
+
+    async def look_at_choice(self) -> CheckResult:
+        choice = await self.choice()
+        try:
+            seen = (await self._gpus.snapshot()).gpus
+        except NvmlError:
+            seen = ()
+        return judge_choice(self._settings.enforcement.backend, choice, choice.describe(seen))
+
+
+def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
+    """`setting`: enforcement.backend; `described`: the choice as text."""
+    lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
+    if lost:
+        return error(
+            f"enforcement.backend is {setting}, which this node can't use: {_listed(lost)}",
+            "repair that, or choose another backend; until then containers that share a GPU are refused at their start",
+        )
+    others = {name: why for name, why in choice.obstacles.items() if name not in choice.mechanisms}
+    beside = f"; not: {_listed(others)}" if others else ""
+    if choice.mechanisms == NO_MECHANISM:
+        unlimited = f"no backend enforces the limits of shares (enforcement.backend is {setting})"
+        if setting != "auto":
+            return warning(unlimited, "set enforcement.backend to auto")
+        return warning(f"{unlimited}{beside}", "remove one of these obstacles")
+    return ok(f"{described}{beside}")
+
+
+def _listed(obstacles: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
+
+
+def propagates(mountinfo: str, folder: Path) -> bool:
+    """Whether mounts below the folder reach the mount namespaces with which it is shared. Source: proc(5), /proc/PID/mountinfo."""
+    lines = [line.split() for line in mountinfo.splitlines()]
+    mounts = {Path(fields[4]): fields[6 : fields.index("-")] for fields in lines if "-" in fields[6:]}
+    nearest = next((mounts[at] for at in (folder, *folder.parents) if at in mounts), ())
+    return any(field.startswith("shared:") for field in nearest)
+
+
+def _version(library: Path) -> str:
+    """The version with which a library was installed; a library elsewhere has none."""
+    try:
+        text = library.with_name(VERSION).read_text(errors="replace")
+    except OSError:
+        return ""
+    return f", version {text.strip()[:200]}"
+
+
+def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
+    cgroup_root = settings.cri.cgroup_root
+    path, sha256 = hami_core_library(settings)
+    return (
+        DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
+        HamiCore(
+            library_path=path,
+            library_sha256=sha256,
+            library_dir=scratch,
+            run_dir=settings.enforcement.run_dir,
+            nspid_of=Cgroups(cgroup_root).nspid_of,
+        ),
+        VcudaBackend(
+            allocation_dir=settings.container.allocation_dir,
+            library_path=settings.vcuda.library_path,
+            library_sha256=settings.vcuda.library_sha256,
+            container_of=_no_container,
+            pids_of=lambda _container: (),
+        ),
+        Mps(
+            settings.mps,
+            run_dir=settings.enforcement.run_dir,
+            state_dir=scratch,
+            modes=gpus.nvml,
+            clock=time.monotonic,
+            method=best_method(in_pod=in_pod),
+        ),
+        Unlimited(lambda _tenant, _message: None),  # no container starts during a check
+    )
+
+
+async def _no_container(_pid: int) -> Container | None:
+    return None

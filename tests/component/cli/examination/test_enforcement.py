@@ -1,0 +1,223 @@
+"""The enforcement backends as the doctor finds them: it asks each backend itself, so its reasons are those of the agent."""
+
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice, propagates
+from gpumgr.cli.examination.examine import State
+from gpumgr.cli.examination.gpus import SharedNvml
+from gpumgr.driver.driver import Nvml
+from gpumgr.enforcement.mechanism_choice import MechanismChoice
+from gpumgr.enforcement.mps import launcher, probe
+from gpumgr.settings import Settings, load_settings
+from gpumgr.sim.library import prepare
+from tests.component.driver.new_driver import NEW_NODE, lay_out_cgroups
+from tests.libvgpu import build
+
+MPS = """#!/bin/sh
+case "$*" in
+  "-p 3 -h") echo "usage: nvidia-cuda-mps-control -p 3 [--multiuser] server|namespace|client VERB" ;;
+  *) echo "  -d  -f  -multiuser-server" ;;
+esac
+"""
+SHARED = "661 641 0:24 /gpumgr {} rw shared:5 - tmpfs tmpfs rw"
+
+
+class Node:
+    """A node without a driver; `settings` by dotted names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sections: dict[str, object] = {
+            "checkpoint.dir": str(folder / "state"),
+            "enforcement.run_dir": str(folder / "run"),
+            "mps.control_program": "no-such-program",
+            "nvml.library_path": str(folder / "none.so"),
+        }
+
+    def settings(self, **changed: object) -> Settings:
+        """`changed`: "section__key" -> value."""
+        own = {key.replace("__", "."): value for key, value in changed.items()}
+        return load_settings(None, environ={}, overrides={**self._sections, **own})
+
+    def backends(self, in_pod: bool = False, **changed: Any) -> NodeBackends:
+        nvml = Nvml(library_path=str(self.folder / "none.so"))
+        return NodeBackends(self.settings(**changed), SharedNvml(nvml), self.folder / "proc", in_pod=in_pod)
+
+    def mps(self) -> str:
+        path = self.folder / "mps-control"
+        path.write_text(MPS)
+        path.chmod(0o755)
+        return str(path)
+
+    def library(self) -> dict[str, Any]:
+        """Settings of a libvgpu.so that works."""
+        path = self.folder / "libvgpu.so"
+        return {"hami_core__library_sha256": build(path), "hami_core__library_path": str(path)}
+
+
+@pytest.fixture
+def node(folder: Path) -> Node:
+    (folder / "state").mkdir()
+    return Node(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "state", "message"),
+    [
+        ("mps", "mps", "error", "NVIDIA's MPS control program 'no-such-program' was not found"),
+        ("mps", "auto", "skipped", "this node can't use it: NVIDIA's MPS control program 'no-such-program' was not found"),
+        ("mps", "nvml-memory", "skipped", "this node can't use it: NVIDIA's MPS control program"),
+        ("mps", "none", "skipped", "not used: enforcement.backend is none"),
+        ("hami-core", "hami-core", "error", "no libvgpu.so is installed"),
+        ("hami-core", "auto", "skipped", "this node can't use it: no libvgpu.so is installed"),
+        ("vcuda", "vcuda", "error", "vcuda needs a libcuda-control.so: set vcuda.library_path and vcuda.library_sha256"),
+        ("vcuda", "mps", "skipped", "not used: enforcement.backend is mps"),
+    ],
+)
+async def test_what_a_node_lacks_is_an_error_only_for_a_backend_that_the_settings_name(
+    name: str, setting: str, state: State, message: str, node: Node
+) -> None:
+    backends = node.backends(enforcement__backend=setting)
+    found = await (backends.look_at_hami_core() if name == "hami-core" else backends.look_at(name))
+    assert (found.state, found.message.startswith(message)) == (state, True), found
+    assert (found.remedy is not None) == (state == "error")
+
+
+async def test_an_override_names_a_backend_too(node: Node) -> None:
+    found = await node.backends(enforcement__backend="none", enforcement__overrides=["team=mps"]).look_at("mps")
+    assert found.state == "error"
+
+
+@pytest.mark.parametrize(("failure", "state"), [(None, "ok"), ("an MPS daemon was tried and does not work: no GPU", "error")])
+async def test_the_agents_try_of_a_daemon_counts_and_no_file_changes(node: Node, failure: str | None, state: State) -> None:
+    control = node.mps()
+    tried = probe.identify(Path(control), 3, launcher.best_method())
+    result = probe.ProbeResult(program=tried, boot="b", failure=failure)
+    (node.folder / "state" / probe.RESULT_NAME).write_bytes(msgspec.json.encode(result))
+    found = await node.backends(enforcement__backend="mps", mps__control_program=control).look_at("mps")
+    assert (found.state, found.message) == (state, failure or "this node can use it")
+    assert [each.name for each in (node.folder / "state").iterdir()] == [probe.RESULT_NAME]
+
+
+async def test_the_librarys_path_hash_and_version_are_shown(node: Node) -> None:
+    library = node.library()
+    (node.folder / "version").write_text("5091a2f\n")
+    found = await node.backends(**library).look_at_hami_core()
+    sha256 = str(library["hami_core__library_sha256"])
+    assert (found.state, found.message) == (
+        "ok",
+        f"{library['hami_core__library_path']}, SHA-256 {sha256[:12]}…, version 5091a2f",
+    )
+
+
+async def test_another_library_than_the_settings_name_is_an_error(node: Node) -> None:
+    changed = {**node.library(), "hami_core__library_sha256": "0" * 64}
+    found = await node.backends(enforcement__backend="hami-core", **changed).look_at_hami_core()
+    assert (found.state, f"but {'0' * 64} is set" in found.message) == ("error", True)
+
+
+@pytest.fixture
+def empty_library(folder: Path) -> dict[str, Any]:
+    """Settings of a library that exports nothing."""
+    path = folder / "libcuda-control.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"vcuda__library_path": str(path), "vcuda__library_sha256": sha256}
+
+
+async def test_a_library_without_the_drivers_functions(node: Node, empty_library: dict[str, Any]) -> None:
+    found = await node.backends(enforcement__backend="vcuda", **empty_library).look_at("vcuda")
+    assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("plain", "in_pod", "mount", "fault"),
+    [
+        (False, True, SHARED, None),
+        (True, True, SHARED, "the regions of 1 containers lie in plain folders, such as {}/hami-core/00112233445566ff"),
+        (True, False, "", "the regions of 1 containers lie in plain folders"),
+        (False, True, SHARED.replace("shared", "master"), "mounts below {} do not reach the host"),
+        (False, True, SHARED.replace("shared:5 ", ""), "mounts below {} do not reach the host"),
+        (False, False, "", None),
+    ],
+)
+async def test_regions_that_can_fill_run_dir_are_shown(
+    node: Node, *, plain: bool, in_pod: bool, mount: str, fault: str | None
+) -> None:
+    run_dir, proc = node.folder / "run", node.folder / "proc"
+    for folder in (run_dir / "hami-core", proc / "self"):
+        folder.mkdir(parents=True)
+    (proc / "self/mountinfo").write_text(f"640 1 0:53 / / rw - overlay overlay rw\n{mount.format(run_dir)}\n")
+    if plain:
+        (run_dir / "hami-core/00112233445566ff").mkdir()
+    found = await node.backends(in_pod=in_pod, **node.library()).look_at_hami_core()
+    assert (found.state, (fault or "SHA-256").format(run_dir) in found.message) == ("warning" if fault else "ok", True)
+    assert ("Bidirectional" in (found.remedy or "")) == (fault is not None)
+
+
+def test_the_nearest_mount_counts() -> None:
+    assert propagates(SHARED.format("/run"), Path("/run/gpumgr"))
+    assert not propagates("", Path("/run/gpumgr"))
+
+
+async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(node: Node) -> None:
+    (node.folder / "new.yaml").write_text(NEW_NODE)
+    sim = prepare(str(node.folder / "new.yaml"), node.folder / "node")
+    cgroups = lay_out_cgroups(node.folder / "cgroup")
+    settings = node.settings(cri__cgroup_root=str(cgroups))
+    gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
+
+    def backends(settings: Settings) -> NodeBackends:
+        return NodeBackends(settings, gpus, Path("/proc"), in_pod=False)
+
+    found = await backends(settings).look_at_choice()
+    assert found.state == "ok"
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
+    sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
+    found = await backends(settings).look_at_choice()
+    assert found.state == "warning"
+    assert f"nvml-memory (a limit on a new cgroup below {cgroups} fails: nvmlDeviceSetMemoryLimits_v1" in found.message
+    named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
+    found = await backends(named).look_at_choice()
+    assert (found.state, "enforcement.backend is nvml-memory, which this node can't use" in found.message) == ("error", True)
+
+
+NO_PROGRAM = {"mps": "no program"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "choice", "state", "message"),
+    [
+        (
+            "auto",
+            MechanismChoice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
+            "ok",
+            "GPU 0: memory soft (mps), cores soft (mps); not: vcuda (no library)",
+        ),
+        ("auto", MechanismChoice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto); not: mps (no program)"),
+        (
+            "none",
+            MechanismChoice(obstacles=NO_PROGRAM),
+            "warning",
+            "the limits of shares (enforcement.backend is none)",
+        ),
+        (
+            "mps",
+            MechanismChoice(mechanisms=("mps",), obstacles=NO_PROGRAM),
+            "error",
+            "which this node can't use: mps (no program)",
+        ),
+    ],
+)
+def test_the_choice_is_judged_by_the_setting(setting: str, choice: MechanismChoice, state: State, message: str) -> None:
+    found = judge_choice(setting, choice, "GPU 0: memory soft (mps), cores soft (mps)")
+    assert found.state == state
+    assert found.message.endswith(message)
+    assert (found.remedy is None) == (state == "ok")
