@@ -58,6 +58,14 @@ class NodeListener(Protocol):
         """NVML as a whole does not answer; called once for each outage. The next `snapshot_taken` ends it."""
 
 
+class DriverMeter(Protocol):
+    def xid(self, uuid: str | None, number: int) -> None:
+        """The driver reported an XID. `uuid` None: it names no GPU."""
+
+    def batched(self, seconds: float) -> None:
+        """A sample of all GPUs took so long."""
+
+
 class Monitor:
     """`run` it as one task. The other methods are for the same event loop."""
 
@@ -70,15 +78,13 @@ class Monitor:
         sample_period_seconds: float = 5.0,
         retry_seconds: tuple[float, float] = (1.0, 60.0),
         load_kernel_modules: Callable[[], Awaitable[bool]] | None = None,
-        on_xid: Callable[[str | None, int], None] = lambda *_: None,
-        on_batch: Callable[[float], None] = lambda _: None,
+        meter: DriverMeter | None = None,
         process_utilization: Callable[[], bool] = lambda: False,
     ) -> None:
         """`retry_seconds`: the first and the longest pause between two tries to reach the driver, or GPUs that it does not list; it
         doubles from one to the other.
 
         `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
-        `on_xid` is called for every XID (UUID, None if the driver names no GPU), `on_batch` with the seconds that a sample took.
         `process_utilization` is called before each sample: whether the sample contains the utilization of each process.
         """
         self._process_utilization = process_utilization
@@ -88,7 +94,7 @@ class Monitor:
         self._sample_period_seconds = sample_period_seconds
         self._retry_seconds = retry_seconds
         self._load_kernel_modules = load_kernel_modules
-        self._on_xid, self._on_batch = on_xid, on_batch
+        self._meter = meter
         self._health: dict[str, GpuHealth] = {}
         #: MIG devices with a fault that their GPU does not have.
         self._mig_health: dict[str, GpuHealth] = {}
@@ -201,7 +207,8 @@ class Monitor:
             await self._nvml.wait_for_session()
             begun = time.perf_counter()
             sample = await self._nvml.sample(utilization=self._process_utilization())
-            self._on_batch(time.perf_counter() - begun)
+            if self._meter is not None:
+                self._meter.batched(time.perf_counter() - begun)
             await self._listener.sample_taken(sample)
             await self._pause()
             if await self._opened_again():
@@ -301,8 +308,8 @@ class Monitor:
         else:
             for name in [uuid] if uuid is not None else list(self._health):
                 self._observe(name, event)
-        if isinstance(event, Xid):
-            self._on_xid(uuid, event.number)
+        if isinstance(event, Xid) and self._meter is not None:
+            self._meter.xid(uuid, event.number)
         log.warning("gpu_event", gpu=uuid, xid=event.number if isinstance(event, Xid) else None, gpu_instance=instance)
         self._wake.set()
 

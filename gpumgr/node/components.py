@@ -316,8 +316,7 @@ class Components:
             rules=_health_rules(self.settings),
             sample_period_seconds=self.settings.nvml.sample_period_seconds,
             load_kernel_modules=load_modules if self.settings.nvml.load_kernel_modules else None,
-            on_xid=self.metrics.xid,
-            on_batch=self.metrics.batched,
+            meter=self.metrics,
             process_utilization=lambda: self.enforcement.recovered and self.memory_watcher.needs_process_utilization(),
         )
 

@@ -12,11 +12,11 @@ Invariants:
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Final
 
 import structlog
@@ -78,7 +78,6 @@ class KubeletLink:
         on_state: Callable[[str, LinkState], None] = lambda _key, _state: None,
         observe: Observer = lambda *_: None,
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
-        random: Random | None = None,
         names: Mapping[Resource, str] = RESOURCE_NAMES,
     ) -> None:
         """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer, under its name in
@@ -89,26 +88,15 @@ class KubeletLink:
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
         self._free = asyncio.Event()
-        self._make = partial(self._make_link, folder, allocator, on_state, observe, random or Random())
+        self._folder, self._allocator, self._on_state, self._observe = folder, allocator, on_state, observe
         self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
         self._daemons: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
 
-    def _make_link(
-        self,
-        folder: Path,
-        allocator: Allocator,
-        on_state: Callable[[str, LinkState], None],
-        observe: Observer,
-        random: Random,
-        key: str,
-        kind: Resource,
-        name: str,
-        watched: LatestValue[bytes],
-    ) -> "_ResourceLink":
-        make_plugin = partial(DevicePlugin, kind, allocator, watched, lambda rpc, _, *call: observe(rpc, key, *call))
+    def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
+        make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, _, *call: self._observe(rpc, key, *call))
         socket = SOCKET_NAMES[kind] if key == kind else f"gpumgr-{key.rpartition('/')[2]}.sock"
-        return _ResourceLink(folder, socket, name, make_plugin, self._timing, partial(on_state, key), random, self._free)
+        return _ResourceLink(self._folder, socket, name, make_plugin, self._timing, partial(self._on_state, key), self._free)
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
         """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
@@ -171,7 +159,6 @@ class _ResourceLink:
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
         on_state: Callable[[LinkState], None],
-        random: Random,
         free: asyncio.Event,
     ) -> None:
         """`free`: nothing is registered before it is set."""
@@ -181,7 +168,7 @@ class _ResourceLink:
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        self._random, self._free = random, free
+        self._free = free
         self.server: PluginServer | None = None
         self._log = _log.bind(resource=name)
         self.state = LinkState()
@@ -203,7 +190,7 @@ class _ResourceLink:
                 await self._register()
             except KubeletError as error:
                 self._failed(str(error))
-                await self._pause(retry_seconds * self._random.uniform(0.5, 1.0), kubelet)
+                await self._pause(retry_seconds * random.uniform(0.5, 1.0), kubelet)
                 retry_seconds = min(2 * retry_seconds, self._timing.last_retry_seconds)
                 continue
             retry_seconds = self._timing.first_retry_seconds
