@@ -1,11 +1,14 @@
 """Allocations as enforcement sees them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.pods import USUAL_PRIORITY, PodView
 from gpumgr.placement.topology.devices import Gpu
 
@@ -47,3 +50,21 @@ def tenant_of(
         priority=spec.priority if spec else USUAL_PRIORITY,
         claim=allocation.claim is not None,
     )
+
+
+def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
+    """The tenants of all allocations, with the mechanisms that limit them."""
+    gpus = inventory.gpus(ledger.gpu_registry)
+    for allocation in ledger.allocations.values():
+        view = find_pod(pods, allocation.pod, allocation.uid)
+        tenant = tenant_of(allocation, ledger.gpu_registry, gpus, view)
+        if tenant is not None:
+            yield tenant, allocation.mechanisms
+
+
+def neighbours(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Other pods' shares on the tenant's GPUs, with their mechanisms."""
+    own = ledger.allocations.get(tenant.allocation)
+    for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
+        if other.id != tenant.allocation and other.mechanisms and not (own and own.same_pod(other) and own.init != other.init):
+            yield other.describe(), other.mechanisms

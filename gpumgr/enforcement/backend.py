@@ -13,6 +13,7 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.units import Resource
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse
 
@@ -92,6 +93,20 @@ class Unlimited(Backend):
 
     async def start(self, tenant: GpuShare) -> None:
         self._report(tenant, unlimited_message(tenant, "enforcement backend none"))
+
+
+def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> HistoryEntry:
+    """The entry about a container that runs without limits."""
+    return HistoryEntry(
+        what="event",
+        id=tenant.allocation,
+        pod=tenant.pod,
+        pod_uid=pod_uid,
+        container=tenant.container,
+        gpus=tuple(gpu.name for gpu in tenant.gpus),
+        why=message,
+        code=NOT_ENFORCED,
+    )
 
 
 def unlimited_message(tenant: GpuShare, why: str) -> str:

@@ -9,6 +9,8 @@ from gpumgr.ledger.pods import PodKey
 
 #: How many entries are kept, in memory and on disk, beside the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000
+#: Code of the entry about a container that runs without limits; the event of its placement has it, too.
+NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
 #: "granted" and "refused" are decisions about a call of the kubelet; "freed" is an allocation's end; "event" is another event of a pod
 #: (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned), "config" of the settings file (reloaded, rejected).

@@ -20,10 +20,10 @@ from gpumgr.kube.publisher.node_reporter import NodeReporter, NodeReports
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.pods import PodView
 from gpumgr.node.components import Components
-from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
+from gpumgr.web.read_model import ReadModel
 
 #: How long the stop waits for what is still to be published.
 FLUSH_SECONDS: Final = 1.0

@@ -22,11 +22,11 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components, Hardware
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
+from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.driver import DraDriver

@@ -33,10 +33,10 @@ from gpumgr.node.components import Components, Hardware, make_enforcement
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
-from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names, replicas
+from gpumgr.web.read_model import ReadModel
 
 log = structlog.get_logger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,13 +16,13 @@ from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.tenants import neighbours, tenants
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.proc import HostProcesses, environment
 from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
-from gpumgr.enforcement.backend import Backend, Unlimited, unlimited_message
+from gpumgr.enforcement.backend import Unlimited, not_enforced, unlimited_message
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
@@ -30,11 +30,9 @@ from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.mechanism_choice import Mechanisms
 from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
-from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups
@@ -77,11 +75,11 @@ class NodeEnforcement:
         self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
         self.containers = Containers(self.runtime, self._cgroups, processes.runs)
         self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
-        chosen, state_dir = settings.enforcement, settings.checkpoint.dir
+        chosen = settings.enforcement
         self.mps = Mps(
             settings.mps,
             run_dir=chosen.run_dir,
-            state_dir=state_dir,
+            state_dir=settings.checkpoint.dir,
             modes=nvml,
             clock=time.monotonic,
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
@@ -109,12 +107,13 @@ class NodeEnforcement:
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
+        unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
         self.limits = Enforcer(
-            self._backends(),
+            [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited],
             # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
-            neighbours=self._neighbours,
+            neighbours=lambda tenant: neighbours(self.agent_state.ledger, tenant),
             clock=time.monotonic,
         )
         self._snapshot = EMPTY
@@ -124,10 +123,6 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
         self.nvml: Final = nvml
         self._next_choice = float("-inf")
-
-    def _backends(self) -> list[Backend]:
-        unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""
@@ -170,7 +165,7 @@ class NodeEnforcement:
 
     async def recover(self) -> None:
         """Takes over the running containers of an earlier process of the agent."""
-        await self.limits.recover(list(self._tenants()))
+        await self.limits.recover(list(tenants(self.agent_state.ledger, self.agent_state.inventory, self._pods)))
         self.recovered = True
 
     def freed(self) -> None:
@@ -235,38 +230,6 @@ class NodeEnforcement:
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
         """Adds to the history that a container runs without limits, once for all of its starts."""
         view = find_pod(self._pods, tenant.pod, tenant.pod_uid)
-        uid = tenant.pod_uid or (view.uid if view else None)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
-        self.agent_state.history.add_unless_repeated(
-            HistoryEntry(
-                what="event",
-                id=tenant.allocation,
-                pod=tenant.pod,
-                pod_uid=uid,
-                container=tenant.container,
-                gpus=tuple(gpu.name for gpu in tenant.gpus),
-                why=message,
-                code=NOT_ENFORCED,
-            )
-        )
-
-    def _tenants(self) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
-        ledger = self.agent_state.ledger
-        gpus = self.agent_state.inventory.gpus(ledger.gpu_registry)
-        for allocation in ledger.allocations.values():
-            view = find_pod(self._pods, allocation.pod, allocation.uid)
-            tenant = tenant_of(allocation, ledger.gpu_registry, gpus, view)
-            if tenant is not None:
-                yield tenant, allocation.mechanisms
-
-    def _neighbours(self, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Other pods' shares on the tenant's GPUs, with their backends."""
-        ledger = self.agent_state.ledger
-        own = ledger.allocations.get(tenant.allocation)
-        for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
-            if (
-                other.id != tenant.allocation
-                and other.mechanisms
-                and not (own and own.same_pod(other) and own.init != other.init)
-            ):
-                yield other.describe(), other.mechanisms
+        uid = tenant.pod_uid or (view.uid if view else None)
+        self.agent_state.history.add_unless_repeated(not_enforced(tenant, uid, message))

@@ -22,8 +22,8 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
-from gpumgr.kube.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.ledger.history import NOT_ENFORCED
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings

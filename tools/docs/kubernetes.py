@@ -19,7 +19,7 @@ from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE
 from gpumgr.kube.unreadable import REASON
 from gpumgr.ledger import annotations
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
-from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.findings import OVER_LIMIT
@@ -162,7 +162,7 @@ EVENTS: Final = (
         "pod",
         event_texts.PLACED,
         False,
-        f"The pod was placed; the message has its GPUs and the reason. `{event_texts.NOT_ENFORCED}` in it names the containers without "
+        f"The pod was placed; the message has its GPUs and the reason. `{NOT_ENFORCED}` in it names the containers without "
         "enforced limits.",
     ),
     ("pod", event_texts.REFUSED, True, "The pod was refused; the message has the reason, as the kubelet's own event does."),

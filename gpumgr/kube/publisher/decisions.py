@@ -25,7 +25,7 @@ from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.annotations import ALLOCATIONS, is_ours, pod_annotations
-from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey, PodView
 
@@ -117,7 +117,7 @@ class DecisionReporter:
                 if entry.call in ("prefer", "allocate"):  # the kubelet fails the pod
                     self._hami.decided(entry)
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
-                if entry.code != event_texts.NOT_ENFORCED:  # it is in the event of the placement
+                if entry.code != NOT_ENFORCED:  # it is in the event of the placement
                     self._report_entry(entry)
             case "gpu":
                 self._record(event_texts.gpu_event(self._node, entry, self._agent_state.node().label))

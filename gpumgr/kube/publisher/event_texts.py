@@ -5,13 +5,11 @@ from typing import Final
 
 from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.kube.publisher.events import Event, ObjectRef, node_ref
-from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation
 
 PLACED: Final = "GpuPlaced"
 REFUSED: Final = "GpuRefused"
-#: A container runs without limits: in the message of its placement, and in the history when it starts.
-NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
 #: Mechanisms that enforce nothing (gpumgr.enforcement: nothing, mps.exempt).
 _UNLIMITED: Final = frozenset({"none", "mps-open"})

@@ -19,7 +19,6 @@ from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import make_maintenance
 from gpumgr.node.components import Components, Hardware, make_enforcement
-from gpumgr.node.read_model import ReadModel
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,
@@ -31,6 +30,7 @@ from gpumgr.settings.schema import (
 )
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from gpumgr.web.read_model import ReadModel
 from tests.component.stage.stage import MemoryCheckpoint
 
 POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))

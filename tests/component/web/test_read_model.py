@@ -7,8 +7,8 @@ import pytest
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.kubelet.dra.slice_publisher import PublisherState
-from gpumgr.node.read_model import ReadModel
 from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.read_model import ReadModel
 
 REFUSED = "HTTP 403: resourceslices is forbidden"
 NO_SHARING, NO_TAINTS = "the gate DRAConsumableCapacity is off", "the gate DRADeviceTaints is off"

@@ -6,7 +6,7 @@ No request makes the agent call the driver, the kubelet or the API server. The d
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,16 +14,77 @@ from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import Maintenance, MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.writer import AgentView
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.writer import Agent, AgentView
 from gpumgr.common.aio import LatestValue
+from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.compat.gpu_manager.display.messages import usage_message
+from gpumgr.compat.gpu_manager.driver_files.node_files import NodeDriverFiles
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware_events import HardwareEvents
+from gpumgr.driver.monitor import Monitor
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.kubelet.deviceplugin.resource_lists import ResourceLists
+from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.pods import PodKey
-from gpumgr.node.components import Components
+from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
+from gpumgr.settings import Settings
 from gpumgr.settings.profile import resource_names
 from gpumgr.web.metrics.exposition import Exposition
+from gpumgr.web.metrics.registry import Metrics
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from gpumgr.web.state import node_state
+
+if TYPE_CHECKING:
+    from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
+
+
+class Enforcement(Protocol):
+    """The node's enforcement, as far as it is shown."""
+
+    vcuda: VcudaBackend
+    mps: Mps
+    driver_files: NodeDriverFiles
+
+    def gpu_limits(self) -> Mapping[str, GpuLimits]: ...
+
+
+class Link(Protocol):
+    """The registration with the kubelet."""
+
+    @property
+    def states(self) -> Mapping[str, LinkState]: ...
+
+
+class Claims(Protocol):
+    """What a node in mode dra has."""
+
+    publisher: "SlicePublisher"
+
+
+class Components(Protocol):
+    """The parts of the agent that are shown. `dra` is None in mode plugin."""
+
+    settings: Settings
+    metrics: Metrics
+    agent: Agent
+    agent_state: AgentState
+    hardware_events: HardwareEvents
+    monitor: Monitor
+    nvml: Nvml
+    resource_lists: ResourceLists
+    memory_watcher: MemoryLimitWatcher
+
+    @property
+    def enforcement(self) -> Enforcement: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def dra(self) -> Claims | None: ...
 
 
 class ReadModel:
