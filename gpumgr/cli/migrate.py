@@ -21,8 +21,7 @@ from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.compat.gpu_manager import command as gpu_manager_command
 from gpumgr.compat.gpu_manager import takeover as gpu_manager
 from gpumgr.compat.gpu_manager.command import GpuManagerCommand
-from gpumgr.compat.hami import new_requests as hami
-from gpumgr.compat.hami import takeover as hami_takeover
+from gpumgr.compat.hami import takeover
 from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.compat.plan import Plan, settings_yaml, text_of, write_settings
@@ -207,13 +206,11 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
     help="Its ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
 )
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Read the node and its pods from the API server.")
-@click.option("--new-requests", is_flag=True, help="Print vcuda requests for each pod, which ends, instead of a take-over.")
 @click.option("--verify", is_flag=True, help="After a take-over: compare the agent's checkpoint with the pods of HAMi.")
 @_options
 def migrate_hami(
     manifests: tuple[Path, ...],
     kubeconfig: Path | None,
-    new_requests: bool,
     verify: bool,
     pod_files: tuple[Path, ...],
     node: str,
@@ -223,8 +220,7 @@ def migrate_hami(
 ) -> None:
     """HAMi's running pods keep their GPUs while gpumgr takes the place of HAMi's device plugin.
 
-    Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. With --new-requests the pods end, and are
-    created anew with vcuda requests. Run it on the node, as root.
+    Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. Run it on the node, as root.
 
     \b
     Examples:
@@ -245,7 +241,7 @@ def migrate_hami(
             objects += asyncio.run(_asked(kubeconfig, node))
         config = read_config(objects, node)
     folder = Path(str(config.settings.get("kubelet.device_plugin_dir", Settings().kubelet.device_plugin_dir)))
-    found = hami.HamiState(
+    found = takeover.HamiState(
         node=node,
         objects=objects,
         answering=[path for path in answering(folder) if path.name.startswith("nvidia")],
@@ -257,7 +253,7 @@ def migrate_hami(
         _verify(config, found, to, as_json=output == "json")
     else:
         with _reading():
-            plan = (hami.plan_hami if new_requests else hami_takeover.plan_take_over)(config, found, to=to)
+            plan = takeover.plan_take_over(config, found, to=to)
         _finish(plan, "hami", to, apply=apply, as_json=output == "json")
 
 
@@ -270,14 +266,14 @@ async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str,
     return None if entries is None else frozenset((each.pod_uid, each.container) for each in entries if each.resource == resource)
 
 
-def _verify(config: Config, found: hami.HamiState, to: Path, *, as_json: bool) -> None:
+def _verify(config: Config, found: takeover.HamiState, to: Path, *, as_json: bool) -> None:
     """Prints the differences, and exits with 1 if there are any."""
     folder = effective_settings(to if to.exists() else None).checkpoint.dir
     loaded = read_checkpoint(folder)
     if loaded.lost:
         raise GpumgrError(f"no checkpoint of a running agent in {folder}: {loaded.why}")
-    running, problems = hami_takeover.running_pods(config, found)
-    wrong = [printable(each) for each in (*problems, *hami_takeover.differences(running, loaded.ledger))]
+    running, problems = takeover.running_pods(config, found)
+    wrong = [printable(each) for each in (*problems, *takeover.differences(running, loaded.ledger))]
     if as_json:
         click.echo(json.dumps({"adopted": [printable(each.describe()) for each in running], "differences": wrong}, indent=2))
     else:
@@ -302,8 +298,8 @@ async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:
-    """HAMi's library in the folder, with its SHA-256; the file name has the version since 2.5."""
-    for path in (*sorted(folder.glob("libvgpu.so.*"), reverse=True), folder / "libvgpu.so"):
+    """HAMi's library in the folder, with its SHA-256; the file name has the version."""
+    for path in sorted(folder.glob("libvgpu.so.*"), reverse=True):
         if path.is_file():
             with path.open("rb") as file:
                 return path, hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,6 @@ import msgspec
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, convert
-from gpumgr.compat.hami.plugin import plugin_settings
 from gpumgr.compat.objects import ConfigMap, KubernetesContainer, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
@@ -73,6 +72,10 @@ _DEFAULTS: Final = (
     "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; give its objects: "
     "`kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`"
 )
+_FLAGS: Final = (
+    "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
+    "vcuda.driver_roots, --device-list-strategy enforcement.injection, --kubelet-socket kubelet.device_plugin_dir"
+)
 #: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
@@ -90,15 +93,12 @@ class _File(msgspec.Struct):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """`settings` by dotted keys; `replica_settings`: those for pods that keep HAMi's resources. `selector`: labels that a node needs for
-    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host. `vcuda_notes`: for pods with new
-    requests."""
+    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host."""
 
     settings: Mapping[str, object]
     replica_settings: Mapping[str, object]
     notes: tuple[str, ...]
-    vcuda_notes: tuple[str, ...]
     resources: ReplicaResources
-    memory_scaling: float
     selector: Mapping[str, str]
     library_dir: Path
 
@@ -109,14 +109,14 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     container, selector = _plugin(objects)
     plugin = container.environment
     settings: dict[str, object] = {"metrics.hami_names": True}
-    of_plugin, flag_notes = plugin_settings(container.words, plugin)
-    settings |= of_plugin
     memory = both.get("preconfigureddevicememory")
     if isinstance(memory, int) and LEAST_UNREPORTED_MEBIBYTES <= memory <= MOST_UNREPORTED_MEBIBYTES:
         settings["nvml.unreported_memory_mebibytes"] = both.pop("preconfigureddevicememory")
     profiles, odd = _mig_profiles(both)
     notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
-    notes += [*flag_notes, *_notes(both)]
+    if any(word.startswith("-") for word in container.words):
+        notes.append(_FLAGS)
+    notes += _notes(both)
     if odd:
         notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is passed over")
     policy = _policy(objects)
@@ -132,7 +132,7 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     replica_settings = {
         key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
     }
-    if _number(both, "memoryfactor") < 1:
+    if isinstance(factor := replica_settings.get("hami.memory_factor"), int | float) and factor < 1:
         replica_settings["hami.memory_factor"] = 1  # as HAMi takes it
     if profiles:
         replica_settings["hami.mig_profiles"] = profiles
@@ -140,25 +140,10 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         settings=settings,
         replica_settings=replica_settings,
         notes=tuple(notes),
-        vcuda_notes=tuple(_vcuda_notes(both)),
         resources=_resources(both),
-        memory_scaling=_number(both, "devicememoryscaling"),
         selector=selector,
         library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
     )
-
-
-def _vcuda_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    count = _shown(config.get("devicesplitcount", 10))
-    yield f"deviceSplitCount ({count}) has no counterpart for vcuda requests: a GPU takes shares until its cores or its memory are used up"
-    if (factor := _number(config, "devicememoryscaling")) != 1:
-        yield f"deviceMemoryScaling {factor:g} has no counterpart for vcuda requests: they never get more memory than a GPU has"
-    if (factor := _number(config, "devicecorescaling")) != 1:
-        yield f"deviceCoreScaling {factor:g} has no counterpart for vcuda requests: a GPU has 100 cores"
-    if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
-        yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
-    if (mode := config.get("operatingmode")) not in (None, "", "hami-core"):
-        yield f"operatingmode {_shown(mode)} has no counterpart for vcuda requests: they never get MIG devices"
 
 
 def _notes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -236,14 +221,6 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
         settings["nvml.ignored_xids"] = sorted({*Settings().nvml.ignored_xids, *numbers})
     if {"all", "xids"} & set(words):
         yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids names the XIDs to pass over one by one"
-
-
-def _number(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key, 1)
-    try:
-        return float(value) if isinstance(value, int | float) else 1.0
-    except OverflowError:
-        return 1.0
 
 
 def _shown(value: object) -> str:

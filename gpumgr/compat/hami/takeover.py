@@ -1,24 +1,53 @@
 """The plan for a node where gpumgr takes the place of HAMi's device plugin while pods run, and the comparison afterwards. Pure.
 
-The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose (`allocator.rebuild`).
+The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose
+(gpumgr.ledger.rebuild). Source of what containers request: HAMi 2.10, pkg/device/nvidia.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
 from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config
-from gpumgr.compat.hami.new_requests import HamiState, no_node, notes, pods_on, remove_folders, rollback, start, stop
-from gpumgr.compat.hami.request import specs
-from gpumgr.compat.plan import Plan, differing
+from gpumgr.compat.objects import KubernetesContainer, KubernetesNode, Object, Pod, PodSpec, of_type
+from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 from gpumgr.kube.hami_node import LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami
+from gpumgr.kube.pods import quantity_or_0
+from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.settings.hami_resources import ReplicaResources
 
 _MOST_SHOWN: Final = 256
+#: The node label that HAMi's DaemonSet selects by default.
+_LABEL: Final = {"gpu": "on"}
+_CORDON: Final = "hami.io/device-cordon"
+_UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HamiState:
+    """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and
+    its library with the library's SHA-256. `kubelet`: the containers (pod's UID, name) to which it has given GPUs of HAMi; None: not
+    known."""
+
+    node: str
+    objects: Sequence[Object] = ()
+    answering: Sequence[Path] = ()
+    folders: Sequence[Path] = ()
+    library: tuple[Path, str] | None = None
+    kubelet: frozenset[tuple[str, str]] | None = None
+
+    @property
+    def annotations(self) -> Mapping[str, str] | None:
+        """Those of the node; None: its object was not given."""
+        return next((n.metadata.annotations for n in of_type(self.objects, KubernetesNode) if n.metadata.name == self.node), None)
 
 
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
@@ -28,17 +57,77 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
         pods=tuple(f"{each.describe()}: keeps {_text(each.gpus)}" for each in running)
         or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *notes(found)),
+        notes=(*config.notes, *_notes(found)),
         warnings=(*problems, *_warnings(running, found)),
-        stop=tuple(stop(config, found.node)),
+        stop=tuple(_stop(config, found.node)),
         start=(
-            *start(found, to),
+            *_start(found, to),
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
-        rollback=tuple(rollback(config, found.node, ": HAMi's plugin can't adopt them")),
+        rollback=tuple(_rollback(config, found.node)),
         # The annotations of the node are the agent's now, and HAMi's scheduler may stay.
-        clean_up=tuple(remove_folders(found)),
+        clean_up=tuple(_remove_folders(found)),
     )
+
+
+def _stop(config: Config, node: str) -> Iterator[str]:
+    """HAMi's plugin leaves the node."""
+    yield f"kubectl cordon {quote(node)}"
+    removed = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
+    yield f"kubectl label node {quote(node)} {removed}    # HAMi's plugin leaves this node, and only this one"
+
+
+def _start(found: HamiState, to: Path) -> Iterator[str]:
+    yield f"gpumgr config check {quote(str(to))}"
+    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
+    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base"
+    yield f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite"
+    for uuid in filter(_UUID.fullmatch, _cordoned(found)):
+        yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
+    yield f"kubectl uncordon {quote(found.node)}"
+
+
+def _rollback(config: Config, node: str) -> Iterator[str]:
+    """gpumgr leaves the node, and HAMi's plugin comes back."""
+    node = quote(node)
+    yield f"kubectl cordon {node}"
+    yield "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them"
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
+    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
+    yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
+    yield f"kubectl uncordon {node}"
+
+
+def _remove_folders(found: HamiState) -> Iterator[str]:
+    for folder in found.folders:
+        yield f"rm -r {quote(str(folder))}    # when no pod of HAMi's is left on this node"
+
+
+def _notes(found: HamiState) -> Iterator[str]:
+    yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
+    if '"mode":"mig"' in (found.annotations or {}).get(REGISTER, "").replace(" ", ""):
+        yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
+    odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
+    if odd:
+        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
+    if found.library is not None:
+        path, sha256 = found.library
+        yield (
+            f"{path} (HAMi 2.8.2 or newer) can go on keeping the limits: run `gpumgr install library {path} --sha256 {sha256}` on the "
+            "node; without it, MPS or the driver keeps them where they can"
+        )
+
+
+def _cordoned(found: HamiState) -> list[str]:
+    texts = (found.annotations or {}).get(_CORDON, "").split(",")
+    return [text.strip() for text in texts if text.strip()]
+
+
+def _pods_on(found: HamiState) -> Iterator[Pod]:
+    ended = ("Succeeded", "Failed")
+    return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
@@ -46,7 +135,7 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
     as names."""
     running: list[Allocation] = []
     problems: list[str] = []
-    for pod in pods_on(found):
+    for pod in _pods_on(found):
         containers = specs(pod.spec, config.resources)
         text = pod.metadata.annotations.get(HAMI_ALLOCATED)
         if not any(spec.replicas for spec in containers) or (text is None and pod.status.phase == "Pending"):
@@ -91,9 +180,27 @@ def _text(gpus: Mapping[str, Amounts]) -> str:
     )
 
 
+def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]:
+    """The containers of a pod, in the order in which the kubelet allocates, with what they request."""
+    found: list[tuple[KubernetesContainer, ContainerKind]] = [
+        (each, "sidecar" if each.restart_policy == "Always" else "init") for each in pod_spec.init_containers
+    ]
+    found += [(each, "app") for each in pod_spec.containers]
+    return [ContainerSpec(name=each.name or "?", kind=kind, replicas=_asked(each, resources)) for each, kind in found]
+
+
+def _asked(container: KubernetesContainer, resources: ReplicaResources) -> ReplicaRequest | None:
+    wanted = {**container.resources.requests, **container.resources.limits}
+    if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the number
+        wanted = {resources.count_resource: 1, **wanted}
+    for name in {resources.core_resource, resources.memory_percentage_resource} & wanted.keys():
+        wanted[name] = min(quantity_or_0(str(wanted[name])), 100)  # as HAMi grants it
+    return replica_request(wanted, resources, quantity_or_0)
+
+
 def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
     if found.annotations is None:
-        yield no_node(found)
+        yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not compared"
         return
     if lock := found.annotations.get(LOCK):
         try:

@@ -189,12 +189,16 @@ def test_hami_from_files(folder: Path) -> None:
     (folder / "hami.yaml").write_text(yaml.safe_dump_all([deployment, {"kind": "ConfigMap", "metadata": {}}]))
     to = folder / "gpumgr.yaml"
     result = migrate(
-        *("hami", "--new-requests", "--node", "gpu-7", "--pods", folder / "all.json"),
+        *("hami", "--node", "gpu-7", "--pods", folder / "all.json"),
         *("--manifest", folder / "hami.yaml", "--to", to, "--apply"),
     )
-    assert "  team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 32\n" in result.stdout
+    assert "  team/a: HAMi's scheduler has chosen no GPUs of this node for it; end it first\n" in result.stdout
     assert result.stdout.endswith(f"\n{to}: written\n")
-    assert yaml.safe_load(to.read_text()) == {"placement": {"policy": "spread"}, "metrics": {"hami_names": True}}
+    assert yaml.safe_load(to.read_text()) == {
+        "node": {"profile": "both"},
+        "placement": {"policy": "spread"},
+        "metrics": {"hami_names": True},
+    }
 
 
 def test_a_take_over_is_planned_and_its_result_compared(folder: Path) -> None:
@@ -303,10 +307,9 @@ async def test_hami_from_the_api_server(folder: Path) -> None:
         api.written.annotations["hami.io/node-handshake"] = "Requesting"
         api.put(SimPod(namespace="team", name="plain", uid="u9", containers=(SimContainer(name="main"),)))
         kubeconfig = api.kubeconfig(folder / "kubeconfig")
-        arguments = ("hami", "--new-requests", "--node", "gpu-7", "--kubeconfig", kubeconfig, "--output", "json")
+        arguments = ("hami", "--node", "gpu-7", "--kubeconfig", kubeconfig, "--output", "json")
         document = json.loads((await asyncio.to_thread(migrate, *arguments)).stdout)
         assert document["pods"] == ["no pod of this node has a GPU from HAMi"]
-        assert document["clean_up"][0] == "kubectl annotate node gpu-7 hami.io/node-handshake-"
         api.forbidden.add(("get", "nodes"))
         with pytest.raises(GpumgrError, match="403"):
             await asyncio.to_thread(migrate, *arguments)

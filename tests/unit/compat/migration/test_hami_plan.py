@@ -10,11 +10,10 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.compat.hami.config import read_config
-from gpumgr.compat.hami.new_requests import HamiState, plan_hami
+from gpumgr.compat.hami.takeover import HamiState, plan_take_over
 from gpumgr.compat.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.compat.plan import Plan, differing
 from gpumgr.kube.hami_node import REGISTER
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED
 from gpumgr.settings.hami_resources import ReplicaResources
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
@@ -55,52 +54,17 @@ def workload(kind: str, container: dict[str, Any], **spec: Any) -> dict[str, Any
 
 def plan(*documents: dict[str, Any], **found: Any) -> Plan:
     objects = [parse_object(each, "a test") for each in documents]
-    return plan_hami(read_config(objects, "gpu-7"), HamiState(node="gpu-7", objects=objects, **found), to=TO)
+    return plan_take_over(read_config(objects, "gpu-7"), HamiState(node="gpu-7", objects=objects, **found), to=TO)
 
 
 def commands(lines: tuple[str, ...]) -> list[str]:
     return [line.partition("    #")[0] for line in lines]
 
 
-def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
-    made = plan(
-        NODE,
-        pod(
-            "a",
-            gpu="1",
-            gpumem="4096",
-            gpucores="30",
-            annotations={
-                HAMI_ALLOCATED: "GPU-a,NVIDIA,4096,30:;",
-                "nvidia.com/use-gputype": "A10",
-                "hami.io/gpu-scheduler-policy": "spread",
-            },
-        ),
-        pod("elsewhere", node="gpu-8", gpu="1"),
-        pod("over", phase="Succeeded", gpu="1"),
-        pod("plain"),
-    )
-    assert made.pods == (
-        "team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 16",
-        "team/a: only pods of `gpumgr scheduler` are placed by hami.io/gpu-scheduler-policy",
-    )
-    assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl -n team delete pod a", "kubectl label node gpu-7 gpu-"]
-    assert made.warnings == (
-        "with new requests these pods must end before gpumgr starts (without --new-requests they keep running): team/a",
-    )
-    assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
-
-
 def test_what_hami_left_at_the_node_goes_by_commands() -> None:
     made = plan(NODE, folders=[Path("/usr/local/vgpu"), Path("/tmp/vgpulock")], answering=[Path("/dp/nvidia-gpu.sock")])
-    assert commands(made.clean_up) == [
-        "kubectl annotate node gpu-7 hami.io/device-cordon- hami.io/node-handshake- hami.io/node-nvidia-register-",
-        "rm -r /usr/local/vgpu",
-        "rm -r /tmp/vgpulock",
-        "helm uninstall hami -n NAMESPACE",
-    ]
+    assert commands(made.clean_up) == ["rm -r /usr/local/vgpu", "rm -r /tmp/vgpulock"]
     assert [line for line in commands(made.start) if "cordon GPU" in line] == [f"gpumgr gpu cordon {uuid}" for uuid in UUIDS]
-    assert made.warnings == ("HAMi's or NVIDIA's plugin answers at /dp/nvidia-gpu.sock: stop it before gpumgr starts",)
 
 
 def test_the_way_back_ends_as_it_began() -> None:
@@ -111,9 +75,7 @@ def test_the_way_back_ends_as_it_began() -> None:
 
 
 def test_without_the_node_that_is_said() -> None:
-    made = plan(pod("a", gpu="1"))
-    assert made.warnings == ("the Node object gpu-7 was not given: its GPUs, annotations and labels are not looked at",)
-    assert commands(made.clean_up)[0] == "kubectl annotate node gpu-7 hami.io/node-nvidia-register-"
+    assert plan().warnings == ("the Node object gpu-7 was not given: its GPUs, annotations and labels are not compared",)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +90,6 @@ def test_without_the_node_that_is_said() -> None:
 )
 def test_how_it_chose_among_gpus(container: dict[str, Any], policy: str | None) -> None:
     assert plan(NODE, workload("Deployment", container)).settings.get("placement.policy") == policy
-
-
-def test_its_dashboards_go_on() -> None:
-    assert plan(NODE).settings == {"metrics.hami_names": True}
 
 
 def test_what_its_webhook_did_is_named() -> None:
@@ -235,18 +193,14 @@ def test_without_hamis_config_map_it_is_said_that_its_defaults_are_assumed_and_h
     assert not any("are assumed" in note for note in plan(NODE, config_map("device-config.yaml", "nvidia: {}")).notes)
 
 
-def test_what_has_no_counterpart_is_named() -> None:
-    device = "nvidia: {deviceSplitCount: 4, deviceMemoryScaling: 1.5, deviceCoreScaling: 2, disableCoreLimit: true}"
-    override = {
-        "nodeconfig": [
-            {"name": "gpu-8", "operatingmode": "mig"},
-            {"name": "gpu-7", "devicesplitcount": 6, "filterdevices": {"index": [1]}},
-        ]
-    }
-    text = "\n".join(plan(NODE, config_map("device-config.yaml", device), config_map("config.json", json.dumps(override))).notes)
-    for words in ("deviceSplitCount (6)", "deviceMemoryScaling 1.5", "deviceCoreScaling 2", "disableCoreLimit", '{"index": [1]}'):
-        assert words in text
-    assert "operatingmode" not in text
+def test_values_of_this_node_alone_and_the_plugins_flags_are_named() -> None:
+    override = {"nodeconfig": [{"name": "gpu-8", "enableNumaTopology": True}, {"name": "gpu-7", "filterdevices": {"index": [1]}}]}
+    plugin = {"name": "device-plugin", "image": "hami:2", "args": ["--mig-strategy=mixed"]}
+    made = plan(NODE, config_map("config.json", json.dumps(override)), workload("DaemonSet", plugin))
+    text = "\n".join(made.notes)
+    assert 'filterdevices {"index": [1]}' in text
+    assert "enableNumaTopology" not in text
+    assert "the flags of HAMi's device plugin are not converted" in text
 
 
 def test_of_a_long_value_the_beginning_is_shown() -> None:
@@ -254,22 +208,6 @@ def test_of_a_long_value_the_beginning_is_shown() -> None:
     (note,) = (note for note in plan(NODE, config_map("device-config.yaml", text)).notes if note.startswith("filterdevices"))
     assert len(note) < 600
     assert f'"{UUIDS[1]}"' in note
-
-
-def test_scaled_memory_is_no_real_memory() -> None:
-    made = plan(
-        NODE,
-        config_map("device-config.yaml", "nvidia: {deviceMemoryScaling: 2}"),
-        pod("a", gpu="1", gpumem="16384", gpucores="50"),
-    )
-    assert made.pods == ("team/a (main): tencent.com/vcuda-core: 50, tencent.com/vcuda-memory: 32",)
-
-
-def test_the_unit_of_memory_is_that_of_hamis_configuration() -> None:
-    made = plan(
-        NODE, config_map("device-config.yaml", "nvidia: {memoryFactor: 256}"), pod("a", gpu="1", gpumem="10", gpucores="50")
-    )
-    assert made.pods == ("team/a (main): tencent.com/vcuda-core: 50, tencent.com/vcuda-memory: 10",)
 
 
 def test_xids_that_it_passed_over() -> None:
@@ -310,10 +248,8 @@ def test_a_config_map_of_another_shape_is_named_with_its_key(key: str, text: str
         plan(NODE, config_map(key, text))
 
 
-def test_what_yaml_has_and_json_has_not_is_shown_all_the_same() -> None:
-    text = (
-        "nodeconfig: [{name: gpu-7, filterdevices: {uuid: [2024-01-01], 2024-01-01: 1}, devicememoryscaling: 1" + "0" * 400 + "}]"
-    )
+def test_a_value_that_json_does_not_have_is_shown_all_the_same() -> None:
+    text = "nodeconfig: [{name: gpu-7, filterdevices: {uuid: [2024-01-01], 2024-01-01: 1}}]"
     assert any('{"uuid": ["2024-01-01"]}' in note for note in plan(NODE, config_map("config.json", text)).notes)
 
 
@@ -336,12 +272,10 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
     plugin.pod_spec.node_selector = {evil: evil}
     objects = [node, doomed, plugin]
     found = HamiState(node="gpu-7", objects=objects, folders=[Path(f"/tmp/{evil}")])
-    made = plan_hami(read_config(objects, "gpu-7"), found, to=TO)
+    made = plan_take_over(read_config(objects, "gpu-7"), found, to=TO)
     words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
-    assert ["kubectl", "-n", "team", "delete", "pod", evil] in words
     assert ["kubectl", "label", "node", "gpu-7", f"{evil}-"] in words
     assert ["kubectl", "label", "node", "gpu-7", f"{evil}={evil}"] in words
-    assert ["kubectl", "annotate", "node", "gpu-7", "hami.io/device-cordon-", f"hami.io/{evil}-"] in words
     assert ["rm", "-r", f"/tmp/{evil}"] in words
     assert [line[3] for line in words if line[:3] == ["gpumgr", "gpu", "cordon"]] == [UUIDS[0]]
     assert "hami.io/device-cordon has what is no GPU's UUID, and is passed over: GPU-1; reboot #" in made.notes

@@ -10,8 +10,7 @@ import pytest
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config, read_config
-from gpumgr.compat.hami.new_requests import HamiState
-from gpumgr.compat.hami.takeover import differences, plan_take_over, running_pods
+from gpumgr.compat.hami.takeover import HamiState, differences, plan_take_over, running_pods
 from gpumgr.compat.objects import parse_object
 from gpumgr.compat.plan import Plan
 from gpumgr.kube.hami_node import LOCK, REGISTER, RegisteredGpu, encode_register
@@ -69,14 +68,12 @@ def test_running_pods_keep_what_hamis_scheduler_chose() -> None:
 
 def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None:
     text = "nvidia: {resourceCountName: acme.com/vgpu, deviceSplitCount: 6, deviceMemoryScaling: 1.5}"
-    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0", "args": ["--mig-strategy=mixed"]}
+    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}
     made = plan(NODE, config_map("device-config.yaml", text), workload("DaemonSet", plugin, nodeSelector={"vgpu": "yes"}))
-    assert {key: made.settings[key] for key in ("hami.count_resource", "hami.device_split_count", "node.mig_strategy")} == {
+    assert {key: made.settings[key] for key in ("hami.count_resource", "hami.device_split_count")} == {
         "hami.count_resource": "acme.com/vgpu",
         "hami.device_split_count": 6,
-        "node.mig_strategy": "mixed",
     }
-    assert not any("vcuda requests" in note for note in made.notes), "these values are settings"
     assert "kubectl label node gpu-7 vgpu=yes" in commands(made.rollback)
     with pytest.raises(SettingsError, match="device_split_count"):
         plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))
