@@ -1,9 +1,22 @@
-"""One GPU's folder."""
+"""One GPU's folder and its record, and the node's protocol."""
 
+import json
 import os
 from pathlib import Path
 
-from gpumgr.enforcement.mps.folders import GpuFolder, Share, gpu_folders, socket_path_bytes
+import pytest
+
+from gpumgr.common.errors import MpsError
+from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
+from gpumgr.enforcement.mps.folders import (
+    DaemonRecords,
+    GpuFolder,
+    Share,
+    gpu_folders,
+    read_protocol,
+    socket_path_bytes,
+    write_protocol,
+)
 
 
 def test_shares_are_kept_and_what_is_unreadable_is_still_named(tmp_path: Path) -> None:
@@ -70,3 +83,77 @@ def test_a_folder_that_is_gone_has_nothing_left_to_remove(tmp_path: Path) -> Non
 def test_the_default_place_leaves_room_for_sockets() -> None:
     assert socket_path_bytes(Path("/run/gpumgr/mps")) <= 107
     assert socket_path_bytes(Path("/var/lib/kubelet/plugins/gpumgr/run/mps")) > 107
+
+
+UUID = "GPU-0fe1c342"
+
+
+def test_a_record_is_kept_over_restarts_until_it_is_dropped(tmp_path: Path) -> None:
+    records = DaemonRecords(tmp_path / "mps")
+    assert (records.uuids(), records.of(UUID)) == ([], None)
+    records.begin(UUID, Path("/run/a"))
+    records.set_former_mode(UUID, 2)
+    records.begin(UUID, Path("/run/b"))
+    again = DaemonRecords(tmp_path / "mps")
+    assert again.uuids() == [UUID]
+    record = again.of(UUID)
+    assert record is not None
+    assert (record.folder, record.former_mode) == ("/run/a", 2)
+    again.drop(UUID)
+    again.drop(UUID)
+    assert (again.uuids(), DaemonRecords(tmp_path / "mps").uuids()) == ([], [])
+
+
+def test_a_boot_ends_what_was_before(tmp_path: Path) -> None:
+    DaemonRecords(tmp_path).begin(UUID, Path("/run/a"), former_mode=0)
+    path = tmp_path / UUID
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot": "another"}))
+    records = DaemonRecords(tmp_path)
+    assert records.of(UUID) is None
+    records.begin(UUID, Path("/run/b"))
+    record = DaemonRecords(tmp_path).of(UUID)
+    assert record is not None
+    assert (record.folder, record.former_mode) == ("/run/b", None)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"'])
+def test_what_is_no_record_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / UUID).write_text(text)
+    (tmp_path / "another").write_text("{}")
+    assert DaemonRecords(tmp_path).uuids() == []
+
+
+OLD: ControlFeatures = {2: ""}
+NEW: ControlFeatures = {2: "", 3: "--multiuser"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "features", "kept", "chosen"),
+    [
+        ("auto", OLD, None, 2),
+        ("auto", NEW, None, 3),
+        ("2", NEW, None, 2),
+        ("3", NEW, None, 3),
+        ("auto", NEW, 2, 2),  # containers of this node use it
+        ("3", NEW, 2, 2),
+        ("2", NEW, 3, 3),
+    ],
+)
+def test_choice(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None, chosen: MpsProtocol) -> None:
+    assert choose_protocol(setting, features, kept) == chosen
+
+
+def test_a_protocol_that_the_program_lacks_is_refused_with_what_to_do() -> None:
+    with pytest.raises(MpsError, match=r"protocol 3 .* set it to auto"):
+        choose_protocol("3", OLD, None)
+    with pytest.raises(MpsError, match=r"protocol 3 .* drain the node"):
+        choose_protocol("auto", OLD, 3)
+
+
+def test_it_is_kept_on_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    assert read_protocol(folder) is None
+    write_protocol(folder, 3)
+    assert read_protocol(folder) == 3
+    (folder / "mps_protocol").write_text("seven\n")
+    assert read_protocol(folder) is None

@@ -1,11 +1,13 @@
-"""vcuda.config: names, and what does not fit. A C program reads the numbers in the component tests."""
+"""vcuda.config: names, and what does not fit; pids.config. A C program reads the numbers in the component tests."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
-from gpumgr.compat.gpu_manager.vcuda.files import pack_config
+from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS, pack_config, pack_pids, unpack_pids
 from tests.shares import TWO_GPUS
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, GPU, TENANT
 
@@ -43,3 +45,32 @@ def test_names_may_fill_their_fields() -> None:
 def test_names_that_do_not_fit_are_refused(tenant: object, sentence: str) -> None:
     with pytest.raises(Refusal, match=sentence):
         pack_config(tenant)  # type: ignore[arg-type]
+
+
+PIDS = st.integers(min_value=1, max_value=2**22)
+
+
+@given(st.sets(PIDS, min_size=1, max_size=MOST_PIDS + 300), st.sets(PIDS, max_size=50))
+def test_what_is_written_is_ascending_and_fits(pids: set[int], first: set[int]) -> None:
+    written = unpack_pids(pack_pids(list(pids), first))
+    assert list(written) == sorted(set(written))
+    assert set(written) <= pids
+    assert len(written) == min(len(pids), MOST_PIDS)
+    assert first & pids <= set(written)
+
+
+def test_the_bytes() -> None:
+    assert pack_pids([258, 1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
+
+
+def test_of_too_many_the_users_of_the_gpu_come_first_and_then_the_lowest() -> None:
+    assert unpack_pids(pack_pids(range(1, 2001), first=[1500, 2000, 9999])) == (*range(1, 1023), 1500, 2000)
+
+
+def test_an_empty_file_would_lift_the_limit() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        pack_pids([])
+
+
+def test_a_damaged_file_names_no_process() -> None:
+    assert unpack_pids(b"\x01\0\0") == unpack_pids(b"") == ()
