@@ -10,6 +10,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import ALL_RESOURCES, RESOURCES
+from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.response import merged
 
@@ -18,7 +19,7 @@ NO_MECHANISM = ("none",)
 
 
 class ContainerStarts:
-    """`allocation_dir`: the host folder of the containers' folders, which `make_dir` creates."""
+    """`make_dir` creates a container's folder below `host.allocation_dir`."""
 
     def __init__(
         self,
@@ -26,12 +27,12 @@ class ContainerStarts:
         agent_state: AgentState,
         pods: Pods,
         enforcement: Enforcement,
-        answers: Answers,
-        allocation_dir: str,
+        host: HostPaths,
         make_dir: Callable[[str], None],
     ) -> None:
-        self._agent_state, self._pods, self._enforcement, self._answers = agent_state, pods, enforcement, answers
-        self._allocation_dir, self._make_dir = allocation_dir, make_dir
+        self.pods, self.enforcement = pods, enforcement
+        self.answers = Answers(agent_state=agent_state, pods=pods, enforcement=enforcement, host=host)
+        self._agent_state, self._allocation_dir, self._make_dir = agent_state, host.allocation_dir, make_dir
 
     def make_folders(self, allocations: Sequence[Allocation]) -> None:
         """Creates the host folders that the containers mount. Raises Refusal."""
@@ -46,18 +47,18 @@ class ContainerStarts:
         """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         if allocation.whole:
-            await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
+            await self.enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
         self._check_exemption(allocation)
         allocation = self._with_known_terms(allocation)
         held = [each for each in ALL_RESOURCES if allocation.held(each)] or RESOURCES
-        base = merged(*(self._answers.base(allocation, each) for each in held))
-        await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
+        base = merged(*(self.answers.base(allocation, each) for each in held))
+        await self.enforcement.start(base, allocation, self.answers.tenant(allocation))
 
     def _with_known_terms(self, allocation: Allocation) -> Allocation:
         """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
-        mechanisms = self._enforcement.terms(find_pod(self._pods, allocation.pod, allocation.uid), share=True).mechanisms
+        mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
         if mechanisms != NO_MECHANISM:
             raise Refusal(
                 "internal",
@@ -71,7 +72,7 @@ class ContainerStarts:
         exemption = allocation.exemption
         if exemption is None:
             return
-        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        view = find_pod(self.pods, allocation.pod, allocation.uid)
         if allocation.pod is None or ("/" in exemption and view is None):
             raise Refusal(
                 "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"

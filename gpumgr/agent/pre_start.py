@@ -9,7 +9,6 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.mig_devices import MigDevices
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, Refusal
@@ -26,9 +25,9 @@ log = structlog.get_logger(__name__)
 
 class PreStart:
     def __init__(
-        self, *, agent_state: AgentState, reconciler: Reconciler, pods: Pods, starts: ContainerStarts, mig_devices: MigDevices
+        self, *, agent_state: AgentState, reconciler: Reconciler, starts: ContainerStarts, mig_devices: MigDevices
     ) -> None:
-        self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, pods, starts
+        self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, starts.pods, starts
         self._mig_devices = mig_devices
 
     async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:

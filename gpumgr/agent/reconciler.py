@@ -12,7 +12,7 @@ import structlog
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.ports import Pods
+from gpumgr.agent.ports import Meter, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
@@ -47,12 +47,13 @@ class Reconciler:
         admission: Admission,
         pods: Pods,
         pod_ends: PodEnds,
+        meter: Meter,
         new_id: Callable[[], AllocationId],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._admission, self._pods, self._pod_ends = agent_state, admission, pods, pod_ends
-        self.new_id, self._clock, self._wall_clock = new_id, clock, wall_clock
+        self._meter, self.new_id, self._clock, self._wall_clock = meter, new_id, clock, wall_clock
         self._find_uid = partial(find_pod, pods, None)
         self._absent: Mapping[AllocationId, int] = {}
         self._quiet_until = float("-inf")
@@ -134,8 +135,8 @@ class Reconciler:
             self._settled = None if swept.absent or swept.ledger != agent_state.ledger else basis
             for a in swept.renamed:
                 log.warning("allocation_renamed", allocation=a.id, holder=a.describe(), reason="PodResources names this pod")
-            agent_state.meter.drifted("freed", len(swept.freed))
-            agent_state.meter.drifted("renamed", len(swept.renamed))
+            self._meter.drifted("freed", len(swept.freed))
+            self._meter.drifted("renamed", len(swept.renamed))
             await agent_state.commit(swept.ledger)
             agent_state.publish()
             return True
@@ -216,6 +217,6 @@ class Reconciler:
             )
         for problem in rebuilt.problems:
             log.error("allocation_not_adopted", problem=problem)
-        self._agent_state.meter.drifted("adopted", len(rebuilt.added))
-        self._agent_state.meter.drifted("rejected", len(rebuilt.problems))
+        self._meter.drifted("adopted", len(rebuilt.added))
+        self._meter.drifted("rejected", len(rebuilt.problems))
         await self._agent_state.commit(rebuilt.ledger)

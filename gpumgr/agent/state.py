@@ -11,7 +11,7 @@ import structlog
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import HardwareHealth, Inventory
-from gpumgr.agent.ports import Checkpoint, Meter, Runs
+from gpumgr.agent.ports import Checkpoint, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import GpuName, Process
@@ -48,21 +48,18 @@ class AgentState:
         *,
         checkpoint: Checkpoint,
         device_lists: DeviceListPublisher,
-        meter: Meter,
         runs: Runs,
         policy: Policy,
         clock: Callable[[], float],
-        history: History | None = None,
         on_freed: Callable[[AllocationId], None] = lambda _: None,
         before_offer: Callable[[], Awaitable[None]] | None = None,
         inventory: Inventory | None = None,
     ) -> None:
         self.lock = asyncio.Lock()
-        self.history = history or History(checkpoint, wall_clock=time.time)
+        self.history = History(checkpoint, wall_clock=time.time)
         # The kubelet never got an answer about a reservation that a former process left.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
-        self.meter = meter
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
         self._policy = policy

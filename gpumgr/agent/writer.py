@@ -13,18 +13,15 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.admission import Admission, Pending
-from gpumgr.agent.answers import Answers
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.mig_devices import MigDevices, MigDriver
-from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.pre_start import PreStart
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.common.units import CORES_PER_GPU, Resource, other_resource
-from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.ledger.demanded import choose_demanded, refuse_undemanded
@@ -60,30 +57,18 @@ class Agent:
         agent_state: AgentState,
         admission: Admission,
         reconciler: Reconciler,
-        pods: Pods,
-        enforcement: Enforcement,
-        host: HostPaths,
-        make_dir: Callable[[str], None],
+        starts: ContainerStarts,
         new_id: Callable[[], AllocationId],
         mig_driver: MigDriver,
         share_mode: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.agent_state, self.admission, self.reconciler = agent_state, admission, reconciler
-        self._enforcement, self._new_id, self._wall_clock = enforcement, new_id, wall_clock
-        self._answers = Answers(agent_state=agent_state, pods=pods, enforcement=enforcement, host=host)
-        self.container_starts = ContainerStarts(
-            agent_state=agent_state,
-            pods=pods,
-            enforcement=enforcement,
-            answers=self._answers,
-            allocation_dir=host.allocation_dir,
-            make_dir=make_dir,
-        )
+        self._enforcement, self._answers = starts.enforcement, starts.answers
+        self._new_id, self._wall_clock = new_id, wall_clock
+        self.container_starts = starts
         self.mig_devices = MigDevices(agent_state, mig_driver)
-        self._starts = PreStart(
-            agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts, mig_devices=self.mig_devices
-        )
+        self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, starts=starts, mig_devices=self.mig_devices)
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:

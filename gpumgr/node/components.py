@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpumgr import __version__
 from gpumgr.agent.admission import Admission
+from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
@@ -130,7 +131,12 @@ class Components:
             pods, self.pod_resources, pod_ends, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic
         )
         self.reconciler = Reconciler(
-            agent_state=self.agent_state, admission=self.admission, pods=pods, pod_ends=pod_ends, new_id=_new_id
+            agent_state=self.agent_state,
+            admission=self.admission,
+            pods=pods,
+            pod_ends=pod_ends,
+            meter=self.metrics,
+            new_id=_new_id,
         )
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
@@ -192,7 +198,6 @@ class Components:
             loaded.ledger,
             checkpoint=self._checkpoint,
             device_lists=self.device_lists,
-            meter=self.metrics,
             runs=self._processes.runs,
             policy=self.settings.placement.policy,
             clock=time.monotonic,
@@ -229,10 +234,13 @@ class Components:
             agent_state=self.agent_state,
             admission=self.admission,
             reconciler=self.reconciler,
-            pods=self._pods,
-            enforcement=self.enforcement.limits,
-            host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
-            make_dir=_make_dir,
+            starts=ContainerStarts(
+                agent_state=self.agent_state,
+                pods=self._pods,
+                enforcement=self.enforcement.limits,
+                host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
+                make_dir=_make_dir,
+            ),
             new_id=_new_id,
             mig_driver=self.nvml,
             share_mode=self.settings.placement.share_mode,

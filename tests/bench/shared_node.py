@@ -78,7 +78,6 @@ class SharedNode:
             Ledger(),
             checkpoint=self.checkpoint,
             device_lists=DeviceListPublisher(lambda _offer: None, clock=self.clock),
-            meter=self.metrics,
             runs=self.processes.runs,
             policy="binpack",
             clock=self.clock,

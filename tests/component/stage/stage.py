@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.agent.admission import Admission
+from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.pod_ends import PodEnds
@@ -288,7 +289,6 @@ async def stage(
             Ledger(),
             checkpoint=checkpoint,
             device_lists=device_lists,
-            meter=drift,
             runs=still_runs,
             policy="binpack",
             clock=clock,
@@ -298,18 +298,27 @@ async def stage(
         pod_ends = PodEnds(pods, runtime, clock=clock)
         admission = Admission(pods, client, pod_ends, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(
-            agent_state=agent_state, admission=admission, pods=pods, pod_ends=pod_ends, new_id=lambda: next(ids), clock=clock
+            agent_state=agent_state,
+            admission=admission,
+            pods=pods,
+            pod_ends=pod_ends,
+            meter=drift,
+            new_id=lambda: next(ids),
+            clock=clock,
         )
         agent = Agent(
             agent_state=agent_state,
             mig_driver=mig or MemoryMig(),
             admission=admission,
             reconciler=reconciler,
-            pods=pods,
-            enforcement=enforcement or unlimited(),
+            starts=ContainerStarts(
+                agent_state=agent_state,
+                pods=pods,
+                enforcement=enforcement or unlimited(),
+                host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
+                make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
+            ),
             share_mode=share_mode,
-            host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
-            make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
             new_id=lambda: next(ids),
         )
         await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())

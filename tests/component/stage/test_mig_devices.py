@@ -490,7 +490,6 @@ async def test_a_reservation_that_a_killed_agent_left_is_dropped(folder: Path) -
             left,
             checkpoint=node.checkpoint,
             device_lists=device_lists,
-            meter=node.drift,
             runs=lambda _: False,
             policy="binpack",
             clock=node.clock,

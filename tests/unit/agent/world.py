@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpumgr.agent.admission import Admission
+from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.pod_ends import PodEnds
 from gpumgr.agent.reconciler import Reconciler
@@ -201,7 +202,6 @@ class World:
             ledger,
             checkpoint=self.checkpoint,
             device_lists=self.device_lists,
-            meter=self.drift,
             runs=self.runs,
             policy="binpack",
             clock=self.clock,
@@ -213,6 +213,7 @@ class World:
             admission=self.admission,
             pods=self.pods,
             pod_ends=pod_ends,
+            meter=self.drift,
             new_id=lambda: next(self._ids),
             clock=self.clock,
             wall_clock=lambda: self.wall,
@@ -222,10 +223,13 @@ class World:
             agent_state=self.agent_state,
             admission=self.admission,
             reconciler=self.reconciler,
-            pods=self.pods,
-            enforcement=self.limits,
-            host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
-            make_dir=self.make_dir,
+            starts=ContainerStarts(
+                agent_state=self.agent_state,
+                pods=self.pods,
+                enforcement=self.limits,
+                host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
+                make_dir=self.make_dir,
+            ),
             new_id=lambda: next(self._ids),
             share_mode=self._share_mode,
             wall_clock=lambda: self.wall,

@@ -60,7 +60,6 @@ class TakeoverNode:
             Ledger(),
             checkpoint=self.checkpoint,
             device_lists=self.device_lists,
-            meter=Drift(),
             runs=lambda _: True,
             policy="binpack",
             clock=self.clock,
@@ -81,6 +80,7 @@ class TakeoverNode:
             admission=admission,
             pods=self.pods,
             pod_ends=pod_ends,
+            meter=Drift(),
             new_id=lambda: next(ids),
             clock=self.clock,
         )

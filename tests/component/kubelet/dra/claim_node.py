@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumgr.agent.answers import Answers
 from gpumgr.agent.claims import ClaimReader, NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
@@ -20,7 +19,6 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name
 from gpumgr.ledger.ledger import ClaimRef, Ledger
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
-from gpumgr.web.metrics.registry import Metrics
 from tests.component.stage.stage import MemoryPods
 
 
@@ -41,13 +39,12 @@ class ClaimNode:
     """Make it inside the event loop. `reader`: another one than that of the claims that it has itself."""
 
     def __init__(self, folder: Path, reader: ClaimReader | None = None) -> None:
-        pods, metrics = MemoryPods(), Metrics(node="bench", version="0")
+        pods = MemoryPods()
         self.checkpoint = SqliteCheckpoint.open(folder / "checkpoint")
         self.state = AgentState(
             Ledger(),
             checkpoint=self.checkpoint,
             device_lists=DeviceListPublisher(lambda _offer: None, clock=time.monotonic),
-            meter=metrics,
             runs=lambda _process: False,
             policy="binpack",
             clock=time.monotonic,
@@ -62,8 +59,7 @@ class ClaimNode:
             agent_state=self.state,
             pods=pods,
             enforcement=self.limits,
-            answers=Answers(agent_state=self.state, pods=pods, enforcement=self.limits, host=host),
-            allocation_dir=host.allocation_dir,
+            host=host,
             make_dir=lambda path: os.makedirs(path, exist_ok=True),
         )
         self.pods, self.reader = pods, Reader()
