@@ -1,7 +1,7 @@
 """`python -m tools.walks [NAME...]`: the modules of gpumgr that a call enters, in the order in which it enters them.
 
-A change is hard to follow through many modules, so the paths that the project takes most often have a bound (docs/design.md). Generated
-code does not count (`gpumgr/_pb`, dataclasses), nor do modules that are only imported.
+A change is hard to follow through many modules, so the paths that the project takes most often have a bound
+(tests/unit/tools/test_walks.py). Generated code does not count (`gpumgr/_pb`, dataclasses), nor do modules that are only imported.
 """
 
 import argparse
@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import Final
-
-import msgspec
 
 from tools import PROJECT
 
@@ -47,16 +45,14 @@ async def modules_entered(call: Callable[[], object]) -> list[str]:
 
 async def filter_walks() -> AsyncIterator[Walk]:
     """`Extender.filter` on two nodes, for a share, whole GPUs, a pod that fits nowhere, and a pod without GPUs."""
-    from gpumgr.cluster.scheduler.wire import FilterArgs
     from tests.bench.bench_requests import Bench, pod
     from tests.bench.cluster_stub import name_of
 
-    extender = Bench(nodes=2, pods=4).extender
+    bench = Bench(nodes=2, pods=4)
     containers = {"share": (50, 4), "whole GPUs": (200, 0), "fits nowhere": (1600, 0), "no GPU": (0, 0)}
     for number, (title, container) in enumerate(containers.items()):
-        names = f'["{name_of(0)}","{name_of(1)}"]'.encode()
-        args = FilterArgs(pod=pod(number, container), node_names=msgspec.Raw(names))
-        yield title, partial(extender.filter, args)
+        asked = bench.watches.parse_pod(pod(number, container))
+        yield title, partial(bench.extender.filter, asked, [name_of(0), name_of(1)])
 
 
 WALKS: Final[Mapping[str, Callable[[], AsyncIterator[Walk]]]] = {"filter": filter_walks}

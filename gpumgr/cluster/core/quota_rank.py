@@ -49,7 +49,7 @@ class RankWithinQuota:
         offered = self.index.node_set(self.names)
         if (known := self._kept(offered)) is not None:
             return known
-        found = self._rank(offered, self._known_denied())
+        found = self._rank(offered) if self._limited else self._within_index(offered)
         if self.shape is None and isinstance(found, Rejection):
             self.quotas.keep_rejection(*self._question(offered), found)
         return found
@@ -58,10 +58,12 @@ class RankWithinQuota:
         if self._kept(self.index.node_set(self.names)) is not None:
             return
         yield from self.index.examine(self.request, self.policy, self.names, self.shape)
+        if not self._limited:
+            return
         denied = self._known_denied()
         for _ in range(_MAX_ROUNDS):
             allowed = self._allowed(self.index.node_set(self.names))[1]
-            if self.namespace not in self.quotas.limits or not len(allowed):
+            if not len(allowed):
                 return
             ranked = self._within_index(allowed)
             if isinstance(ranked, Rejection) or not self._exceeds(ranked):
@@ -70,6 +72,10 @@ class RankWithinQuota:
             yield from self._examine_each(allowed, denied)
             if denied.checked == self._checked(allowed):
                 return
+
+    @property
+    def _limited(self) -> bool:
+        return self.namespace in self.quotas.limits
 
     def _question(self, offered: NodeSet) -> tuple[Hashable, Hashable]:
         """What is asked, and the state on which the answer depends."""
@@ -86,13 +92,14 @@ class RankWithinQuota:
     def _checked(self, allowed: NodeSet) -> Hashable:
         return self.index.version, self.quotas.state(self.namespace), allowed, self.most
 
-    def _rank(self, offered: NodeSet, denied: Denied) -> list[tuple[str, NodeChoice]] | Rejection:
+    def _rank(self, offered: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         excluded, allowed = self._allowed(offered)
         ranked = self._within_index(allowed)
         if isinstance(ranked, Rejection):
             return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
         if not self._exceeds(ranked):
             return ranked
+        denied = self._known_denied()
         if denied.checked != self._checked(allowed):
             for _ in self._examine_each(allowed, denied):
                 pass
@@ -121,7 +128,7 @@ class RankWithinQuota:
 
     def _exceeds(self, ranked: list[tuple[str, NodeChoice]]) -> bool:
         """Whether one of these choices exceeds the quota."""
-        return self.namespace in self.quotas.limits and any(
+        return any(
             self.quotas.refusal(self.namespace, self.quotas.choice_holding(choice, self.request, self._node(name)))
             for name, choice in ranked
         )

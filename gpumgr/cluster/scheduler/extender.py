@@ -29,7 +29,7 @@ from gpumgr.cluster.scheduler.binding import (
 )
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.objects import WatchedPod
-from gpumgr.cluster.scheduler.preemption import Preemption, placed_on
+from gpumgr.cluster.scheduler.preemption import Preemption
 from gpumgr.cluster.scheduler.rejections import Rejections
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
@@ -41,8 +41,6 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: The pod and the names of nodes of a request.
-_Asked = tuple[WatchedPod, Sequence[str]]
 #: So long a verb works before the event loop serves others.
 SLICE_SECONDS = 0.005
 #: The highest score of extender/v1.
@@ -102,53 +100,51 @@ class Extender:
     def ready(self) -> bool:
         return self.problem is None
 
-    def filter(self, args: FilterArgs) -> FilterResult:
-        """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
-        return self._filter(args)
-
-    async def filter_in_slices(self, args: FilterArgs) -> FilterResult:
-        """`filter`, which does not hold the event loop for long."""
-        asked = await self._examined(args)
-        return self._filter(args, asked) if self.answers else FilterResult(error=NOT_LEADING)
-
-    async def _examined(self, args: FilterArgs) -> _Asked | None:
-        """What the index computes for a new request may take a second at thousands of nodes. No `await` follows before `_filter`."""
-        if not self.ready:
-            return None
+    async def answer_filter(self, args: FilterArgs) -> FilterResult:
+        """Decodes the request, has the index compute what is new in it without holding the event loop for long, and calls `filter`."""
         try:
-            asked = self._asked(args)
-        except UNREADABLE:
-            return None
-        await self._preemption.keep_nominated()
-        pod, names = asked
-        if pod.wants_gpu and pod.refusal is None:
-            question = self._question(pod, self._index.node_set(names))
-            await in_slices(question.examine(), SLICE_SECONDS)
-        return asked
-
-    def _asked(self, args: FilterArgs) -> _Asked:
-        """Raises UNREADABLE."""
-        return self._watches.parse_pod(args.pod), args.names()
-
-    def _filter(self, args: FilterArgs, asked: _Asked | None = None) -> FilterResult:
-        if (problem := self.problem) is not None:
-            return FilterResult(error=problem)
-        try:
-            pod, names = asked or self._asked(args)
+            pod, names = self._watches.parse_pod(args.pod), args.names()
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
+        if self.ready:
+            await self._preemption.keep_nominated()
+            if pod.wants_gpu and pod.refusal is None:
+                # This may take a second at thousands of nodes. No `await` follows before `filter`.
+                question = self._question(pod, self._index.node_set(names))
+                await in_slices(question.examine(), SLICE_SECONDS)
+        if not self.answers:
+            return FilterResult(error=NOT_LEADING)
+        result = self.filter(pod, names)
+        if result.node_names is not None and not (args.by_name or result.failed_nodes or result.failed_and_unresolvable_nodes):
+            items = args.items()
+            return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in result.node_names]})
+        return result
+
+    def filter(self, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
+        """One of the nodes `names` (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from
+        now on."""
+        if (problem := self.problem) is not None:
+            return FilterResult(error=problem)
         if not pod.wants_gpu or not names:
-            return self._passed(args, list(names))
+            return FilterResult(node_names=list(names))
         if pod.refusal is not None:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
         if self._quotas.problem is not None:
             return FilterResult(error=self._quotas.problem)
-        self._preemption.refresh()
-        if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
+        if self._preemption.kept:
+            self._preemption.refresh()
+        placed = self._index.placement(pod.uid)
+        if placed is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
-        if pod.uid in self._sending | self._unsettled:
-            return self._as_sent(args, pod, names)
+        if pod.uid in self._sending or pod.uid in self._unsettled:
+            # It may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs.
+            if placed is None or placed.node not in names:
+                return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
+            return FilterResult(node_names=[placed.node])
         self._forget(pod.uid)
+        return self._choose(pod, names)
+
+    def _choose(self, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         offered = self._index.node_set(names)
         ranked = self._question(pod, offered).rank()
         if isinstance(ranked, Rejection):
@@ -161,14 +157,14 @@ class Extender:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
-        self._rejections.remove(pod.uid)
+        if pod.uid in self._rejections.pods:
+            self._rejections.remove(pod.uid)
         if self._settings.candidates == 1:
-            placed = placed_on(self._index, pod, *ranked[0])
-            self._assume(pod, placed)
-            self._preemption.placed(placed)
-        else:
+            name, choice = ranked[0]
+            self._place(pod, self._placed_on(pod, name, choice))
+        elif self._preemption.kept:
             self._preemption.restore(pod.uid)
-        return self._passed(args, [name for name, _ in ranked])
+        return FilterResult(node_names=[name for name, _ in ranked])
 
     def _question(self, pod: WatchedPod, names: NodeSet) -> RankWithinQuota:
         policy = pod.policy or self._settings.policy
@@ -190,13 +186,6 @@ class Extender:
         if not self._preemption.keeps(pod.uid):
             self._forget(pod.uid)
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
-
-    def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
-        """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
-        placed = self._index.placement(pod.uid)
-        if placed is None or placed.node not in names:
-            return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
-        return self._passed(args, [placed.node])
 
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
@@ -285,8 +274,7 @@ class Extender:
         """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
         for certain. Raises BindingError."""
         uid = pod.uid
-        self._assume(pod, placed)
-        self._preemption.placed(placed)
+        self._place(pod, placed)
         self._sending.add(uid)
         try:
             self._check_lease()
@@ -366,7 +354,7 @@ class Extender:
             raise BindingError(choice.text)
         if isinstance(choice, Misfit):
             raise BindingError(f"node {node} {explain([(node, choice)])}")
-        return placed_on(self._index, pod, node, choice)
+        return self._placed_on(pod, node, choice)
 
     async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
         """Raises BindingError; it is not uncertain if this pod has ended or does not exist."""
@@ -384,15 +372,19 @@ class Extender:
             raise BindingError(f"the pod has ended ({phase})")
         return pod
 
+    def _placed_on(self, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
+        node = self._index.node(name)
+        assert node is not None, "a node with a choice is in the index"
+        return pod.chosen(node, choice)
+
+    def _place(self, pod: WatchedPod, placed: PlacedPod) -> None:
+        self._assume(pod, placed)
+        if self._preemption.kept:
+            self._preemption.placed(placed)
+
     def _assume(self, pod: WatchedPod, placed: PlacedPod) -> None:
         seconds = self._settings.assume_seconds
         if pod.uid in self._unsettled:
             seconds = max(seconds, _REQUEST_SECONDS)
         self._assumed[pod.uid] = _Assumed(pod, self._clock() + seconds)
         self._index.assume(placed)
-
-    def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
-        if args.by_name:
-            return FilterResult(node_names=names)
-        items = args.items()
-        return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in names]})

@@ -10,7 +10,8 @@ from typing import Any, Final, Literal
 
 from msgspec import UNSET
 
-from gpumgr.cluster.core.index import NamedShares, PlacedPod
+from gpumgr.cluster.core.choose import NodeChoice
+from gpumgr.cluster.core.index import NamedShares, PlacedPod, named_shares
 from gpumgr.cluster.core.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
@@ -98,6 +99,10 @@ class WatchedPod:
     def placed(self) -> PlacedPod | None:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
         return self.on(self.node, self.shares) if self.node is not None and self.request.containers else None
+
+    def chosen(self, node: NodeState, choice: NodeChoice) -> PlacedPod:
+        """The pod on the GPUs of this choice."""
+        return self.on(node.name, named_shares(node, choice))
 
     def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
         return PlacedPod(

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.quota import Quotas, added_holdings
 from gpumgr.cluster.core.shape import Rejection
@@ -46,7 +46,7 @@ class _Kept:
 
 
 class Preemption:
-    """`clock` as in the extender."""
+    """`kept`: the GPUs that are kept, by the UID of their pod. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Preemption:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index, self._quotas, self._watches, self._settings, self._clock = index, quotas, watches, settings, clock
-        self._kept: dict[str, _Kept] = {}
+        self.kept: dict[str, _Kept] = {}
         #: Nominated pods that have been looked at: GPUs are kept once for each nomination.
         self._seen: set[str] = set()
         self._keeping = asyncio.Lock()
@@ -82,15 +82,15 @@ class Preemption:
                 self._seen.add(uid)
                 if eviction is not None and self._index.placement(uid) is None:
                     until = self._clock() + self._settings.nomination_seconds
-                    self._keep(placed_on(self._index, pod, name, eviction.choice), until, nominated=True)
+                    self._keep(self._chosen(pod, name, eviction), until, nominated=True)
 
     def refresh(self) -> None:
         """Follows what the watch has shown of pods for which GPUs are kept, and the time."""
         nominated, now = self._watches.nominated, self._clock()
-        for uid, kept in list(self._kept.items()):
+        for uid, kept in list(self.kept.items()):
             pod = nominated.get(uid)
             if not self._index.is_assumed(uid):
-                del self._kept[uid]
+                del self.kept[uid]
             elif kept.until <= now:
                 self.release(uid)
             elif pod is not None and pod.nominated == kept.pod.node:
@@ -102,19 +102,19 @@ class Preemption:
                 self._seen.discard(uid)
 
     def release(self, uid: str) -> None:
-        self._kept.pop(uid, None)
+        self.kept.pop(uid, None)
         self._index.remove(uid)
 
     def restore(self, uid: str) -> None:
         """After a rejected filter, which began by removing what was assumed: the victims have not ended yet."""
-        if (kept := self._kept.get(uid)) is not None:
+        if (kept := self.kept.get(uid)) is not None:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
         """A pod has taken its GPUs: it no longer keeps others, and takes the ones that were kept for pods of lower priority."""
-        self._kept.pop(pod.uid, None)
+        self.kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
-            if self._kept[uid].pod.node == pod.node and not self._index.fits(self._kept[uid].pod):
+            if self.kept[uid].pod.node == pod.node and not self._index.fits(self.kept[uid].pod):
                 self.release(uid)
 
     @contextmanager
@@ -130,10 +130,10 @@ class Preemption:
                 self.restore(uid)
 
     def _lower(self, priority: int) -> list[str]:
-        return [uid for uid, kept in self._kept.items() if kept.pod.priority < priority and self._index.is_assumed(uid)]
+        return [uid for uid, kept in self.kept.items() if kept.pod.priority < priority and self._index.is_assumed(uid)]
 
     def _keep(self, pod: PlacedPod, until: float, *, nominated: bool = False) -> None:
-        self._kept[pod.uid] = _Kept(pod, until, nominated)
+        self.kept[pod.uid] = _Kept(pod, until, nominated)
         self._index.assume(pod)
 
     # -- the verb ----------------------------------------------------------------------------------------------------------
@@ -155,14 +155,19 @@ class Preemption:
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
             if not bound and self._there(name) == there:
-                self._keep(placed_on(self._index, pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
+                self._keep(self._chosen(pod, name, eviction), self._clock() + self._settings.assume_seconds)
                 uids = eviction.victims
                 _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(uids))
                 return PreemptResult({name: Victims([{"UID": uid} for uid in sorted(uids)], violations)})
         return PreemptResult()
 
     def keeps(self, uid: str) -> bool:
-        return uid in self._kept
+        return uid in self.kept
+
+    def _chosen(self, pod: WatchedPod, name: str, eviction: Eviction) -> PlacedPod:
+        node = self._index.node(name)
+        assert node is not None, "a node with an eviction is in the index"
+        return pod.chosen(node, eviction.choice)
 
     def _there(self, name: str) -> _There:
         return self._index.node(name), dict(self._index.pods_on(name))
@@ -205,9 +210,3 @@ class Preemption:
         first = replace(preemptor, within_quota=partial(within_quota, own & (ending | unbound)))
         second = replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
         return lambda: find(first) or find(second)
-
-
-def placed_on(index: ClusterIndex, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
-    node = index.node(name)
-    assert node is not None, "a node with a choice is in the index"
-    return pod.on(name, named_shares(node, choice))

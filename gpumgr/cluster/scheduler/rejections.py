@@ -56,29 +56,29 @@ class _Rejected:
 
 
 class Rejections:
-    """`clock` is monotonic, in seconds."""
+    """`pods`: the rejected ones, by UID. `clock` is monotonic, in seconds."""
 
     def __init__(
         self, index: ClusterIndex, quotas: Quotas, watches: ClusterWatches, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._index, self._quotas, self._watches, self._clock = index, quotas, watches, clock
-        self._pods: dict[str, _Rejected] = {}
+        self.pods: dict[str, _Rejected] = {}
         #: What changed since the look before, for each of the last looks.
         self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)
         self._looks = 0
 
     def add(self, pod: WatchedPod, policy: Policy, offered: NodeSet) -> None:
-        if len(self._pods) > 2 * len(self._watches.pending) + _REMEMBERED:
-            self._pods = {uid: each for uid, each in self._pods.items() if uid in self._watches.pending}
+        if len(self.pods) > 2 * len(self._watches.pending) + _REMEMBERED:
+            self.pods = {uid: each for uid, each in self.pods.items() if uid in self._watches.pending}
         due = self._clock() + _FIRST_PAUSE_SECONDS
-        self._pods[pod.uid] = _Rejected(pod, policy, offered, self._looks, self._quotas.state(pod.namespace), due)
+        self.pods[pod.uid] = _Rejected(pod, policy, offered, self._looks, self._quotas.state(pod.namespace), due)
 
     def remove(self, uid: str) -> None:
-        self._pods.pop(uid, None)
+        self.pods.pop(uid, None)
 
     def names(self, uid: str) -> Sequence[str]:
         """The nodes that were offered for a rejected pod."""
-        found = self._pods.get(uid)
+        found = self.pods.get(uid)
         return self._index.names(found.offered) if found is not None else ()
 
     async def fitting(self) -> WatchedPod | None:
@@ -90,12 +90,12 @@ class Rejections:
         self._changed.append(changed)
         self._looks += 1
         since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
-        waiting = [each for uid, each in self._pods.items() if each.due <= now and uid in self._watches.pending]
+        waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.look, -each.pod.priority))
         seen: set[Hashable] = set()
         began = turn = time.perf_counter()
         for each in waiting:
-            if self._pods.get(each.pod.uid) is not each:
+            if self.pods.get(each.pod.uid) is not each:
                 continue
             looks, quota = self._looks - each.look, self._quotas.state(each.pod.namespace)
             nodes = self._index.node_set(each.offered)

@@ -50,7 +50,7 @@ def make_application(
     application = web.Application(middlewares=[*middlewares, _guard(extender, frozenset(client_names))])
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
     verbs: Mapping[str, Handler] = {
-        "filter": partial(_answer, bodies, FilterArgs, extender.filter_in_slices, _failed_filter),
+        "filter": partial(_answer, bodies, FilterArgs, extender.answer_filter, _failed_filter),
         "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
         "preempt": partial(_answer, bodies, PreemptArgs, extender.preempt, _no_victims),
         "bind": partial(_answer, bodies, BindArgs, extender.bind, BindResult),

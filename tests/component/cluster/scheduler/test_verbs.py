@@ -438,7 +438,7 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
             )
             for number in range(2)
         ]
-        found = await asyncio.gather(*map(stage.extender.filter_in_slices, asked))
+        found = await asyncio.gather(*map(stage.extender.answer_filter, asked))
         ended.set()
         await counting
         assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
