@@ -144,7 +144,7 @@ class HardwareEvents:
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
         shown = {gpu.uuid for gpu in agent_state.inventory.snapshot.gpus}
-        for uuid, card in agent_state.ledger.gpu_registry.by_uuid.items():
+        for uuid, registered in agent_state.ledger.gpu_registry.by_uuid.items():
             health, before = bad.get(uuid), self._reported.get(uuid)
             if health is not None and health.reason in CLOSING_REASONS:
                 continue
@@ -159,7 +159,7 @@ class HardwareEvents:
             else:
                 continue
             if code != before:
-                agent_state.history.add(HistoryEntry(what="gpu", code=code, gpus=(card.name,), why=why))
+                agent_state.history.add(HistoryEntry(what="gpu", code=code, gpus=(registered.name,), why=why))
             if code == "back":
                 del self._reported[uuid]
             else:
@@ -205,7 +205,11 @@ class HardwareEvents:
 def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry) -> dict[str, str]:
     """UUID -> code of the latest entry of each GPU that was unhealthy before the restart."""
     last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
-    return {card.uuid: code for card in gpu_registry.gpus if (code := last.get(card.name)) is not None and code != "back"}
+    return {
+        registered.uuid: code
+        for registered in gpu_registry.gpus
+        if (code := last.get(registered.name)) is not None and code != "back"
+    }
 
 
 def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:

@@ -165,7 +165,7 @@ class GpuRegistry:
         masks = table.masks(found)
         if count(masks) < len(found):
             twice = Counter(device_ids).most_common(1)[0][0]
-            raise Refusal("invalid_request", f"device id {twice!r} stands twice in one request")
+            raise Refusal("invalid_request", f"device id {twice!r} occurs twice in one request")
         return masks
 
     def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:

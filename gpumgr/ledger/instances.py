@@ -1,6 +1,6 @@
 """MIG devices: which of them are offered, and the grant of the ones that the kubelet names.
 
-An instance has one holder. It is the limit of its container, so nothing else is enforced. Its memory is booked on its GPU.
+An instance has one holder. It is the limit of its container, so nothing else is enforced. Its memory counts on its GPU.
 Source of the resources' names and of the strategies: NVIDIA's device plugin.
 """
 
@@ -91,14 +91,14 @@ def grant_instances(
         uid=caller.uid,
         container=caller.container,
         init=caller.init,
-        gpus=booked(ledger.gpu_registry, masks),
+        gpus=instance_amounts(ledger.gpu_registry, masks),
         device_ids={"mig": masks},
         granted_at=now,
         why=f"MIG {', '.join(named)}",
     )
 
 
-def booked(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName, Amounts]:
+def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName, Amounts]:
     """GPU -> the memory of these MIG devices on it."""
     return {
         gpu.name: Amounts(0, sum(each.memory_mebibytes for each in gpu.held_instances(masks[gpu.name])))

@@ -1,7 +1,7 @@
 """The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
 
 The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out and
-which stand for amounts. Those of `nvidia.com/gpu` hold replicas, and an allocation of a ResourceClaim (DRA) has no ids: both are booked
+which stand for amounts. Those of `nvidia.com/gpu` hold replicas, and an allocation of a ResourceClaim (DRA) has no ids: both count
 by their amounts.
 
 Invariants (checked by `Ledger.violations`):
@@ -146,7 +146,7 @@ class Allocation:
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What is booked for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids."""
+        """What counts for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids."""
         granted = self.gpus.get(gpu, Amounts())
         if granted.whole or not self.by_ids:
             return granted

@@ -11,7 +11,7 @@ from typing import Final
 
 from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName, Resource
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
-from gpumgr.ledger.instances import booked
+from gpumgr.ledger.instances import instance_amounts
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import PodKey, PodView
@@ -197,7 +197,7 @@ def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Al
     """A container with MIG devices, or with replicas: with amounts from its pod unless its response has them, and without if the pod is
     not known, either."""
     if claim.held("mig"):
-        return replace(claim, gpus=booked(ledger.gpu_registry, claim.held("mig")))
+        return replace(claim, gpus=instance_amounts(ledger.gpu_registry, claim.held("mig")))
     spec = view.container(claim.container) if view else None
     if claim.gpus or spec is None or spec.replicas is None:
         return claim

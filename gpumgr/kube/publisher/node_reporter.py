@@ -151,14 +151,14 @@ def _troubles(report: NodeReport, *, not_ready: bool) -> Iterator[tuple[str, str
     view, reasons = report.view, report.unschedulable()
     failures = view.inventory.failures(view.ledger.gpu_registry)
     cordoned: list[tuple[str, str]] = []
-    for card in view.ledger.gpu_registry.gpus:
-        label, cordon = view.node.label(card.name), report.cordons.get(card.uuid)
+    for gpu in view.ledger.gpu_registry.gpus:
+        label, cordon = view.node.label(gpu.name), report.cordons.get(gpu.uuid)
         if cordon is not None:
             cordoned.append(("GpuCordoned", f"{label} is cordoned" + (f": {cordon.reason}" if cordon.reason else "")))
-        reason = reasons.get(card.name, "quarantine")
-        failed = card.name in failures and reason != "nvml_down"
+        reason = reasons.get(gpu.name, "quarantine")
+        failed = gpu.name in failures and reason != "nvml_down"
         if failed or (cordon is None and reason not in _NO_TROUBLE):
-            yield "GpuUnhealthy", f"{label}: {view.node.unschedulable[card.name]}"
+            yield "GpuUnhealthy", f"{label}: {view.node.unschedulable[gpu.name]}"
     yield from (("GpuUnhealthy", failure.sentence) for failure in view.inventory.unnamed(view.ledger.gpu_registry))
     unlisted = view.inventory.snapshot.unlisted_sentence
     if unlisted is not None and report.nvml_up:

@@ -39,24 +39,24 @@ def join(
     unknown: set[int] = set()
     maybe: Unknown = defaultdict(list)
     for uuid, gpu_sample in sample.gpus.items():
-        card = ledger.gpu_registry.by_uuid.get(uuid)
-        if card is None:
+        registered = ledger.gpu_registry.by_uuid.get(uuid)
+        if registered is None:
             continue
         for process in gpu_sample.processes or ():
             container = owners.get(process.pid)
             if process.pid not in owners:
                 unknown.add(process.pid)
-                maybe[card.name].append(None)
+                maybe[registered.name].append(None)
                 continue
-            owner = index.owner(container, card.name) if container else "none"
+            owner = index.owner(container, registered.name) if container else "none"
             if isinstance(owner, Allocation):
-                attributed.setdefault((owner.id, card.name), []).append(process)
+                attributed.setdefault((owner.id, registered.name), []).append(process)
             elif owner == "unknown":
                 unknown.add(process.pid)
-                maybe[card.name].append(container)
+                maybe[registered.name].append(container)
             else:
-                unattributed[card.name, process.pid] = UnattributedProcess(
-                    gpu=card.name,
+                unattributed[registered.name, process.pid] = UnattributedProcess(
+                    gpu=registered.name,
                     uuid=uuid,
                     pid=process.pid,
                     memory_bytes=process.memory_bytes,

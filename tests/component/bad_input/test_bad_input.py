@@ -37,7 +37,7 @@ def cores(gpu: int, number: int) -> list[str]:
         ("memory", ["00000000-m16"], "unknown_device", "device id '00000000-m16' is none of this node's memory ids"),
         ("memory", ["00000000-c01"], "unknown_device", "device id '00000000-c01' is none of this node's memory ids"),
         ("core", [""], "unknown_device", "device id '' is none of this node's core ids"),
-        ("core", ["00000000-c00"] * 2, "invalid_request", "device id '00000000-c00' stands twice in one request"),
+        ("core", ["00000000-c00"] * 2, "invalid_request", "device id '00000000-c00' occurs twice in one request"),
         ("core", [], "invalid_request", "the kubelet asked to allocate no core ids at all"),
         (
             "core",

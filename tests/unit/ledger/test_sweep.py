@@ -223,7 +223,7 @@ def test_a_first_name_is_no_correction(owner: str | None, container: str | None,
 
 @pytest.mark.parametrize("latest_only", [True, False], ids=["by the latest allocation's name", "by a sweep"])
 def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_pod(latest_only: bool) -> None:
-    """Both were booked on another replica, which waits for the same."""
+    """Both were assigned to another replica, which waits for the same."""
     prepare = held("i", {ONE: 0b111}, {ONE: 0b1}, owner="b", uid="uid-b", container="prepare", init=True)
     main = held("m", {ONE: 0b11}, {ONE: 0b1}, owner="b", uid="uid-b")
     side = held("s", {ONE: 0b100}, owner="b", uid="uid-b", container="side")
@@ -285,7 +285,7 @@ def test_half_of_an_earlier_incarnation_is_not_joined() -> None:
 
 
 def test_a_container_that_is_listed_with_other_ids_does_not_hold_these() -> None:
-    """A replica was booked on this pod by a guess and then refused by the kubelet. The API server knows the pod as living."""
+    """A replica was assigned to this pod by mistake and then refused by the kubelet. The API server knows the pod as living."""
     guessed = held("g", {ONE: 0b1100})
     ledger = ledger_of(SHARE, guessed)
     view = pod("a")
@@ -294,7 +294,7 @@ def test_a_container_that_is_listed_with_other_ids_does_not_hold_these() -> None
 
 
 def test_only_the_wrong_guesses_of_a_running_pod_are_freed() -> None:
-    """Two replicas were booked on each other, and the one that is booked on `a` was refused afterwards."""
+    """Two replicas were taken for each other, and the one that was taken for `a` was refused afterwards."""
     right = (
         held("i", {ONE: 0b1111}, owner="b", uid="uid-b", container="prepare", init=True),
         held("m", {ONE: 0b11}, owner="b", uid="uid-b"),
