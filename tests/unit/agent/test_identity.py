@@ -1,13 +1,18 @@
 """Identification of the caller: the cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
+from gpumgr.ledger.choose import Request
+from gpumgr.ledger.pods import ContainerSpec
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.allocations import block_count
 from tests.component.stage.stage import snapshot
@@ -347,6 +352,26 @@ def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> No
         world.check_names()
 
     played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order=order)
+
+
+def test_the_only_pod_with_replicas_is_confirmed_by_list() -> None:
+    """Its amounts are only in the pod, and a pod that the cache lacks could be the caller, too."""
+
+    async def scenario(world: World) -> None:
+        pod = world.pod("a", app(0))
+        wanted = ReplicaRequest(count=1, cores=10, memory_mebibytes=1000)
+        spec = ContainerSpec(name="main", kind="app", cores=0, memory_blocks=0, replicas=wanted)
+        world.pods.views["team", "a"] = replace(world.view(pod), containers=(spec,))
+        world.active[pod.uid] = pod
+        request = Request(resource="replica", available={}, must={}, size=1)
+        world.away = True
+        with pytest.raises(Refusal, match=r"did not answer for 5 s .* \(team/a\)"):
+            await world.admission.identify(world.ledger, request)
+        world.away = False
+        _, caller = await world.admission.identify(world.ledger, request)
+        assert (caller.pod, caller.container, caller.unconfirmed) == (("team", "a"), "main", False)
+
+    played(scenario)
 
 
 async def test_whole_gpus_that_were_just_freed_are_granted_to_a_memory_call() -> None:
