@@ -163,7 +163,7 @@ class Components:
         self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
         self.memory_watcher.apply(_over_limit(settings))
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
-        self.metrics.apply(gpu_manager_names=settings.metrics.gpu_manager_names, hami_names=settings.metrics.hami_names)
+        self.metrics.apply(settings.metrics)
 
     def remove_orphans(self) -> None:
         """Removes folders of allocations that were freed while no agent ran."""
@@ -189,8 +189,7 @@ class Components:
             driver=DRIVER if settings.node.mode == "dra" else None,
             resources={kind: profile.resource_names(settings)[kind] for kind in profile.offered(settings)},
             pods=self._pods.all,
-            gpu_manager_names=settings.metrics.gpu_manager_names,
-            hami_names=settings.metrics.hami_names,
+            names=settings.metrics,
         )
 
     def _make_books(self, loaded: Loaded) -> AgentState:
@@ -248,16 +247,13 @@ class Components:
 
     def _make_take_over(self, *, done: bool) -> TakeOver:
         return TakeOver(
-            self.settings.checkpoint.gpu_manager_checkpoint,
-            self.settings.kubelet.device_plugin_dir,
+            self.settings,
             agent_state=self.agent_state,
             reconciler=self.reconciler,
             admission=self.admission,
             pods=self._pods,
-            done=done,
-            remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
+            remember=None if done else partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
             wait_synced=partial(self._api_side.wait_synced, SPECS_SECONDS),
-            names=profile.inner_names(self.settings),
         )
 
     def _make_link(self) -> KubeletLink:
@@ -290,17 +286,19 @@ class Components:
     def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
-        from gpumgr.kubelet.dra.side import DraSide  # here, since few nodes need it
+        from gpumgr.kubelet.dra.side import ClaimParts, DraSide  # here, since few nodes need it
 
         return DraSide(
             self.settings,
             driver,
-            server=server,
-            agent_state=self.agent_state,
-            starts=self.agent.container_starts,
-            pods=self._pods,
-            enforcement=self.enforcement.limits,
-            pod_resources=self.pod_resources,
+            server,
+            ClaimParts(
+                agent_state=self.agent_state,
+                starts=self.agent.container_starts,
+                pods=self._pods,
+                enforcement=self.enforcement.limits,
+                pod_resources=self.pod_resources,
+            ),
             lost=lost,
             observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),
             on_state=self._driver_changed,

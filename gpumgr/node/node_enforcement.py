@@ -86,15 +86,7 @@ class NodeEnforcement:
             idle_gpu=self._idle_gpu,
             on_probed=self._choose_soon,
         )
-        self.vcuda = VcudaBackend(
-            allocation_dir=settings.container.allocation_dir,
-            library_path=settings.vcuda.library_path,
-            library_sha256=settings.vcuda.library_sha256,
-            container_of=self._container_of,
-            pids_of=self.containers.pids,
-            driver_files_obstacle=self.driver_files.vcuda_obstacle,
-            environment_of=partial(environment, root=proc_root),
-        )
+        self.vcuda = self._make_vcuda(proc_root)
         self._hami_core = HamiCore(
             library_path=None,
             library_sha256=None,
@@ -123,6 +115,17 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
         self.nvml: Final = nvml
         self._next_choice = float("-inf")
+
+    def _make_vcuda(self, proc_root: Path) -> VcudaBackend:
+        return VcudaBackend(
+            allocation_dir=self._settings.container.allocation_dir,
+            library_path=self._settings.vcuda.library_path,
+            library_sha256=self._settings.vcuda.library_sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+            driver_files_obstacle=self.driver_files.vcuda_obstacle,
+            environment_of=partial(environment, root=proc_root),
+        )
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""

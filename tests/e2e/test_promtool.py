@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from gpumgr.common.prometheus_text import page
+from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests.unit.web.metrics.pages import full_picture
 from tests.unit.web.metrics.pictures import uuid_of
@@ -54,7 +55,7 @@ def complaints(text: bytes) -> str:
 
 
 def test_promtool_accepts_the_metrics() -> None:
-    metrics = Metrics(node="node-1", version="1", gpu_manager_names=False)
+    metrics = Metrics(node="node-1", version="1", names=MetricsSettings(gpu_manager_names=False))
     metrics.set_report(full_picture())
     metrics.xid(uuid_of(0), 79)
     assert complaints(page(metrics.render(), openmetrics=False)) == ""

@@ -3,8 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import structlog
@@ -22,6 +20,8 @@ from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_mana
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
+from gpumgr.settings import Settings
+from gpumgr.settings.profile import inner_names
 
 log = structlog.get_logger(__name__)
 
@@ -43,30 +43,26 @@ class TakeOver:
     While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
     be granted again. This ends when these containers have ended, or after a restart with a readable file.
 
-    `done`: an earlier process finished the migration, so there is work only if gpu-manager has run again since. `remember` saves that
-    it is finished, and raises CheckpointError. `names`: see `inner_names`. `clock` is monotonic, in seconds.
+    `remember` saves that the migration is finished, and raises CheckpointError. None: an earlier process finished it, so there is work
+    only if gpu-manager has run again since. `clock` is monotonic, in seconds.
     """
 
     def __init__(
         self,
-        path: Path,
-        device_plugin_dir: Path,
+        settings: Settings,
         *,
         agent_state: AgentState,
         reconciler: Reconciler,
         admission: Admission,
         pods: Pods,
-        done: bool,
-        remember: Callable[[], Awaitable[None]],
+        remember: Callable[[], Awaitable[None]] | None,
         wait_synced: Callable[[], Awaitable[None]],
-        names: Mapping[str, str] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._path, self._folder, self._names = path, device_plugin_dir, names
+        self._path, self._folder = settings.checkpoint.gpu_manager_checkpoint, settings.kubelet.device_plugin_dir
+        self._names = inner_names(settings)
         self._agent_state, self._reconciler, self._admission, self._pods = agent_state, reconciler, admission, pods
-        self._done, self._remember, self._wait_synced = done, remember, wait_synced
-        self._clock, self._wall_clock = clock, wall_clock
+        self._remember, self._wait_synced, self._clock = remember, wait_synced, clock
         #: The records of gpu-manager's file when it was last read successfully.
         self._records: Sequence[AnonymousRecord] | None = None
         #: Records that are in the ledger, or that never can be.
@@ -135,7 +131,7 @@ class TakeOver:
     async def _read(self) -> Sequence[AnonymousRecord] | None:
         """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
         self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
-        if self._done and not self._waiting and not self._left(()):
+        if self._remember is None and not self._waiting and not self._left(()):
             return ()
         try:
             self._records = tuple(map(_record, await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)))
@@ -170,7 +166,7 @@ class TakeOver:
         await self._wait_for_pods()
         uids = pods_with_devices(self._entries)
         kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
-        if not self._done:
+        if self._remember is not None:
             return kept
         running = await self._running(self._left(()))
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
@@ -190,7 +186,7 @@ class TakeOver:
         reconciler = self._reconciler
         await reconciler.adopt_locked(ours_of(self._entries or ()))
         rebuilt = await reconciler.migrate(
-            lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=self._wall_clock())
+            lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=time.time())
         )
         self._tried.update(set(records) - set(rebuilt.left))
         listing = await self._admission.list_pods()
@@ -201,7 +197,7 @@ class TakeOver:
 
     async def _note(self) -> None:
         """Saves that the migration is finished, unless the kubelet's file is unreadable: the next start may be able to read it."""
-        if self._done or not (self._taken and self._free) or self._entries is None:
+        if self._remember is None or not (self._taken and self._free) or self._entries is None:
             return
         try:
             await self._remember()

@@ -4,7 +4,7 @@ in mode plugin what ends that: the slice is deleted, and claims that still hold 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import structlog
@@ -54,6 +54,17 @@ UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimParts:
+    """The parts of the agent that decide and start what claims get."""
+
+    agent_state: AgentState
+    starts: ContainerStarts
+    pods: Pods
+    enforcement: Enforcer
+    pod_resources: PodResources
+
+
 class DraSide:
     """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `lost`: the ledger was lost. In mode
     dra `observe` gets the kubelet's calls, and `on_state` is called after each change of the registration."""
@@ -62,19 +73,16 @@ class DraSide:
         self,
         settings: Settings,
         driver: DraDriver,
-        *,
         server: ApiServer,
-        agent_state: AgentState,
-        starts: ContainerStarts,
-        pods: Pods,
-        enforcement: Enforcer,
-        pod_resources: PodResources,
+        parts: ClaimParts,
+        *,
         lost: bool,
         observe: Observe = lambda *_: None,
         on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
-        self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
-        self._enforcement, self._pod_resources, self._lost, self._on_state = enforcement, pod_resources, lost, on_state
+        self._settings, self._server, self._lost, self._on_state = settings, server, lost, on_state
+        self._agent_state, self._pods, self._enforcement = parts.agent_state, parts.pods, parts.enforcement
+        self._pod_resources = parts.pod_resources
         plugin = settings.node.mode == "plugin"
         #: Why nothing may be registered now.
         self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
@@ -84,11 +92,11 @@ class DraSide:
         self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
         self.claims = NodeClaims(
-            agent_state=agent_state,
+            agent_state=parts.agent_state,
             reader=ClaimReader(server, node),
-            pods=pods,
-            enforcement=enforcement,
-            starts=starts,
+            pods=parts.pods,
+            enforcement=parts.enforcement,
+            starts=parts.starts,
             share_mode=lambda: self._settings.placement.share_mode,
             closed=_CLOSED if plugin else None,
         )
@@ -99,7 +107,7 @@ class DraSide:
         if not plugin:
             driver.plugin.observe, driver.link.on_state = observe, self._link_changed
         self._publishing: asyncio.Task[None] | None = None
-        self._waiting_pods = WaitingPods(server, pods.all, node, self.claims.held)
+        self._waiting_pods = WaitingPods(server, parts.pods.all, node, self.claims.held)
 
     @property
     def states(self) -> Mapping[str, LinkState]:

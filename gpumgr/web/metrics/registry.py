@@ -19,6 +19,7 @@ from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
 from gpumgr.ledger.pods import PodView
+from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import agent, containers, gpus
 from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers
 
@@ -41,14 +42,16 @@ _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "Pr
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
 #: Families that are rendered from a report; not every report has all of them.
 _REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
+_DEFAULT_NAMES: Final = MetricsSettings()
+Clocks = tuple[Callable[[], float], Callable[[], float]]
 
 
 class Metrics:
     """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
 
-    `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `gpu_manager_names` and `hami_names` add the gauges
-    of these agents, `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node
-    in mode dra; it then takes the place of `resources`, the offered ones with their names.
+    `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `names` selects the gauges of gpu-manager and HAMi,
+    `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node in mode dra; it
+    then takes the place of `resources`, the offered ones with their names. `clocks`: monotonic, and unix time, in seconds.
     """
 
     def __init__(
@@ -59,14 +62,11 @@ class Metrics:
         driver: str | None = None,
         resources: Mapping[Resource, str] = VCUDA,
         pods: Callable[[], Iterable[PodView]] = tuple,
-        gpu_manager_names: bool = True,
-        hami_names: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        names: MetricsSettings = _DEFAULT_NAMES,
+        clocks: Clocks = (time.monotonic, time.time),
         process: bool = True,
     ) -> None:
-        self._node, self._pods, self._clock, self._wall_clock = node, pods, clock, wall_clock
-        self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+        self._node, self._pods, self._names, self._clocks = node, pods, names, clocks
         self._resources: dict[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
         # The start time of each counter would double the series; process_start_time_seconds has it once.
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -145,9 +145,9 @@ class Metrics:
         """All families of gpumgr, without those with other agents' names."""
         return (*self._counted, *_REPORT_FAMILIES)
 
-    def apply(self, *, gpu_manager_names: bool, hami_names: bool) -> None:
+    def apply(self, names: MetricsSettings) -> None:
         """Counts from the next rendering on."""
-        self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+        self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
         """All series of this resource exist from now on. `listed`: the kubelet is offered device lists."""
@@ -221,9 +221,9 @@ class Metrics:
         if report is not None:
             yield from gpus.render_gpus(report, node=self._node)
             yield from render_containers(report, self._containers)
-            if self._gpu_manager_names:
+            if self._names.gpu_manager_names:
                 yield from render_gpu_manager(report, pods, node=self._node, texts=self._holders)
-            if self._hami_names:
+            if self._names.hami_names:
                 yield from render_hami(report, pods, node=self._node)
         yield from map(render_metric, self._registry.collect())
 
@@ -231,7 +231,8 @@ class Metrics:
         """Unix time, computed from the sample's age: it stays correct when the wall clock is set after the sample."""
         if report is None or report.sampled_at is None:
             return None
-        return self._wall_clock() - max(0.0, self._clock() - report.sampled_at)
+        monotonic, wall = self._clocks
+        return wall() - max(0.0, monotonic() - report.sampled_at)
 
 
 def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:

@@ -22,6 +22,8 @@ from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import CheckpointSettings, KubeletSettings
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 
 GPU = "00000000"
@@ -94,14 +96,15 @@ class TakeoverNode:
             self.pods.synced = self.pods.synced or bool(self.pods.views)
 
         self.started = TakeOver(
-            self.folder / "gpu-manager.json",
-            self.folder,
+            Settings(
+                checkpoint=CheckpointSettings(gpu_manager_checkpoint=self.folder / "gpu-manager.json"),
+                kubelet=KubeletSettings(device_plugin_dir=self.folder),
+            ),
             agent_state=self.agent_state,
             reconciler=reconciler,
             admission=admission,
             pods=self.pods,
-            done=done,
-            remember=remember,
+            remember=None if done else remember,
             wait_synced=wait_synced,
             clock=self.clock,
         )

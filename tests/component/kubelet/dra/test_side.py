@@ -21,7 +21,7 @@ from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
 from gpumgr.kubelet.dra.driver import DraDriver
 from gpumgr.kubelet.dra.service import DraPlugin
-from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, DraSide, gpu_taints
+from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
 from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.claims import device_name
@@ -144,12 +144,14 @@ def side_of(
     return DraSide(
         Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=folder / "plugins")),
         driver or DraDriver(folder, folder, None, "node-1"),
-        server=cast("ApiServer", server),
-        agent_state=world.agent_state,
-        starts=world.agent.container_starts,
-        pods=world.pods,
-        enforcement=world.limits,
-        pod_resources=cast("Any", None),
+        cast("ApiServer", server),
+        ClaimParts(
+            agent_state=world.agent_state,
+            starts=world.agent.container_starts,
+            pods=world.pods,
+            enforcement=world.limits,
+            pod_resources=cast("Any", None),
+        ),
         lost=lost,
     )
 

@@ -11,6 +11,7 @@ from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.pods import PodView
+from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests.unit.ledger.usage.samples import container, sample, used
 
@@ -33,10 +34,8 @@ def metrics_of(
         node="node-1",
         version="1",
         pods=lambda: pods,
-        gpu_manager_names=gpu_manager_names,
-        hami_names=hami_names,
-        clock=clock,
-        wall_clock=wall_clock,
+        names=MetricsSettings(gpu_manager_names=gpu_manager_names, hami_names=hami_names),
+        clocks=(clock, wall_clock),
         process=False,
     )
     if report is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import threading
+import time
 
 import pytest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -29,7 +30,7 @@ class ExpositionInputs:
         self.taken = 0
         self.view = view_of(allocation("a", ("team", "share"), cores={0: 1}))
         self.drawn_on = set[int]()
-        metrics = Metrics(node="node-1", version="1", wall_clock=self._wall_clock, process=False)
+        metrics = Metrics(node="node-1", version="1", clocks=(time.monotonic, self._wall_clock), process=False)
         self.exposition = Exposition(metrics, self._picture, clock=lambda: self.now)
 
     def _wall_clock(self) -> float:
