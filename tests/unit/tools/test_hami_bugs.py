@@ -1,4 +1,4 @@
-"""The table of HAMi's defects in docs/hami.md has every number; the tests that it names exist, and are marked with the number."""
+"""The table of HAMi's defects in tests/hami_defects.md has every number; the tests that it names exist, and are marked with the number."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ NUMBERS = range(1, 41)
 
 def rows() -> Iterator[tuple[int, list[str], str]]:
     """Number, tests, and the last column."""
-    for line in (PROJECT / "docs" / "hami.md").read_text().splitlines():
+    for line in (PROJECT / "tests" / "hami_defects.md").read_text().splitlines():
         if row := re.match(r"\| ([0-9][0-9, ]*) \|.*\| (.*) \|$", line):
             for number in row[1].split(","):
                 yield int(number), re.findall(r"`(test_\w+)`", row[2]), row[2]
