@@ -1,13 +1,16 @@
-"""Entries of the history about containers; each becomes an event of the container's pod."""
+"""Entries of the history about containers, which become events of their pods. `FindingsReporter` adds those of the enforcement backends."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+import structlog
 
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ledger import AllocationId, Ledger
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.containers import Container
 
@@ -52,3 +55,61 @@ class ContainerEvents:
         pod, uid = self.pod_of(allocation) or (None, None)
         entry = HistoryEntry(what="event", id=allocation, pod=pod, pod_uid=uid, gpus=gpus, why=message, code=reason)
         return about(holder, entry) if holder else entry
+
+
+log = structlog.get_logger(__name__)
+
+#: The same finding within this time is not reported again, so that one that comes and goes is reported once.
+SAME_FINDING_SECONDS: Final = 60.0
+#: Reason of the event of a container that is over its memory limit.
+OVER_LIMIT: Final = "GpuMemoryOverLimit"
+
+_REASONS: Final[Mapping[FindingCode, str]] = {
+    "tampered": "GpuLimitTampered",
+    "unregistered": "GpuLimitBypassed",
+    "broken": "GpuLimitBroken",
+    "over_limit": OVER_LIMIT,
+}
+
+
+class FindingsReporter:
+    """`count` receives the backend and the code of a finding, `add_event` the allocation, the event's reason and its message.
+
+    `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        count: Callable[[str, str], None],
+        add_event: Callable[[AllocationId, str, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._count, self._add_event, self._clock = count, add_event, clock
+        self._seen_at: dict[tuple[AllocationId, FindingCode], float] = {}
+
+    def report(self, findings: Iterable[tuple[str, Finding]], allocations: Mapping[AllocationId, Allocation]) -> None:
+        """`findings`: all of one check, each with its backend. Findings of allocations that are gone are dropped."""
+        now = self._clock()
+        for backend, finding in findings:
+            holder = allocations.get(finding.allocation)
+            if holder is None:
+                continue
+            if (finding.allocation, finding.code) not in self._seen_at:
+                self._report_one(backend, finding, holder)
+            self._seen_at[finding.allocation, finding.code] = now
+        for allocation, code in [key for key, seen_at in self._seen_at.items() if now - seen_at >= SAME_FINDING_SECONDS]:
+            log.info("enforcement_finding_gone", code=code, allocation=allocation)
+            del self._seen_at[allocation, code]
+
+    def _report_one(self, backend: str, finding: Finding, holder: Allocation) -> None:
+        self._count(backend, finding.code)
+        log.warning(
+            "enforcement_finding",
+            backend=backend,
+            code=finding.code,
+            allocation=finding.allocation,
+            holder=holder.describe(),
+            message=finding.message,
+        )
+        self._add_event(finding.allocation, _REASONS[finding.code], finding.message)

@@ -27,8 +27,7 @@ from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
-from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
-from gpumgr.runtime.findings import OVER_LIMIT, FindingsReporter
+from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 
 log = structlog.get_logger(__name__)

@@ -22,7 +22,7 @@ from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEM
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
-from gpumgr.runtime.findings import OVER_LIMIT
+from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.over_limit import EVICTED
 from tools.docs.markdown import code, table
 

@@ -11,7 +11,7 @@ from gpumgr.common.units import BLOCK_BYTES, Amounts
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.pods import ClaimUse, PodView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.runtime.findings import SAME_FINDING_SECONDS
+from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
 from gpumgr.runtime.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimit
 from gpumgr.runtime.process_owners import RETRY_SECONDS
 from tests.unit.ledger.usage.samples import MIB, container, nameless, sample
