@@ -20,15 +20,6 @@ RETRY_SECONDS = (0.01, 0.02)
 Prepare = Callable[[str], SimNode]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The library is compiled once for all tests, and not into the home folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
-
-
 @pytest.fixture(autouse=True)
 def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gets no time to end for a second or two is not one that hangs in the driver."""

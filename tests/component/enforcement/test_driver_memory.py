@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,13 +92,6 @@ class Deaf:
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
         return MemoryLimit(soft_bytes=2 * GIB)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from typing import TypeAlias
 import grpc
 
 from gpumgr.common.rpc import wire
-from tests.component.driver.conftest import library_cache
 from tests.component.driver.conftest import node as sim_node
 
-__all__ = ["library_cache", "sim_node"]
+__all__ = ["sim_node"]
 
 VERSION = "/runtime.v1.RuntimeService/Version"
 GET_POD = "/v1.PodResourcesLister/Get"
