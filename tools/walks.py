@@ -55,7 +55,18 @@ async def filter_walks() -> AsyncIterator[Walk]:
         yield title, partial(bench.extender.filter, asked, [name_of(0), name_of(1)])
 
 
-WALKS: Final[Mapping[str, Callable[[], AsyncIterator[Walk]]]] = {"filter": filter_walks}
+async def snapshot_walks() -> AsyncIterator[Walk]:
+    """`AgentState.set_snapshot` of the same GPUs, and of one GPU more, to the device lists of the kubelet."""
+    from tests.component.stage.stage import snapshot
+    from tests.unit.agent.world import World
+
+    world = await World.made(snapshot(4))
+    world.kubelet.update = lambda *_: None  # type: ignore[method-assign]
+    for title, gpus in {"the same GPUs": snapshot(4), "one GPU more": snapshot(5)}.items():
+        yield title, partial(world.agent_state.set_snapshot, gpus)
+
+
+WALKS: Final[Mapping[str, Callable[[], AsyncIterator[Walk]]]] = {"filter": filter_walks, "snapshot": snapshot_walks}
 
 
 async def _print(names: list[str]) -> None:

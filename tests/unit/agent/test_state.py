@@ -1,8 +1,6 @@
 """The ledger between driver, disk and kubelet: new GPUs, memory calls of whole GPUs, quarantine."""
 
-import sys
 from dataclasses import replace
-from types import FrameType
 
 import pytest
 from structlog.testing import capture_logs
@@ -297,29 +295,3 @@ async def test_a_ledger_with_violations_is_neither_written_nor_applied() -> None
         world.agent_state.put(broken)
     assert world.agent_state.ledger is sound
     assert world.checkpoint.allocations.keys() == sound.allocations.keys()
-
-
-async def test_a_snapshot_passes_through_six_modules() -> None:
-    """From the driver's GPUs to the device lists; the path must stay short enough to follow."""
-    world, grown = await World.made(snapshot(4, 16)), snapshot(5, 16)
-    entered: set[str] = set()
-
-    def called(frame: FrameType, event: str, _: object) -> None:
-        module = str(frame.f_globals["__name__"])
-        if event == "call" and module.startswith("gpumgr.") and not module.startswith("gpumgr.sim."):
-            entered.add(module)
-
-    sys.setprofile(called)
-    try:
-        await world.agent_state.set_snapshot(grown)
-    finally:
-        sys.setprofile(None)
-    assert len(world.device_lists.visible_blocks()) == 5
-    assert entered == {
-        "gpumgr.agent.device_lists",
-        "gpumgr.agent.inventory",
-        "gpumgr.agent.state",
-        "gpumgr.ledger.ids",
-        "gpumgr.ledger.ledger",
-        "gpumgr.ledger.node",
-    }
