@@ -52,7 +52,7 @@ RequiresMountsFor=/data/ledger /srv/vm
 
 [Service]
 ExecStartPre=+/usr/bin/mkdir --parents /data/ledger /srv/vm
-ReadWritePaths=/data /srv/vm
+ReadWritePaths=-/data -/srv/vm
 """
 #: For the one test in which the agent hangs: that is to be noticed soon. In all others a machine that stalls would be taken for it.
 IMPATIENT = "[Service]\nWatchdogSec=5\n"
