@@ -11,13 +11,24 @@ from h2.events import RequestReceived
 
 import gpumgr
 from gpumgr.common.rpc.channel import UnixChannel, WireCodec
-from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, replace_request_received
+from gpumgr.common.rpc.grpclib_private import (
+    OpenServer,
+    ServerStream,
+    h2_of,
+    http2_of,
+    replace_flush,
+    replace_request_received,
+    transport_of,
+)
 
 
 class Echo:
     def __mapping__(self) -> dict[str, Handler]:
-        async def answer(stream: object) -> None:
-            await stream.send_message(await stream.recv_message())  # type: ignore[attr-defined]
+        async def answer(stream: ServerStream) -> None:
+            assert http2_of(stream).id == 1
+            path: str = transport_of(stream).get_extra_info("sockname")
+            await stream.recv_message()
+            await stream.send_message(path.encode())
 
         return {"/test.Echo/Send": Handler(answer, Cardinality.UNARY_UNARY, bytes, bytes)}
 
@@ -49,6 +60,11 @@ async def test_a_call_goes_through_all_hooks(folder: Path) -> None:
         def connection(self, made: H2Protocol) -> H2Protocol:
             return Connection(made.handler, made.config, made.h2_config)
 
+    class Client(UnixChannel):
+        def connection(self, made: H2Protocol) -> H2Protocol:
+            seen.append("client")
+            return super().connection(made)
+
     server = Server([Echo()], codec=WireCodec())
     assert server.listener is None
     server.methods = Methods(server.methods)
@@ -56,18 +72,18 @@ async def test_a_call_goes_through_all_hooks(folder: Path) -> None:
     await server.start(path=str(path))
     assert server.listener is not None
     server.listener = server.listener
-    async with UnixChannel(path) as channel:
-        assert await channel.unary("/test.Echo/Send", b"text", bytes, timeout_seconds=10) == b"text"
+    async with Client(path) as channel:
+        assert await channel.unary("/test.Echo/Send", b"text", bytes, timeout_seconds=10) == str(path).encode()
     server.close()
     await server.wait_closed()
-    assert {"/test.Echo/Send", "localhost", "flush"} <= set(seen)
+    assert {"/test.Echo/Send", "localhost", "flush", "client"} <= set(seen)
 
 
 def test_no_other_module_uses_a_private_part_of_grpclib() -> None:
     private = {
         name for kind in (OpenServer, Channel) for name in vars(kind) if name.startswith("_") and not name.startswith("__")
     }
-    private |= {"_mapping", "_server", "_connection"}
+    private |= {"_mapping", "_server", "_connection", "_transport", "_stream"}
     for path in sorted((Path(gpumgr.__file__).parent).rglob("*.py")):
         tree = ast.parse(path.read_text())
         imports = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
