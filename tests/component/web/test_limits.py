@@ -77,14 +77,17 @@ async def test_an_idle_connection_is_closed(serve: Serve, begun: bytes) -> None:
 
 
 @pytest.mark.parametrize("security", [{}, TLS], ids=["plain", "tls"])
-async def test_a_connection_with_a_request_outlives_the_limit_of_its_first_one(serve: Serve, security: dict[str, Any]) -> None:
+async def test_a_connection_with_a_request_outlives_the_limit_of_its_first_one(
+    serve: Serve, scene: Scene, security: dict[str, Any]
+) -> None:
     server = await serve(**security, **{**ENDLESS, "request_seconds": 0.2})
     secured = ssl._create_unverified_context() if security else None
     reader, writer = await asyncio.open_connection(*server.address, ssl=secured)
     writer.write(get("/api/stream"))
     await reader.readuntil(b"\r\n\r\n")
     await asyncio.sleep(0.4)
-    assert server.connections == 1
+    scene.states.set(b"{}")
+    await reader.readuntil(b"data: {}\n\n")
     writer.close()
 
 
