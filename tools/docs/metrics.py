@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gpumgr.cluster.claims import pages as claims
+from gpumgr.cluster.claims import lifecycle as claims
 from gpumgr.cluster.scheduler import metrics as scheduler
 from gpumgr.common.prometheus_text import Family
 from gpumgr.compat.gpu_manager import metrics as gpu_manager

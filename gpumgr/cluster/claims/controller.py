@@ -197,7 +197,7 @@ class ClaimsController:
             return
         self._events_left -= 1
         event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
-        series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
+        series = EventSeries.once(event, now)
         if await self._write("event", pod.uid, "POST", series.path, series.body(self._identity), but=(404, 409)):
             self._said[pod.uid] = text, self._clock()
 

@@ -1,19 +1,75 @@
-"""The life of the controller's process: credentials, watches, the Lease, the probes, and its end."""
+"""The process of `gpumgr claims`: credentials, watches, the Lease, metrics and probes, and its end. Every label of a metric has a fixed
+set of values."""
 
 import asyncio
+import platform
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
-from gpumgr.cluster.claims.controller import ClaimsController
-from gpumgr.cluster.claims.pages import ClaimsPages
+from aiohttp import web
+
+import gpumgr
+from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.lifecycle import connections, run_together, this_replica
-from gpumgr.cluster.scheduler.pages import page_server, serve_pages
+from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
 from gpumgr.common.aio import persistently, run_until
+from gpumgr.common.prometheus_text import Family, counter, gauge, page, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
+
+_BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
+_LEADER: Final = gauge("claims_leader", "1 on the replica that writes.")
+_SYNCED: Final = gauge("claims_synced", "1 once all objects have been read.")
+_UNREADABLE: Final = gauge(
+    "claims_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
+)
+_SILENCE: Final = gauge(
+    "claims_api_silence_seconds",
+    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
+    "resource",
+)
+_TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
+_GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
+_REFUSED: Final = gauge("claims_refused_pods", "Those of them that the quota of their namespace does not allow.")
+_WRITES: Final = counter(
+    "claims_writes_total",
+    "Requests that write, by object (template, gate, event, sweep: a template that is deleted) and outcome (ok, error).",
+    "object",
+    "outcome",
+)
+FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _UNREADABLE, _SILENCE, _TEMPLATES, _GATED, _REFUSED, _WRITES)
+
+
+class ClaimsPages:
+    def __init__(self, watches: ClaimWatches, controller: ClaimsController) -> None:
+        self._watches, self._controller = watches, controller
+
+    def routes(self) -> Routes:
+        return {"/metrics": ("metrics", self._scrape)}
+
+    @property
+    def synced(self) -> bool:
+        return self._watches.problem is None
+
+    async def _scrape(self, _: web.Request) -> web.Response:
+        families: dict[Family, Mapping[tuple[str, ...], float]] = {
+            _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
+            _LEADER: {(): self._controller.leads},
+            _SYNCED: {(): self._watches.synced},
+            _UNREADABLE: {(): self._watches.unreadable},
+            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._watches.silences.items()},
+            _TEMPLATES: {(): sum(each.managed for each in self._watches.templates.values())},
+            _GATED: {(): sum(each.gate is not None for each in self._watches.pods.values())},
+            _REFUSED: {(): self._controller.refused},
+            _WRITES: {(about, outcome): self._controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
+        }
+        body = page(render_all(families), openmetrics=False)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: asyncio.Event) -> None:

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import structlog
 
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.scheduler.quota_configmap import KEYS, WatchedQuotas, parse_quotas
-from gpumgr.cluster.scheduler.resource_quota import WatchedResourceQuota
+from gpumgr.cluster.scheduler.quota_objects import KEYS, WatchedQuotas, WatchedResourceQuota, parse_quotas
 
 _log = structlog.get_logger(__name__)
 

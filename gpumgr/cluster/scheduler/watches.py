@@ -14,8 +14,8 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.cluster.scheduler.pod_spec import CpuPod, decode_pod
+from gpumgr.cluster.scheduler.quota_objects import WatchedResourceQuota, parse_resource_quota
 from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
-from gpumgr.cluster.scheduler.resource_quota import WatchedResourceQuota, parse_resource_quota
 from gpumgr.common.aio import run_until
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES

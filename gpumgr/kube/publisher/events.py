@@ -86,6 +86,11 @@ class EventSeries:
     count: int = 0
     created: bool = False
 
+    @classmethod
+    def once(cls, event: Event, at: float) -> "EventSeries":
+        """An event that occurs only once, at this Unix time."""
+        return cls(event=event, text=event.text(), first_at=at, last_at=at, count=1)
+
     @property
     def path(self) -> str:
         """The path of the collection. An event is in the namespace of its object; those of nodes are in `default`, as the kubelet's are."""

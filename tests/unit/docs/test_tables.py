@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpumgr.cli import group
-from gpumgr.cluster.claims.pages import FAMILIES as CLAIMS
+from gpumgr.cluster.claims.lifecycle import FAMILIES as CLAIMS
 from gpumgr.cluster.scheduler.metrics import FAMILIES
 from gpumgr.common.errors import RefusalCode
 from gpumgr.placement.topology.labels import gpu_labels

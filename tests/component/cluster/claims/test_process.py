@@ -7,8 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.cluster.claims.lifecycle import run_claims
-from gpumgr.cluster.claims.pages import FAMILIES, ClaimsPages
+from gpumgr.cluster.claims.lifecycle import FAMILIES, ClaimsPages, run_claims
 from gpumgr.cluster.scheduler.pages import page_server
 from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.kube.reflector import prompt_watches

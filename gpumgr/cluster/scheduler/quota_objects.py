@@ -1,6 +1,7 @@
-"""The ConfigMap with the quotas of namespaces: key `gpu_quota` in gpu-admission's format, key `quota.yaml` in gpumgr's (docs/scheduler.md).
+"""Decodes the objects with the quotas of namespaces: the ConfigMap and ResourceQuotas.
 
-Limits of both keys hold together.
+The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md). Limits of both
+keys hold together.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.common.foreign_text import convert, decode_json, decode_yaml
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.kube.pods import parse_quantity
+from gpumgr.settings.hami_resources import ReplicaResources
 
 GPU_ADMISSION_KEY: Final = "gpu_quota"
 PLAIN_KEY: Final = "quota.yaml"
@@ -86,3 +88,29 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
         where = f"key {key}: " if key in data else ""
         return WatchedQuotas(limits={}, problem=f"{where}{' '.join(str(error).split())}")
     return WatchedQuotas(limits=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedResourceQuota:
+    """A ResourceQuota of Kubernetes with HAMi's keys: `limits.<memory resource>` and `limits.<core resource>` of all GPUs of a namespace.
+    Each object holds by itself. Scopes and further keys have no influence. Source: HAMi 2.10, pkg/device/quota.go.
+
+    `limit` None: it has none of the keys.
+    """
+
+    uid: str
+    namespace: str
+    limit: Limit | None
+
+
+def parse_resource_quota(item: Mapping[str, Any], hami: ReplicaResources) -> WatchedResourceQuota:
+    """Raises KeyError, TypeError or ValueError for an object that is no ResourceQuota."""
+    metadata, hard = item["metadata"], (item.get("spec") or {}).get("hard") or {}
+    memory, cores = (
+        parse_quantity(str(hard[key])) if (key := f"limits.{name}") in hard else None
+        for name in (hami.memory_resource, hami.core_resource)
+    )
+    limit = Limit(cores=cores, memory_mebibytes=None if memory is None else memory * hami.memory_factor)
+    return WatchedResourceQuota(
+        uid=str(metadata["uid"]), namespace=str(metadata["namespace"]), limit=None if cores is memory is None else limit
+    )
