@@ -1,5 +1,6 @@
 """All checks of a node, from the driver upwards."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,13 @@ from gpumgr.cli.examination import (
     enforcement,
     folders,
     gpus,
-    host_paths,
     http,
     kubelet,
-    ledger,
-    other_programs,
     rights,
     runtime,
     takeover,
 )
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, warning
 from gpumgr.driver.driver import Nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
@@ -73,8 +71,8 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
     # The second agent of a rolling update waits for the first.
     alone = before_start and settings.process.instance is None
-    agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
-    paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
+    agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
+    paths = partial(folders.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
     files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
@@ -82,6 +80,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
+        *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
         *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
@@ -89,11 +88,11 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
-        Check("plugins", partial(other_programs.look_at_plugins, plugin_dir), other_programs.IF_HUNG),
-        Check("agent", agent, other_programs.IF_HUNG),
-        Check("host-paths", paths, host_paths.IF_HUNG),
+        Check("plugins", partial(kubelet.look_at_plugins, plugin_dir), folders.IF_HUNG),
+        Check("agent", agent, folders.IF_HUNG),
+        Check("host-paths", paths, folders.IF_HUNG),
         Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
-        Check("checkpoint", partial(ledger.look_at_checkpoint, settings.checkpoint.dir), ledger.IF_HUNG),
+        Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
         *([] if in_dra else [take_over]),
         Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
         Check("cgroups", cgroups, runtime.IF_HUNG),
@@ -105,6 +104,13 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
         Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
+    )
+
+
+async def _look_at_user() -> CheckResult:
+    return warning(
+        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported that the agent can use",
+        "run this as root, as the agent runs",
     )
 
 

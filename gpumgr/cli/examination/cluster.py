@@ -1,15 +1,18 @@
 """Checks the scheduler's side of a cluster, and claims, through the API server: `gpumgr doctor --cluster`."""
 
+import base64
 import re
+import ssl
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpumgr.cli.examination.api_server import IF_HUNG, judged
-from gpumgr.cli.examination.cluster_certificates import handshake
 from gpumgr.cli.examination.cluster_claims import look_at_class, look_at_policies, needed_by_claims, policies_in_force
 from gpumgr.cli.examination.cluster_config import manages_hami, parse_config, problems, profiles_of
 from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
@@ -313,3 +316,52 @@ async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
         f"pods with GPUs of other schedulers: {_some(others)}",
         f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
     )
+
+
+FILES: Final = ("tls.crt", "tls.key", "ca.crt")
+
+
+def handshake(server: Mapping[str, str], client: Mapping[str, str], host: str) -> dict[str, float]:
+    """Connects with the data of two Secrets (base64). "server" and "client" -> when the certificate ends, in seconds of Unix time.
+
+    Raises ValueError that says which certificate is refused, and why.
+    """
+    ends = {
+        "server": _context("the extender's", ssl.PROTOCOL_TLS_SERVER, server),
+        "client": _context("kube-scheduler's", ssl.PROTOCOL_TLS_CLIENT, client),
+    }
+    ends["server"].verify_mode = ssl.CERT_REQUIRED
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    peers = {
+        "client": ends["client"].wrap_bio(to_client, to_server, server_hostname=host),
+        "server": ends["server"].wrap_bio(to_server, to_client, server_side=True),
+    }
+    for _ in range(4):
+        for side, peer in peers.items():
+            try:
+                peer.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                whose = "extender's" if side == "client" else "kube-scheduler's client"
+                raise ValueError(f"the {whose} certificate is refused: {error.verify_message}") from error
+            except ssl.SSLError as error:
+                raise ValueError(f"no TLS connection: {error.reason or error}") from error
+    found = {"server": peers["client"].getpeercert(), "client": peers["server"].getpeercert()}
+    return {side: ssl.cert_time_to_seconds(str((each or {})["notAfter"])) for side, each in found.items()}
+
+
+def _context(whose: str, protocol: int, data: Mapping[str, str]) -> ssl.SSLContext:
+    """Raises ValueError."""
+    if missing := [name for name in FILES if not data.get(name)]:
+        raise ValueError(f"{whose} Secret has no {', '.join(missing)}")
+    context = ssl.SSLContext(protocol)
+    with tempfile.TemporaryDirectory(prefix="gpumgr-tls-") as folder:  # of mode 0700; OpenSSL loads files only
+        try:
+            for name in FILES:
+                (Path(folder) / name).write_bytes(base64.b64decode(data[name], validate=True))
+            context.load_cert_chain(Path(folder) / "tls.crt", Path(folder) / "tls.key")
+            context.load_verify_locations(Path(folder) / "ca.crt")
+        except (ssl.SSLError, ValueError) as error:
+            raise ValueError(f"{whose} Secret: its certificate, key or CA can't be used: {error}") from error
+    return context

@@ -1,22 +1,24 @@
-"""Whether the folders that the agent writes can be created and written."""
+"""The folders that the agent writes: whether they can be written, whether a pod has the host's, and whether the checkpoint can be used.
 
-import errno
+The checkpoint is read as `gpumgr checkpoint show` reads it: no content changes and no file is created, but sqlite may rebuild its
+shared-memory index (-shm) after a killed agent, as the next agent would.
+"""
+
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Final, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Final
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, ok
+from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.common.errors import CheckpointError
+from gpumgr.ledger.checkpoint.files import CorruptError
+from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
 _REMEDY: Final = "set them to folders on a file system that the agent may write to"
-_AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may write"
-#: Errors that root gets only where the file system refuses writes to everyone.
-_WANT_OF_RIGHTS: Final = frozenset({errno.EACCES, errno.EPERM})
-#: File systems without unnamed files, and kernels that read the flag differently. Source: open(2), O_TMPFILE.
-_NO_NAMELESS: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 
 def backend_words(settings: Settings) -> frozenset[str]:
@@ -37,35 +39,85 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
     """`folders`: setting -> its folder. The check creates no folder and leaves no file."""
-    obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := obstacle(path))])
+    obstacles = await aside(lambda: [f"{path} ({key}): {why}" for key, path in folders.items() if (why := obstacle(path))])
     if obstacles:
-        said = ", ".join(f"{what}: {why.sentence}" for what, why in obstacles)
-        by_root = os.geteuid() != 0 and any(why.errno in _WANT_OF_RIGHTS for _, why in obstacles)
-        return error(f"can't be written: {said}", _AS_ROOT if by_root else _REMEDY)
+        return error(f"can't be written: {', '.join(obstacles)}", _REMEDY)
     return ok(f"{len(set(folders.values()))} folders can be written")
 
 
-class Obstacle(NamedTuple):
-    sentence: str
-    errno: int | None
-
-
-def obstacle(folder: Path) -> Obstacle | None:
+def obstacle(folder: Path) -> str | None:
     """The reason why nothing can be created in the folder, or why the folder itself cannot be created."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        _write_in(nearest)
+        os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=nearest))
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return Obstacle(reason if nearest == folder else f"it can't be made in {nearest}: {reason}", exception.errno)
+        return reason if nearest == folder else f"it can't be made in {nearest}: {reason}"
     return None
 
 
-def _write_in(folder: Path) -> None:
-    """Raises OSError if nothing can be created in the folder."""
+_READ: Final = "run the agent, and this, as root, or set checkpoint.dir to a folder that it may read"
+
+
+async def look_at_checkpoint(folder: Path) -> CheckResult:
+    """`folder`: the setting checkpoint.dir."""
     try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    except OSError as exception:
-        if exception.errno not in _NO_NAMELESS:
-            raise
-        os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=folder))
+        loaded = await aside(lambda: read_checkpoint(folder))
+    except CorruptError as damaged:
+        return warning(
+            str(damaged), "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
+        )
+    except CheckpointError as exception:
+        return error_of(exception, _READ)
+    if loaded.lost:
+        return ok(f"{loaded.why}: the agent makes one")
+    if broken := loaded.ledger.violations():
+        return warning(
+            f"the checkpoint in {folder} contradicts itself: {broken[0]}",
+            "nothing: the agent sets the file aside and rebuilds from what the kubelet knows",
+        )
+    return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
+
+
+#: Part of the path of a volume that is deleted with its pod.
+_EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
+
+
+async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> CheckResult:
+    """`folders`: setting -> its folder. `in_pod`: the command runs in a pod's container."""
+    if not in_pod:
+        return skipped("not in a pod")
+    text = await aside((proc_root / "self/mountinfo").read_text)
+    return judge_host_paths(folders, parse_mounts(text))
+
+
+def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> CheckResult:
+    """`mounts`: by the mount point, the part of the file system that is mounted there."""
+    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mounts)]
+    if not own:
+        return ok(f"{len(folders)} folders are mounted from the host")
+    return error(
+        f"not mounted from the host: {', '.join(own)}; what the agent writes there neither the host nor its next life finds",
+        "add a hostPath volume for each of them, mounted at the same path",
+    )
+
+
+def parse_mounts(text: str) -> Mapping[str, str]:
+    """Mount point -> the mounted part of the file system; of several mounts at one point the last one, which is the visible one.
+
+    Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped.
+    """
+    lines = (line.split() for line in text.splitlines())
+    return {_plain(fields[4]): _plain(fields[3]) for fields in lines if len(fields) >= 5}
+
+
+def _is_own(path: Path, mounts: Mapping[str, str]) -> bool:
+    """Whether the folder is in the container's own file system, or in a volume of its pod."""
+    places = [str(path), *map(str, PurePosixPath(path).parents)]
+    point = next((place for place in places if place in mounts), "/")
+    return point == "/" or _EMPTY_DIR in f"{mounts[point]}/"
+
+
+def _plain(text: str) -> str:
+    """Decodes blanks, tabs and backslashes, which mountinfo writes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,7 +1,6 @@
 """The web server as the agent would start it: its files and its address."""
 
 import errno
-import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,6 @@ from gpumgr.web.listening import ListenError, listen_tcp
 IF_HUNG: Final = (
     "look whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
 )
-_AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may do"
 
 
 async def look_at_http(http: HttpSettings) -> CheckResult:
@@ -26,19 +24,15 @@ async def look_at_http(http: HttpSettings) -> CheckResult:
     try:
         await aside(lambda: _read(http))
     except SettingsError as exception:
-        found = error_of(exception, "look at http in the settings")
-        by_root = os.geteuid() != 0 and isinstance(exception.__cause__, PermissionError)
-        return CheckResult(state="error", message=found.message, remedy=_AS_ROOT) if by_root else found
+        return error_of(exception, "look at http in the settings")
     place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
     scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
     try:
         listeners = await listen_tcp(http.address, http.port)
     except ListenError as exception:
-        number = getattr(exception.__cause__, "errno", None)
-        if number == errno.EADDRINUSE and await aside(lambda: _answered(http.socket)):
+        in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
+        if in_use and await aside(lambda: _answered(http.socket)):
             return ok(f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
-        if number == errno.EACCES and os.geteuid() != 0:
-            return CheckResult(state="error", message=error_of(exception, _AS_ROOT).message, remedy=_AS_ROOT)
         return error_of(exception, "set http.address and http.port")
     for listener in listeners:
         listener.close()

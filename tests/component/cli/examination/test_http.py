@@ -107,25 +107,6 @@ async def test_files_that_would_end_the_agent_are_named_with_what_to_do(
     assert (found.state, found.message.replace(str(folder), "DIR"), found.remedy) == ("error", message, remedy)
 
 
-@pytest.fixture
-def locked(folder: Path) -> Iterator[str]:
-    """A file that only root may read, while this process is not root until the test ends."""
-    user = os.geteuid()
-    (folder / "token").write_text("secret")
-    (folder / "token").chmod(0)
-    folder.chmod(0o755)
-    if user == 0:
-        os.seteuid(65534)
-    yield "token"
-    os.seteuid(user)
-
-
-async def test_who_may_not_read_them_is_sent_to_root(folder: Path, locked: str) -> None:
-    found = await look(folder, {"token_file": locked})
-    assert (found.state, found.message) == ("error", f"http.token_file {folder}/token can't be read: Permission denied")
-    assert found.remedy == "run this as root, as the agent runs: another user cannot check what root may do"
-
-
 def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     http: dict[str, object] = {"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"}
     expected = f"error    http          http.token_file {folder}/none can't be read: No such file or directory; "

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.host_paths import look_at_host_paths
-from gpumgr.cli.examination.other_programs import look_at_agent, look_at_plugins
+from gpumgr.cli.examination.folders import look_at_host_paths
+from gpumgr.cli.examination.kubelet import look_at_agent, look_at_plugins
 from gpumgr.kubelet.deviceplugin.node_lock import lock_folder, lock_node
 
 from .conftest import listening

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.cli.examination.checks import HostLocations, checks_for
 from gpumgr.cli.examination.examine import CheckResult
-from gpumgr.cli.examination.folders import look_at_folders
-from gpumgr.cli.examination.ledger import look_at_checkpoint
+from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.settings import Settings
 
 from .test_command import reported
 
@@ -124,13 +125,13 @@ def closed_folder(folder: Path) -> Iterator[Path]:
     folder.chmod(0o755)
 
 
-async def test_who_may_not_write_is_sent_to_root(closed_folder: Path) -> None:
+async def test_another_user_than_root_is_told_so(closed_folder: Path) -> None:
     found = await look_at_folders({"checkpoint.dir": closed_folder / "state"})
-    other = await look_at_folders({"checkpoint.dir": Path("/etc/passwd/state")})
     place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
     assert found.message == f"can't be written: {place}: Permission denied"
-    assert found.remedy == "run this as root, as the agent runs: another user cannot check what root may write"
-    assert other.remedy == "set them to folders on a file system that the agent may write to"
+    first, *_ = checks_for(Settings(), HostLocations())
+    found = await first.look()
+    assert (first.name, found.state, found.remedy) == ("user", "warning", "run this as root, as the agent runs")
 
 
 def test_the_command_checks_the_folders_of_the_settings(folder: Path) -> None:

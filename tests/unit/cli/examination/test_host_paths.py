@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.examination.examine import CheckResult
-from gpumgr.cli.examination.host_paths import judge_host_paths, parse_mounts
+from gpumgr.cli.examination.folders import judge_host_paths, parse_mounts
 
 FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
 OVERLAY = "641 540 0:53 / / rw,relatime master:1 - overlay overlay rw,lowerdir=/a:/b"
