@@ -20,7 +20,7 @@ class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
 
 
-class StrangersRow(msgspec.Struct, frozen=True, kw_only=True):
+class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
     """How many processes of no container are on a GPU, and their memory."""
 
     processes: int | None = None
@@ -51,7 +51,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     utilization_ratio: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
-    strangers: StrangersRow | None = None
+    unattributed: UnattributedSum | None = None
     limits: GpuLimits | None = None
 
 
@@ -122,7 +122,7 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
     sampled_seconds_ago: float | None = None
     registered: dict[str, bool] = {}
     warnings: tuple[str, ...] = ()
-    outbox: QueueRow | None = None
+    api_queue: QueueRow | None = None
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +189,7 @@ class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[HistoryEntry, ...] = ()
 
 
-class StrangerRow(msgspec.Struct, frozen=True, kw_only=True):
+class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process on a GPU that belongs to no allocation there."""
 
     pid: int
@@ -219,7 +219,7 @@ class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
     cordon: CordonRow | None = None
     empty: bool = True
     containers: tuple[ContainerRow, ...] = ()
-    strangers: tuple[StrangerRow, ...] = ()
+    unattributed: tuple[UnattributedProcess, ...] = ()
     changed: bool = False
     evicting: tuple[str, ...] = ()
     not_evicted: tuple[str, ...] = ()

@@ -194,21 +194,22 @@ class Maintenance:
     # -- the GPU's state ------------------------------------------------------------------------------------------------------
 
     def _state(self, gpu: RegisteredGpu) -> dict[str, Any]:
-        """`gpu`, `cordon`, `containers` as /api/state has them, `strangers` (processes without an allocation), and whether it is `empty`.
+        """`gpu`, `cordon`, `containers` as /api/state has them, `unattributed` (processes without an allocation), and whether it is
+        `empty`.
 
         A GPU is not `empty` before the first sample of its processes.
         """
         cordon = self._cordons.get(gpu.uuid)
         use = self._use()
         containers = rows_on(gpu, self._agent_state.ledger.on(gpu.name), self._pods, use=use, over=self._over())
-        strangers = unattributed_rows(gpu, use)
+        unattributed = unattributed_rows(gpu, use)
         return {
             "at": self._agent_state.history.now(),
             "gpu": {"uuid": gpu.uuid, "name": gpu.name, "index": self._agent_state.node().indices.get(gpu.name)},
             "cordon": asdict(cordon) if cordon else None,
-            "empty": use is not None and not containers and not strangers,
+            "empty": use is not None and not containers and not unattributed,
             "containers": [builtins(row) for row in containers],
-            "strangers": [builtins(row) for row in strangers],
+            "unattributed": [builtins(row) for row in unattributed],
         }
 
     # -- reset -------------------------------------------------------------------------------------------------------------

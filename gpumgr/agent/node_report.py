@@ -18,7 +18,7 @@ REASONS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxState:
+class ApiQueueState:
     """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due).
 
     `dropped` and `written` (by object: "pod", "event", "node", "eviction"; and result: "ok", "refused") count since the start of the
@@ -50,7 +50,7 @@ class NodeReport:
     `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
     `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't
-    accept pods with GPUs now, `warnings` what else is wrong with what it offers. `cordons` are by UUID. `outbox` None: there is no API
+    accept pods with GPUs now, `warnings` what else is wrong with what it offers. `cordons` are by UUID. `api_queue` None: there is no API
     server. `connections` counts the web server's open connections, `connections_refused` those over its limit since the start of the
     process, `disconnects` requests that their client ended before the response was complete.
     """
@@ -63,7 +63,7 @@ class NodeReport:
     not_ready: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     cordons: Mapping[str, Cordon] = field(default_factory=dict)
-    outbox: OutboxState | None = None
+    api_queue: ApiQueueState | None = None
     connections: int = 0
     connections_refused: int = 0
     disconnects: int = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from gpumgr.agent.api import ContainerRow, StrangerRow
+from gpumgr.agent.api import ContainerRow, UnattributedProcess
 from gpumgr.agent.pods import pod_of
 from gpumgr.agent.ports import Pods
 from gpumgr.common.units import BLOCK_BYTES, GpuName
@@ -64,10 +64,10 @@ def rows_on(
     ]
 
 
-def unattributed_rows(gpu: RegisteredGpu, use: NodeUse | None) -> list[StrangerRow]:
+def unattributed_rows(gpu: RegisteredGpu, use: NodeUse | None) -> list[UnattributedProcess]:
     """Processes on this GPU that belong to no allocation there, by pid; empty before the first sample."""
-    found = [stranger for stranger in use.unattributed.values() if stranger.uuid == gpu.uuid] if use else []
+    found = [process for process in use.unattributed.values() if process.uuid == gpu.uuid] if use else []
     return [
-        StrangerRow(pid=each.pid, memory_bytes=each.memory_bytes, container=each.container)
-        for each in sorted(found, key=lambda stranger: stranger.pid)
+        UnattributedProcess(pid=each.pid, memory_bytes=each.memory_bytes, container=each.container)
+        for each in sorted(found, key=lambda process: process.pid)
     ]

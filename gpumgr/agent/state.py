@@ -30,7 +30,7 @@ OPEN_SECONDS = 5.0
 #: The kubelet reads a ListAndWatch message within milliseconds. Only a pod that would be refused waits for it.
 PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
-#: "held" or `strangers` (the unattributed ones) -> GPU -> processes.
+#: "held" or `unattributed` (the unattributed ones) -> GPU -> processes.
 _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 
@@ -222,7 +222,7 @@ class AgentState:
                 f"the checkpoint's note of processes in quarantine can't be read ({error}): start the gpumgr that wrote it, or remove the "
                 f"note {QUARANTINE_NOTE!r}"
             ) from error
-        state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("strangers", {}))
+        state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {}))
         self._held_since = dict.fromkeys(state.held, float("-inf"))  # it is not known since when
         self._set_quarantine(quarantine.released(state, self._runs))
 
@@ -233,7 +233,7 @@ class AgentState:
         its GPU would stay in quarantine.
         """
         state = self.inventory.quarantine
-        kept = {"held": state.held, "strangers": state.unattributed}
+        kept = {"held": state.held, "unattributed": state.unattributed}
         note = msgspec.json.encode(kept, order="deterministic").decode()
         if note != self._noted and (self._noted or any(kept.values())):
             await self._checkpoint.save_note(QUARANTINE_NOTE, note)

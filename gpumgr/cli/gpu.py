@@ -185,13 +185,13 @@ def _cordoned(result: MaintenanceResult) -> list[str]:
 def _drained(result: MaintenanceResult) -> list[str]:
     if result.empty:
         return [f"{result.gpu.label} is cordoned and empty"]
-    still = counted(len(result.containers), len(result.strangers)) or "nothing known, but its processes were not listed yet"
+    still = counted(len(result.containers), len(result.unattributed)) or "nothing known, but its processes were not listed yet"
     lines = [f"{result.gpu.label} is cordoned; still on it: {still}", *_rows(result)]
     if result.evicting:
         lines.append(f"to be evicted as soon as their disruption budgets allow it: {', '.join(result.evicting)}")
     if result.not_evicted:
         lines.append(f"can't be evicted: {'; '.join(result.not_evicted)}")
-    if result.strangers:
+    if result.unattributed:
         lines.append("end the processes that belong to no allocation yourself")
     return lines
 
@@ -200,7 +200,7 @@ def _rows(result: MaintenanceResult) -> Iterator[str]:
     for row in result.containers:
         size = f"{cores(row.cores)}, {memory_text(row.memory_bytes)}"
         yield f"  {row.pod_name} ({row.container or '?'})  {size}, since {clock_time(row.granted_at)}"
-    for each in result.strangers:
+    for each in result.unattributed:
         yield f"  pid {each.pid}  {memory_text(each.memory_bytes)}" + (
             f", in container {each.container}" if each.container else ""
         )

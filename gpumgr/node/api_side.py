@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.aio import forever, persistently
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
@@ -77,7 +77,7 @@ class ApiSide:
             )
         return self._watch
 
-    def outbox(self) -> OutboxState | None:
+    def api_queue(self) -> ApiQueueState | None:
         """What waits for the API server; None without one."""
         if self.publisher is None or not isinstance(self.pods, PodCache):
             return None

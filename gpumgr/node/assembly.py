@@ -127,7 +127,7 @@ def _servers(
         components,
         pods=api_side.pods,
         maintenance=maintenance,
-        outbox=api_side.outbox,
+        api_queue=api_side.api_queue,
         connections=lambda: (web.connections, web.connections_refused, web.disconnects),
     )
     application = partial(make_app, read_model, names=(settings.node.name,))

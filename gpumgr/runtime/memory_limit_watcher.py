@@ -195,7 +195,7 @@ class MemoryLimitWatcher:
         self._unattributed = met.known
         for (pid, _), processes in met.new.items():
             log.warning(
-                "gpu_stranger",
+                "gpu_process_unattributed",
                 pid=pid,
                 container=processes[0].container,
                 gpus=tuple(process.gpu for process in processes),
@@ -203,7 +203,7 @@ class MemoryLimitWatcher:
                 consequence="it uses a GPU without an allocation, and its memory is not accounted to any container",
             )
         for pid, _ in sorted(met.gone):
-            log.info("gpu_stranger_gone", pid=pid)
+            log.info("gpu_process_unattributed_gone", pid=pid)
 
 
 class _Shares:

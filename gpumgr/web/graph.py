@@ -62,12 +62,12 @@ def _missing(view: AgentView) -> list[RegisteredGpu]:
 
 
 def _gpu_data(view: AgentView, name: GpuName) -> dict[str, Any]:
-    card = view.ledger.gpu_registry.by_name[name]
+    registered = view.ledger.gpu_registry.by_name[name]
     row = view.node.rows.get(name)
     gpu = None if row is None else view.inventory.snapshot.gpus[row]
     available = view.ledger.available(name)
     return {
-        "uuid": card.uuid,
+        "uuid": registered.uuid,
         "name": name,
         "row": row,
         "index": view.node.indices.get(name),
@@ -76,7 +76,7 @@ def _gpu_data(view: AgentView, name: GpuName) -> dict[str, Any]:
         "bus_id": gpu.bus_id if gpu else None,
         "numa_node": gpu.numa_node if gpu else None,
         "cores_free": available.cores,
-        "memory_blocks": card.memory_blocks,
+        "memory_blocks": registered.memory_blocks,
         "memory_blocks_free": available.memory_mebibytes // BLOCK_MEBIBYTES,
         "takes_nothing_new": view.node.out_of_service.get(name),
         "holders": [_holder_data(holder, name) for holder in view.ledger.on(name)],

@@ -12,7 +12,7 @@ import msgspec
 
 from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import Maintenance, MaintenanceRequest
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent, AgentView
@@ -90,7 +90,7 @@ class Components(Protocol):
 class ReadModel:
     """Implements web.sources.Sources.
 
-    `outbox` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
+    `api_queue` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
     that the web server has open and has refused, and of clients that disconnected before their response was complete.
     """
 
@@ -100,11 +100,11 @@ class ReadModel:
         *,
         pods: Pods,
         maintenance: Maintenance,
-        outbox: Callable[[], OutboxState | None],
+        api_queue: Callable[[], ApiQueueState | None],
         connections: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         self._components, self._pods, self._maintenance = components, pods, maintenance
-        self._outbox, self._connections = outbox, connections
+        self._api_queue, self._connections = api_queue, connections
         self._exposition = Exposition(components.metrics, self.report)
         self._states: LatestValue[bytes] = LatestValue(b"")
         self._rendered_at = float("-inf")
@@ -144,7 +144,7 @@ class ReadModel:
             not_ready=tuple(self.not_ready()),
             warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble(), *self._unlisted(some=True)),
             cordons=self._maintenance.cordons,
-            outbox=self._outbox(),
+            api_queue=self._api_queue(),
             connections=connections,
             connections_refused=refused,
             disconnects=disconnects,

@@ -18,8 +18,8 @@ from gpumgr.agent.api import (
     NodeState,
     NvLinks,
     QueueRow,
-    StrangersRow,
     TreeNode,
+    UnattributedSum,
 )
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.rows import container_row
@@ -71,7 +71,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
     """A row for each allocation on each of its GPUs, oldest first. All allocations are in the report's ledger."""
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
-    memory = {gpu: _memory_bytes(card, shown) for gpu, (card, shown) in _cards(report).items()}
+    memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [
         container_row(allocation, gpu, memory[gpu], use=uses.get((allocation.id, gpu)), over=(allocation.id, gpu) in report.over)
         for allocation in sorted(allocations, key=lambda a: (a.granted_at, a.id))
@@ -84,12 +84,12 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
     view, unschedulable = report.view, report.unschedulable()
     samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []
-    for name, (card, shown) in _cards(report).items():
-        sample = samples.get(card.uuid, _NO_SAMPLE)
+    for name, (registered, shown) in _registered(report).items():
+        sample = samples.get(registered.uuid, _NO_SAMPLE)
         available = view.ledger.available(name)
         rows.append(
             GpuRow(
-                uuid=card.uuid,
+                uuid=registered.uuid,
                 name=name,
                 row=view.node.rows.get(name),
                 index=view.node.indices.get(name),
@@ -97,20 +97,20 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 model=shown.model if shown else None,
                 bus_id=shown.bus_id if shown else None,
                 numa_node=shown.numa_node if shown else None,
-                memory_bytes=_memory_bytes(card, shown),
-                memory_blocks=card.memory_blocks,
+                memory_bytes=_memory_bytes(registered, shown),
+                memory_blocks=registered.memory_blocks,
                 cores_free=available.cores,
                 memory_blocks_free=available.memory_mebibytes // BLOCK_MEBIBYTES,
                 healthy=name not in unschedulable,
                 reason=unschedulable.get(name),
                 message=view.node.out_of_service.get(name),
-                cordon=_cordon(report, card.uuid),
+                cordon=_cordon(report, registered.uuid),
                 memory_used_bytes=sample.memory_used_bytes,
                 utilization_ratio=sample.utilization_ratio,
                 temperature_celsius=sample.temperature_celsius,
                 power_watts=sample.power_watts,
-                strangers=_strangers(report, name),
-                limits=report.gpu_limits.get(card.uuid),
+                unattributed=_unattributed(report, name),
+                limits=report.gpu_limits.get(registered.uuid),
             )
         )
     return rows
@@ -129,15 +129,15 @@ def _tree(node: Group | int, labels: Sequence[str]) -> TreeNode:
     )
 
 
-def _cards(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]]:
+def _registered(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]]:
     """Every registered GPU with what the driver shows of it now (None: nothing)."""
     gpu_registry = report.view.ledger.gpu_registry
     shown = report.view.inventory.gpus(gpu_registry)
-    return {card.name: (card, shown.get(card.name)) for card in gpu_registry.gpus}
+    return {registered.name: (registered, shown.get(registered.name)) for registered in gpu_registry.gpus}
 
 
-def _memory_bytes(card: RegisteredGpu, shown: Gpu | None) -> int | None:
-    return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES or None
+def _memory_bytes(registered: RegisteredGpu, shown: Gpu | None) -> int | None:
+    return shown.memory_bytes if shown else registered.memory_blocks * BLOCK_BYTES or None
 
 
 def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:
@@ -145,21 +145,23 @@ def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:
     return CordonRow(reason=cordon.reason, since=cordon.since, draining=cordon.draining) if cordon else None
 
 
-def _strangers(report: NodeReport, gpu: GpuName) -> StrangersRow:
+def _unattributed(report: NodeReport, gpu: GpuName) -> UnattributedSum:
     use = report.use.gpus.get(gpu) if report.use and report.nvml_up else None
     return (
-        StrangersRow(processes=use.unattributed_processes, memory_bytes=use.unattributed_memory_bytes) if use else StrangersRow()
+        UnattributedSum(processes=use.unattributed_processes, memory_bytes=use.unattributed_memory_bytes)
+        if use
+        else UnattributedSum()
     )
 
 
 def _health(report: NodeReport, now: float) -> AgentHealth:
-    queue = report.outbox
+    queue = report.api_queue
     return AgentHealth(
         nvml_up=report.nvml_up,
         sampled_seconds_ago=None if report.sampled_at is None else round(max(0.0, now - report.sampled_at), 3),
         registered=dict(report.registered),
         warnings=report.warnings,
-        outbox=QueueRow(waiting=queue.waiting, dropped=queue.dropped, oldest_seconds=queue.oldest_seconds, away=queue.away)
+        api_queue=QueueRow(waiting=queue.waiting, dropped=queue.dropped, oldest_seconds=queue.oldest_seconds, away=queue.away)
         if queue
         else None,
     )

@@ -102,7 +102,7 @@ async def test_the_demo_continues_after_the_script(folder: Path) -> None:
             await node.agent_log.until("refused", pod="demo/wish-1")
             for event in ("container_over_limit", "container_within_limit"):
                 await node.agent_log.until(event, holder="demo/a (main)")
-            for event in ("gpu_stranger", "gpu_stranger_gone"):
+            for event in ("gpu_process_unattributed", "gpu_process_unattributed_gone"):
                 await node.agent_log.until(event)
             assert not node.agent_log.find("gpu_quarantined")
             assert not any(task.done() for task in tasks)

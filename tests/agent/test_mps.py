@@ -79,7 +79,7 @@ async def test_after_the_last_container_of_a_gpu_ends_the_gpu_takes_new_pods_at_
         assert [each["takes_nothing_new"] for each in await node.graph()] == [None] * 4
         metrics = await node.metrics()
         assert sum(value for (name, _), value in metrics.items() if name.startswith("gpumgr_unaccounted_")) == 0
-        assert not [line for event in ("gpu_quarantined", "gpu_stranger") for line in node.agent_log.find(event)]
+        assert not [line for event in ("gpu_quarantined", "gpu_process_unattributed") for line in node.agent_log.find(event)]
         assert (await node.run(node.pod("all", app(400)))).phase == "Running"
 
 

@@ -56,7 +56,7 @@ async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> N
         await until_reported(node, mine | {("first", "main"): 0.0})
         node.use(first, memory_bytes=600 * MIB)
         await until_reported(node, mine | {("first", "main"): 600.0 * MIB})
-        assert not node.agent_log.find("gpu_stranger")
+        assert not node.agent_log.find("gpu_process_unattributed")
         assert not node.agent_log.find("gpu_quarantined")
 
 
@@ -76,7 +76,7 @@ async def test_a_runtime_that_is_away_delays_only_what_needs_its_names(folder: P
         await node.runtime.start()
         await until_reported(node, mine | {("pair", "main"): 0.0, ("pair", "side"): 50.0 * MIB})
         await node.agent_log.until("cri_available")
-        assert not node.agent_log.find("gpu_stranger")
+        assert not node.agent_log.find("gpu_process_unattributed")
 
 
 async def test_unattributed_processes_and_excess_memory_are_reported_and_the_pod_is_evicted(folder: Path) -> None:
@@ -86,9 +86,9 @@ async def test_unattributed_processes_and_excess_memory_are_reported_and_the_pod
         pod = await come(node, "greedy", app(30, 4))
         (gpu,) = node.gpus_of(pod)
         start_unattributed = node.start_unattributed(node.indices[gpu], memory_bytes=10 * MIB)
-        assert (await node.agent_log.until("gpu_stranger", pid=start_unattributed))["gpus"] == [gpu]
+        assert (await node.agent_log.until("gpu_process_unattributed", pid=start_unattributed))["gpus"] == [gpu]
         node.end_unattributed(start_unattributed)
-        await node.agent_log.until("gpu_stranger_gone", pid=start_unattributed)
+        await node.agent_log.until("gpu_process_unattributed_gone", pid=start_unattributed)
         node.use(pod, memory_bytes=1500 * MIB)
         over = await node.agent_log.until("container_over_limit")
         assert (over["holder"], over["memory_bytes"], over["memory_limit_bytes"]) == (

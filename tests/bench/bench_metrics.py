@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 from aiohttp import web
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.aio import until_tick
 from gpumgr.common.units import BLOCK_BYTES
@@ -117,7 +117,7 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
         sampled_at=time.monotonic(),
         nvml_up=True,
         use=NodeUse(taken_at=0.0, containers=uses, gpus=gpus),
-        outbox=OutboxState(),
+        api_queue=ApiQueueState(),
         gpu_limits={
             uuid_of(n): GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core") for n in range(GPUS)
         },

@@ -41,7 +41,7 @@ def test_memory_over_the_limit_and_unattributed_processes_are_reported(cluster: 
         try:
             node.event("greedy", "GpuMemoryOverLimit", "MiB")
             wait_until("the page of metrics with it", lambda: used(node) == {"greedy": 20 * BLOCK, "modest": 2 * BLOCK})
-            wait_until("the stranger in the log", lambda: 1 in strangers(node))
+            wait_until("the unattributed process in the log", lambda: 1 in unattributed(node))
             assert not node.events("modest", "GpuMemoryOverLimit")
         finally:
             control().clear()
@@ -56,9 +56,9 @@ def used(node: Node) -> dict[str | None, float]:
     }
 
 
-def strangers(node: Node) -> set[int]:
+def unattributed(node: Node) -> set[int]:
     """The process ids that the log calls so."""
-    return {int(line["pid"]) for line in node.agent.log() if line["event"] == "gpu_stranger"}
+    return {int(line["pid"]) for line in node.agent.log() if line["event"] == "gpu_process_unattributed"}
 
 
 def test_a_pod_over_its_limit_is_evicted_if_configured(cluster: Cluster, running_agent: Agent) -> None:

@@ -78,7 +78,7 @@ class Scene:
         pod = await self.share("lingering")
         (gpu,) = self.node.gpus_of(pod)
         pid = self.node.start_unattributed(self.node.indices[gpu], memory_bytes=GIB)
-        await self.node.agent_log.until("gpu_stranger", pid=pid)
+        await self.node.agent_log.until("gpu_process_unattributed", pid=pid)
         self.node.delete(pod)
         return pid
 

@@ -125,7 +125,7 @@ async def live_and_end(trial: Trial, node: LabNode, tenant: Tenant) -> None:
     await until_sampled(node.sim)
     await node.remove(tenant)
     await ended(trial, node)
-    for event in ("gpu_stranger", "gpu_quarantined"):
+    for event in ("gpu_process_unattributed", "gpu_quarantined"):
         assert not node.log.find(event), f"the server counts as a container's process: {node.log.find(event)}"
 
 

@@ -111,7 +111,7 @@ MEANINGS: Final = {
     "container_over_limit": "The driver reports more memory for a container than it was granted. Its pod has an event; it "
     "is evicted only with `enforcement.evict`.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
-    "gpu_stranger": "A process on a GPU belongs to no allocation; no container is charged for its memory. Logged "
+    "gpu_process_unattributed": "A process on a GPU belongs to no allocation; no container is charged for its memory. Logged "
     "for a process of an ended container only after 10 s.",
     "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is above 1: containers may "
     "together need more than a GPU has.",

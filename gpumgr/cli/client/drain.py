@@ -82,7 +82,7 @@ class _Wait:
         if row.cordon is None:
             raise GpumgrError(f"{self._result.gpu.label} was uncordoned by another request: it is not drained any more")
         left = [container for container in state.containers if container.gpu == row.name]
-        processes = (row.strangers.processes or 0) if row.strangers else 0
+        processes = (row.unattributed.processes or 0) if row.unattributed else 0
         self._report(left, processes)
         return not left and not processes
 

@@ -71,9 +71,9 @@ def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
     for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
         label = gpus.label(row.name)
         notes += gpu_sentences(row, label)
-        if row.strangers is not None and row.strangers.processes:
+        if row.unattributed is not None and row.unattributed.processes:
             notes.append(
-                f"{label} has processes of no container: {row.strangers.processes}, with {_used(row.strangers.memory_bytes)}"
+                f"{label} has processes of no container: {row.unattributed.processes}, with {_used(row.unattributed.memory_bytes)}"
             )
     return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
 

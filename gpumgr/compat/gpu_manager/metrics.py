@@ -22,8 +22,8 @@ HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")
 Holder = tuple[PodKey, str]
 
 
-def _family(name: str, about: str, card: str) -> Family:
-    return Family(name=name, about=about, labels=(*HOLDER_LABELS, card))
+def _family(name: str, about: str, label: str) -> Family:
+    return Family(name=name, about=about, labels=(*HOLDER_LABELS, label))
 
 
 _UTILIZATION: Final = _family("container_gpu_utilization", "gpu utilization", "gpu")
@@ -65,9 +65,9 @@ def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) 
             continue
         labels = texts.of(holder[0][1], holder[0][0], node, holder[1])
         busy, memory_mebibytes = percent(use.utilization_ratio), None if use.memory_bytes is None else use.memory_bytes >> 20
-        for card in (f"gpu{index_of[use.uuid]}", "total"):
-            _add(percents, f'{labels},gpu="{card}"', busy)
-            _add(mebibytes, f'{labels},gpu_memory="{card}"', memory_mebibytes)
+        for label in (f"gpu{index_of[use.uuid]}", "total"):
+            _add(percents, f'{labels},gpu="{label}"', busy)
+            _add(mebibytes, f'{labels},gpu_memory="{label}"', memory_mebibytes)
     for family, series in ((_UTILIZATION, percents), (_MEMORY, mebibytes)):
         yield render(family, {each: value for each, value in series.items() if value is not None})
 
@@ -97,7 +97,7 @@ def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
     """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
     ledger = report.view.ledger
-    size_of = {card.name: card.memory_mebibytes for card in ledger.gpu_registry.gpus}
+    size_of = {gpu.name: gpu.memory_mebibytes for gpu in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
     granted: dict[Holder, tuple[int, int]] = {}
     for allocation in yielding_gil(ledger.allocations.values()):

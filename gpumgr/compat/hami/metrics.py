@@ -130,8 +130,8 @@ def _of_pods(ledger: Ledger, pods: Iterable[PodView], node: str) -> Iterator[Ren
     for allocation in ledger.allocations.values():
         if allocation.pod is None or (index := index_of.get((allocation.pod, allocation.container or ""))) is None:
             continue
-        for card, core_count, mebibytes in holdings(allocation, ledger.gpu_registry):
-            values = (allocation.pod[0], node, allocation.pod[1], str(index), card.uuid)
+        for registered, core_count, mebibytes in holdings(allocation, ledger.gpu_registry):
+            values = (allocation.pod[0], node, allocation.pod[1], str(index), registered.uuid)
             memory[values], cores[values] = mebibytes << 20, core_count
     about, old = "Memory that the container holds.", "vGPUMemoryAllocated"
     yield from _twins("hami_vgpu_memory_allocated_bytes", old, about, _OF_POD, memory, _OLD_LABELS_OF_POD)

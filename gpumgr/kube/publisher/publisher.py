@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import structlog
 
 from gpumgr.agent.drain_evictions import Eviction
-from gpumgr.agent.node_report import OutboxState
+from gpumgr.agent.node_report import ApiQueueState
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.publisher.events import Event, EventRecorder, EventSeries
 from gpumgr.kube.publisher.evictions import PodEvictions
@@ -161,8 +161,8 @@ class Publisher:
             "event": self._write_event,
         }
 
-    def state(self) -> OutboxState:
-        return OutboxState(
+    def state(self) -> ApiQueueState:
+        return ApiQueueState(
             waiting=len(self._queue),
             oldest_seconds=self._queue.oldest_seconds(self._clock()),
             dropped=self._log.dropped,

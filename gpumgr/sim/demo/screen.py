@@ -196,7 +196,7 @@ def _bar(used: float, granted: float, capacity: float) -> Text:
 #: Events with a fixed sentence.
 _PLAIN: Final = {
     "container_within_limit": "{holder} is within its memory again",
-    "gpu_stranger_gone": "process {pid} has left the GPUs",
+    "gpu_process_unattributed_gone": "process {pid} has left the GPUs",
     "gpus_found": "found {gpus} GPUs, driver {driver}",
     "ready": "the agent is ready",
     "registered": "registered {resource} with the kubelet",
@@ -237,7 +237,7 @@ class LogSentences:
                 return (
                     f"over its limit: {line['holder']} uses {used} GiB on {self._gpus([line['gpu']])} and was granted {granted}"
                 )
-            case "gpu_stranger":
+            case "gpu_process_unattributed":
                 return f"process {line['pid']} uses {self._gpus(line['gpus'])} and belongs to no container"
             case event if event in _PLAIN:
                 return _PLAIN[event].format(**line)

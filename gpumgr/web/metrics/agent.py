@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, counter, gauge, label_text, render
 from gpumgr.ledger.holdings import current_shares
 
@@ -58,21 +58,21 @@ def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iter
     yield render(_CONNECTIONS, {"": report.connections})
     yield render(_REFUSED, {"": report.connections_refused})
     yield render(_DISCONNECTS, {"": report.disconnects})
-    if report.outbox is not None:
-        yield from _api_server(report.outbox)
+    if report.api_queue is not None:
+        yield from _api_server(report.api_queue)
     yield from _mechanisms(report)
 
 
-def _api_server(outbox: OutboxState) -> Iterator[RenderedFamily]:
-    yield render(_SERVER_UP, {"": not outbox.away})
-    yield render(_WAITING, {"": outbox.waiting})
-    yield render(_OLDEST, {"": max(0.0, outbox.oldest_seconds)})
-    yield render(_DROPPED, {"": outbox.dropped})
-    yield render(_RETRIES, {"": outbox.eviction_retries})
-    yield render(_UNREADABLE, {"": outbox.unreadable})
+def _api_server(api_queue: ApiQueueState) -> Iterator[RenderedFamily]:
+    yield render(_SERVER_UP, {"": not api_queue.away})
+    yield render(_WAITING, {"": api_queue.waiting})
+    yield render(_OLDEST, {"": max(0.0, api_queue.oldest_seconds)})
+    yield render(_DROPPED, {"": api_queue.dropped})
+    yield render(_RETRIES, {"": api_queue.eviction_retries})
+    yield render(_UNREADABLE, {"": api_queue.unreadable})
     # All series exist from the start, so that a first refusal shows as an increase.
     writes = dict.fromkeys(((what, outcome) for what in WRITES for outcome in OUTCOMES), 0)
-    for (what, outcome), times in outbox.written.items():
+    for (what, outcome), times in api_queue.written.items():
         key = (what if what in WRITES else "other", outcome if outcome in OUTCOMES else "other")
         writes[key] = writes.get(key, 0) + times
     yield render(_WRITES, {label_text(_WRITES.labels, key): times for key, times in writes.items()})

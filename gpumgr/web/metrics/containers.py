@@ -102,8 +102,8 @@ def _held(ledger: Ledger, texts: LabelCache) -> Iterator[RenderedFamily]:
     held: dict[str, tuple[int, int]] = {}
     for allocation in yielding_gil(ledger.allocations.values()):
         namespace, pod = allocation.pod or ("", "")
-        for card, cores, mebibytes in holdings(allocation, ledger.gpu_registry):
-            labels = texts.of(namespace, pod, allocation.container or "", card.uuid)
+        for registered, cores, mebibytes in holdings(allocation, ledger.gpu_registry):
+            labels = texts.of(namespace, pod, allocation.container or "", registered.uuid)
             cores_before, memory_before = held.get(labels, (0, 0))
             held[labels] = (cores_before + cores, memory_before + mebibytes)
     yield render(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})

@@ -107,10 +107,10 @@ def _hardware(report: NodeReport, node: str) -> Iterator[RenderedFamily]:
     gpu_registry, snapshot = report.view.ledger.gpu_registry, report.view.inventory.snapshot
     shown = report.view.inventory.gpus(gpu_registry)
     infos: dict[str, float] = {}
-    for card in gpu_registry.gpus:
-        gpu = shown.get(card.name)
+    for registered in gpu_registry.gpus:
+        gpu = shown.get(registered.name)
         facts = (gpu.index, gpu.minor, gpu.model, gpu.bus_id, gpu.numa_node, snapshot.driver_version) if gpu else (None,) * 6
-        infos[label_text(_INFO.labels, (node, card.uuid, *("" if fact is None else str(fact) for fact in facts)))] = 1
+        infos[label_text(_INFO.labels, (node, registered.uuid, *("" if fact is None else str(fact) for fact in facts)))] = 1
     yield render(_INFO, infos)
     yield render(_TOTAL, {_gpu(gpu.uuid): gpu.memory_bytes for gpu in shown.values() if gpu.memory_bytes is not None})
     limits = ((uuid, each.memory, each.memory_by, each.cores, each.cores_by) for uuid, each in report.gpu_limits.items())
@@ -119,14 +119,14 @@ def _hardware(report: NodeReport, node: str) -> Iterator[RenderedFamily]:
 
 def _healthy(report: NodeReport) -> Iterator[RenderedFamily]:
     gpu_registry, unschedulable = report.view.ledger.gpu_registry.gpus, report.unschedulable()
-    yield render(_HEALTHY, {_gpu(card.uuid): card.name not in unschedulable for card in gpu_registry})
+    yield render(_HEALTHY, {_gpu(registered.uuid): registered.name not in unschedulable for registered in gpu_registry})
     yield render(
         _REASON, {label_text(_REASON.labels, (c.uuid, unschedulable[c.name])): 1 for c in gpu_registry if c.name in unschedulable}
     )
     if report.nvml_up:
         yield render(_NOT_READABLE, {"": len(report.view.inventory.unnamed(report.view.ledger.gpu_registry))})
         yield render(_NOT_LISTED, {"": report.view.inventory.snapshot.unlisted})
-    yield render(_CORDONED, {_gpu(card.uuid): card.uuid in report.cordons for card in gpu_registry})
+    yield render(_CORDONED, {_gpu(registered.uuid): registered.uuid in report.cordons for registered in gpu_registry})
 
 
 def _links(report: NodeReport) -> RenderedFamily:
@@ -144,9 +144,14 @@ def _links(report: NodeReport) -> RenderedFamily:
 
 def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
     gpu_registry, sharers, memory = ledger.gpu_registry.gpus, _sharers(ledger), granted_mebibytes(ledger)
-    yield render(_CORES, {_gpu(card.uuid): ledger.used(card.name).cores / CORES_PER_GPU for card in gpu_registry})
-    yield render(_MEMORY, {_gpu(card.uuid): memory[card.name] << 20 for card in gpu_registry if card.memory_mebibytes})
-    yield render(_SHARERS, {_gpu(card.uuid): sharers.get(card.name, 0) for card in gpu_registry})
+    yield render(
+        _CORES, {_gpu(registered.uuid): ledger.used(registered.name).cores / CORES_PER_GPU for registered in gpu_registry}
+    )
+    yield render(
+        _MEMORY,
+        {_gpu(registered.uuid): memory[registered.name] << 20 for registered in gpu_registry if registered.memory_mebibytes},
+    )
+    yield render(_SHARERS, {_gpu(registered.uuid): sharers.get(registered.name, 0) for registered in gpu_registry})
 
 
 def _sharers(ledger: Ledger) -> dict[GpuName, int]:

@@ -35,7 +35,7 @@ class Agent:
     def __init__(self) -> None:
         self.orders: list[tuple[str, str, str, bool]] = []
         self.on: list[dict[str, Any]] = []
-        self.strangers: list[dict[str, Any]] = []
+        self.unattributed: list[dict[str, Any]] = []
         self.cordon: dict[str, Any] | None = None
         self.refusal: tuple[int, str] | None = None
         self.leaving = False
@@ -68,9 +68,9 @@ class Agent:
             "gpu": {"uuid": UUID, "name": "0fe1c342", "index": 3},
             "cordon": self.cordon,
             "changed": changed,
-            "empty": not self.unlooked and not self.on and not self.strangers,
+            "empty": not self.unlooked and not self.on and not self.unattributed,
             "containers": self.on,
-            "strangers": self.strangers,
+            "unattributed": self.unattributed,
         }
         self.unlooked = max(0, self.unlooked - 1)
         answer |= {"evicting": ["team/train"], "not_evicted": []} if body["evict"] else {}
@@ -88,10 +88,10 @@ class Agent:
             return web.json_response({"at": time.time(), "gpus": [], "containers": []})
         if self.leaving:
             self.on = self.on[1:]
-            self.strangers = []
+            self.unattributed = []
         cordon = None if self.uncordoned_meanwhile else self.cordon
-        strangers = {"processes": len(self.strangers), "memory_bytes": None}
-        row = {"uuid": UUID, "name": "0fe1c342", "index": 3, "cordon": cordon, "strangers": strangers}
+        unattributed = {"processes": len(self.unattributed), "memory_bytes": None}
+        row = {"uuid": UUID, "name": "0fe1c342", "index": 3, "cordon": cordon, "unattributed": unattributed}
         elsewhere = {**ROW, "gpu": "11111111"}
         return web.json_response({"at": time.time(), "gpus": [row], "containers": [*self.on, elsewhere]})
 
@@ -189,7 +189,7 @@ async def test_a_drain_of_an_empty_gpu_is_done_at_once(agent: Agent) -> None:
 
 async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
     agent.on = [ROW, {**ROW, "allocation": "a2", "namespace": None, "pod": None, "uid": None, "container": None}]
-    agent.strangers = [{"pid": 77, "memory_bytes": 1 << 30, "container": None}]
+    agent.unattributed = [{"pid": 77, "memory_bytes": 1 << 30, "container": None}]
     result = await agent.run("drain", "3", "--evict")
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [

@@ -60,7 +60,7 @@ async def started(
             settings, hardware, loaded=Loaded(), checkpoint=checkpoint, api_side=side, driver=None, enforcement=enforcement
         )
         readers = ReadModel(
-            components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
+            components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), api_queue=side.api_queue
         )
         async with asyncio.TaskGroup() as group:
             daemons = side.start(group, components, readers)

@@ -24,7 +24,7 @@ def model(state: PublisherState | None) -> ReadModel:
         dra=None if state is None else SimpleNamespace(publisher=SimpleNamespace(state=state)),
     )
     unused = cast("Any", None)
-    return ReadModel(cast("Any", components), pods=unused, maintenance=unused, outbox=unused)
+    return ReadModel(cast("Any", components), pods=unused, maintenance=unused, api_queue=unused)
 
 
 @pytest.mark.parametrize(

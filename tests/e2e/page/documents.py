@@ -8,7 +8,7 @@ from playwright.async_api import Page, expect
 
 from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import HardwareHealth, Inventory
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_limits import GpuLimits
@@ -169,7 +169,7 @@ def report(
         use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
         over=frozenset((a.id, gpu) for a in allocations for gpu in a.gpus if a.held("memory") and used > 16 * BLOCK_BYTES),
         gpu_limits={uuid_of(n): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps") for n in shown},
-        outbox=OutboxState(waiting=2),
+        api_queue=ApiQueueState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},
     )
     return replace(found, **about)

@@ -99,7 +99,7 @@ async def test_gpus_have_the_index_of_the_driver(browser: Browser, stage: Stage)
         card = page.locator(f"#gpu-{name_of(4)}")
         await expect(card.get_by_role("heading")).to_have_text("GPU4")
         await expect(card).to_contain_text("team/pod-4")
-        await expect(page.locator("#problems li").filter(has_text="stranger").get_by_role("link")).to_have_text("GPU4")
+        await expect(page.locator("#problems li").filter(has_text="unattributed").get_by_role("link")).to_have_text("GPU4")
         await expect(page.locator("#picture .name")).to_have_text(
             ["GPU0", "GPU1", "GPU2", "GPU4", "GPU5", "GPU6", "GPU7", name_of(3)]
         )
@@ -160,7 +160,7 @@ async def test_failures_are_listed_before_refusals(browser: Browser, stage: Stag
     async with visit(browser, stage.url, viewport={"width": width, "height": 900}) as seen:
         page = await loaded(seen)
         problems = page.locator("#problems li")
-        await expect(problems.locator("b")).to_have_text(["failed (XID)", "draining", "stranger", *["refused"] * 3])
+        await expect(problems.locator("b")).to_have_text(["failed (XID)", "draining", "unattributed", *["refused"] * 3])
         lines = await page.locator("#problems li.brief > span").evaluate_all(
             "(all) => all.map((node) => Math.round(node.clientHeight / parseFloat(getComputedStyle(node).lineHeight)))"
         )

@@ -318,7 +318,7 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     ]
     bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
     answer = await bench.order("drain")
-    assert (answer["empty"], answer["strangers"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
+    assert (answer["empty"], answer["unattributed"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
 
 
 async def test_a_gpu_is_not_empty_before_the_first_check() -> None:

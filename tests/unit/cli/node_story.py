@@ -35,7 +35,7 @@ def gpu(index: int | None, name: str, **facts: Any) -> dict[str, Any]:
         "utilization_ratio": 0.0,
         "temperature_celsius": 33,
         "power_watts": 71.4,
-        "strangers": {"processes": 0, "memory_bytes": 0},
+        "unattributed": {"processes": 0, "memory_bytes": 0},
     } | facts
 
 
@@ -130,7 +130,7 @@ def state() -> dict[str, Any]:
         "levels": [["X", "PIX"], ["PIX", "X"]],
         "gpus": [
             gpu(0, NAMES[0], cores_free=40, memory_blocks_free=278, memory_used_bytes=int(7.2 * GIB), utilization_ratio=0.41,
-                temperature_celsius=52, power_watts=310.2, strangers={"processes": 1, "memory_bytes": GIB}),
+                temperature_celsius=52, power_watts=310.2, unattributed={"processes": 1, "memory_bytes": GIB}),
             gpu(1, NAMES[1], cores_free=0, memory_blocks_free=0, memory_used_bytes=70 * GIB, utilization_ratio=0.99,
                 temperature_celsius=64, power_watts=655.0, healthy=False, reason="operator", message="cordoned: new NVLink bridge",
                 cordon={"reason": "new NVLink bridge", "since": AT - 60, "draining": True}),
@@ -145,7 +145,7 @@ def state() -> dict[str, Any]:
             container("a1", "resnet-0", NAMES[0], memory_used_bytes=6 * GIB, utilization_ratio=0.38, processes=2, over=True),
         ],
         "history": [{key: told[key] for key in told if key != "candidates"} for told in reversed(entries())],
-        "health": {"nvml_up": True, "sampled_seconds_ago": 0.4, "registered": {}, "outbox": None},
+        "health": {"nvml_up": True, "sampled_seconds_ago": 0.4, "registered": {}, "api_queue": None},
     }  # fmt: skip
 
 

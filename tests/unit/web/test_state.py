@@ -10,7 +10,7 @@ import pytest
 import gpumgr
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_limits import GpuLimits
@@ -62,7 +62,7 @@ def process(pid: int, memory_bytes: int | None, ratio: float | None = None) -> G
 
 
 def test_the_node_and_its_health() -> None:
-    outbox = OutboxState(waiting=3, oldest_seconds=1.5, dropped=2, written={("pod", "ok"): 1}, away=True)
+    api_queue = ApiQueueState(waiting=3, oldest_seconds=1.5, dropped=2, written={("pod", "ok"): 1}, away=True)
     told = document(
         picture_of(
             mode="dra",
@@ -70,7 +70,7 @@ def test_the_node_and_its_health() -> None:
             not_ready=("memory is not registered",),
             warnings=("taints are dropped",),
             gpu_limits={uuid_of(n): HARD if n == 0 else GpuLimits() for n in range(2)},
-            outbox=outbox,
+            api_queue=api_queue,
         )
     )
     assert (told["node"], told["at"], told["version"], told["mode"]) == ("node-1", 1000.0, gpumgr.__version__, "dra")
@@ -86,7 +86,7 @@ def test_the_node_and_its_health() -> None:
         "sampled_seconds_ago": 2.5,
         "registered": {"tencent.com/vcuda-core": True},
         "warnings": ["taints are dropped"],
-        "outbox": {"waiting": 3, "dropped": 2, "oldest_seconds": 1.5, "away": True},
+        "api_queue": {"waiting": 3, "dropped": 2, "oldest_seconds": 1.5, "away": True},
     }
 
 
@@ -99,7 +99,7 @@ def test_a_node_without_a_driver_is_an_empty_document() -> None:
     assert told["tree"] == {"name": "ROOT", "gpus": [], "children": []}
     assert [told[key] for key in ("nvlinks", "levels", "gpus", "failures", "containers", "history")] == [[], [], [], [], [], []]
     assert (told["ready"], told["driver_version"]) == (True, None)
-    assert told["health"] == {"nvml_up": False, "sampled_seconds_ago": None, "registered": {}, "warnings": [], "outbox": None}
+    assert told["health"] == {"nvml_up": False, "sampled_seconds_ago": None, "registered": {}, "warnings": [], "api_queue": None}
 
 
 def test_the_topology_as_a_tree_with_links_and_levels() -> None:
@@ -154,13 +154,13 @@ def test_a_gpu_with_all_its_numbers() -> None:
         "utilization_ratio": 0.25,
         "temperature_celsius": 40.0,
         "power_watts": 71.5,
-        "strangers": {"processes": 2, "memory_bytes": 50},
+        "unattributed": {"processes": 2, "memory_bytes": 50},
         "limits": {"memory": "hard", "memory_by": "nvml-memory", "cores": "soft", "cores_by": "mps"},
     }
 
 
 def test_a_gpu_without_a_process_list_has_no_unattributed_processes() -> None:
-    assert document(picture_of())["gpus"][1]["strangers"] == {"processes": None, "memory_bytes": None}
+    assert document(picture_of())["gpus"][1]["unattributed"] == {"processes": None, "memory_bytes": None}
 
 
 def test_a_gpu_that_is_held_whole_has_no_free_memory() -> None:
@@ -278,7 +278,7 @@ def test_values_from_before_the_driver_went_away_are_not_shown() -> None:
     told = document(picture_of(share(), processes={7: process(7, 700)}, nvml_up=False))
     gpu, (row,) = told["gpus"][0], told["containers"]
     assert [gpu[key] for key in ("memory_used_bytes", "utilization_ratio", "temperature_celsius", "power_watts")] == [None] * 4
-    assert gpu["strangers"] == {"processes": None, "memory_bytes": None}
+    assert gpu["unattributed"] == {"processes": None, "memory_bytes": None}
     assert [row[key] for key in ("memory_used_bytes", "utilization_ratio", "processes")] == [None] * 3
     assert told["health"]["sampled_seconds_ago"] == 2.5
 

@@ -136,7 +136,7 @@ async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place
     assert (daemon.hang, marker.exists()) == (None, True)
 
 
-async def test_the_client_that_tries_a_daemon_is_no_stranger(place: Place) -> None:
+async def test_the_client_that_tries_a_daemon_is_not_unattributed(place: Place) -> None:
     backend = await place.started(protocol="2")
     code = "import sys; sys.stdin.read()"
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place.folder.pipe)}

@@ -329,7 +329,7 @@ async def test_an_unattributed_process_is_logged_once_at_its_start_and_once_at_i
         await node.sampled(sample({99: 5}, {99: 6}))
         await node.sampled(sample({99: 5}, {99: 6}))
         await node.sampled(sample({}, {}))
-    assert [entry["event"] for entry in logs] == ["gpu_stranger", "gpu_stranger_gone"]
+    assert [entry["event"] for entry in logs] == ["gpu_process_unattributed", "gpu_process_unattributed_gone"]
     assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
     assert node.use.gpus[GPU0].unattributed_processes == 0
 
@@ -368,9 +368,9 @@ async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_g
         await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS - 1)
         assert not logs
         await node.sampled(sample({11: LIMIT}, {}))
-        assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 11)]
+        assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_process_unattributed", 11)]
         await node.sampled(sample({}, {}))
-        assert [entry["event"] for entry in logs[1:]] == ["gpu_stranger_gone"]
+        assert [entry["event"] for entry in logs[1:]] == ["gpu_process_unattributed_gone"]
 
 
 async def test_a_process_that_no_sample_attributed_is_expected_too() -> None:
@@ -381,7 +381,7 @@ async def test_a_process_that_no_sample_attributed_is_expected_too() -> None:
         await node.sampled(sample({11: LIMIT}, {}))
         assert not logs
         await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS)
-        assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+        assert [entry["event"] for entry in logs] == ["gpu_process_unattributed"]
 
 
 async def test_a_process_of_the_last_container_is_reported_in_time() -> None:
@@ -395,7 +395,7 @@ async def test_a_process_of_the_last_container_is_reported_in_time() -> None:
             await node.sampled(sample({11: LIMIT}, {}))
         assert not logs
         await node.sampled(sample({11: LIMIT}, {}))
-    assert [entry["event"] for entry in logs] == ["gpu_stranger"]
+    assert [entry["event"] for entry in logs] == ["gpu_process_unattributed"]
 
 
 async def test_other_processes_are_not_expected_when_a_container_ends() -> None:
@@ -405,7 +405,10 @@ async def test_other_processes_are_not_expected_when_a_container_ends() -> None:
         await node.sampled(sample({11: LIMIT}, {}))
         node.frees("a")
         await node.sampled(sample({11: LIMIT, 31: 1, 99: 2}, {}))
-    assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_stranger", 31), ("gpu_stranger", 99)]
+    assert [(entry["event"], entry["pid"]) for entry in logs] == [
+        ("gpu_process_unattributed", 31),
+        ("gpu_process_unattributed", 99),
+    ]
 
 
 # -- findings ------------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_the_picture_has_the_newest_decisions_and_steps_and_how_to_ask_and_end(
     picture.on_log_line({"event": "web_listening", "url": "http://127.0.0.1:5678"})
     picture.see([{**GPU, "index": index} for index in range(8)], {})
     for number in range(9):
-        picture.on_log_line({"event": "gpu_stranger_gone", "pid": number})
+        picture.on_log_line({"event": "gpu_process_unattributed_gone", "pid": number})
         picture.step_ended(Result(name=f"step {number}", ok=True, detail="it came out"))
     picture.step_begins("a GPU fails")
     lines = shown(picture, console)
@@ -124,7 +124,7 @@ def test_sentences_about_use() -> None:
         "memory_limit_bytes": 2 << 30,
     }
     assert teller.sentence(over) == "over its limit: demo/a (main) uses 3.0 GiB on GPU0 and was granted 2.0"
-    assert teller.sentence({"event": "gpu_stranger", "pid": 7, "gpus": ["0fe1c342"]}) == (
+    assert teller.sentence({"event": "gpu_process_unattributed", "pid": 7, "gpus": ["0fe1c342"]}) == (
         "process 7 uses GPU0 and belongs to no container"
     )
     assert teller.sentence({"event": "web_listening", "url": "http://127.0.0.1:5678"}) == (

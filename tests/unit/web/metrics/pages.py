@@ -7,7 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.pods import PodView
@@ -96,7 +96,7 @@ def full_picture() -> NodeReport:
         gpu_limits={uuid_of(0): GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")},
         vcuda_registrations={"ok": 1},
         mps_daemon_restarts={uuid_of(0): 1},
-        outbox=OutboxState(waiting=2, oldest_seconds=1.5, dropped=1, written={("pod", "ok"): 3}),
+        api_queue=ApiQueueState(waiting=2, oldest_seconds=1.5, dropped=1, written={("pod", "ok"): 3}),
         connections=2,
         connections_refused=1,
     )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.ledger.ledger import Allocation
 
 from .pages import families, metrics_of, ours, series
@@ -65,7 +65,7 @@ def test_without_an_api_server_its_metrics_are_absent() -> None:
 
 
 def test_what_waits_for_the_api_server() -> None:
-    outbox = OutboxState(
+    api_queue = ApiQueueState(
         waiting=3,
         oldest_seconds=-0.5,
         dropped=2,
@@ -73,7 +73,7 @@ def test_what_waits_for_the_api_server() -> None:
         away=True,
         eviction_retries=7,
     )
-    report = NodeReport(view=view_of(), outbox=outbox)
+    report = NodeReport(view=view_of(), api_queue=api_queue)
     assert ours(report, "eviction_retries_total") == {(): 7.0}
     found = {name: ours(report, name) for name in API[:-1]}
     assert found == dict(zip(API[:-1], ({(): 0.0}, {(): 3.0}, {(): 0.0}, {(): 2.0}), strict=True))
@@ -85,7 +85,7 @@ def test_what_waits_for_the_api_server() -> None:
 
 
 def test_an_api_server_that_answers_is_up() -> None:
-    assert ours(NodeReport(view=view_of(), outbox=OutboxState()), "api_server_up") == {(): 1.0}
+    assert ours(NodeReport(view=view_of(), api_queue=ApiQueueState()), "api_server_up") == {(): 1.0}
 
 
 @pytest.mark.parametrize(

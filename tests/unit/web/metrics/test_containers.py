@@ -94,7 +94,7 @@ def test_unknown_utilization_has_no_series_and_is_not_0() -> None:
     assert ours(report, "container_memory_used_bytes") == {SERIES: 700.0}
 
 
-def test_memory_of_strangers_that_the_driver_does_not_report_has_no_series() -> None:
+def test_unattributed_memory_that_the_driver_does_not_report_has_no_series() -> None:
     report = picture_of(share(), processes={99: None}, owners={99: None})
     assert ours(report, "unaccounted_processes") == {(uuid_of(0),): 1.0, (uuid_of(1),): 0.0}
     assert ours(report, "unaccounted_memory_bytes") == {(uuid_of(1),): 0.0}
