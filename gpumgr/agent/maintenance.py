@@ -187,7 +187,12 @@ class Maintenance:
         else:
             self._health.cordon(gpu.uuid, cordon.sentence)
         await self._health.publish_health()
-        log.info(f"gpu_{code}", gpu=gpu.uuid, reason=why)
+        if cordon is None:
+            log.info("gpu_uncordoned", gpu=gpu.uuid, reason=why)
+        elif cordon.draining:
+            log.info("gpu_draining", gpu=gpu.uuid, reason=why)
+        else:
+            log.info("gpu_cordoned", gpu=gpu.uuid, reason=why)
         self._agent_state.history.add(entry, saved=True)
         return True
 

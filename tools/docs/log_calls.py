@@ -13,7 +13,7 @@ _LEVELS: Final = {"debug": "debug", "info": "info", "warning": "warning", "error
 
 
 def events() -> Mapping[str, str]:
-    """Event name -> its level, or levels. A name with a variable part has it in braces, as in the source: `gpu_{code}`."""
+    """Event name -> its level, or levels. Raises ValueError for a name that is no literal."""
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         if "_pb" not in file.parts:
@@ -54,11 +54,8 @@ def _levels(node: ast.expr, given: Mapping[str, set[str]]) -> set[str]:
 
 
 def _text(node: ast.expr) -> str:
+    """Raises ValueError for a name that is not a literal: a search of the source would not find it."""
     match node:
         case ast.Constant(value=str(text)):
             return text
-        case ast.JoinedStr(values=parts):
-            return "".join(_text(part) for part in parts)
-        case ast.FormattedValue(value=ast.Name(id=name)):
-            return f"{{{name}}}"
-    raise ValueError(f"a log event needs a literal name: {ast.unparse(node)}")
+    raise ValueError(f"line {node.lineno}: the name of a log event is no literal: {ast.unparse(node)}")

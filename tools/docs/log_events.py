@@ -69,7 +69,6 @@ MEANINGS: Final = {
     "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
     "kernel_modules_not_loaded": "`modprobe` failed or hangs. Retried.",
     "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. Retried.",
-    "gpu_{code}": "An operator's request was carried out: `gpu_cordoned`, `gpu_draining`, `gpu_uncordoned`.",
     "gpu_addresses_lost": "The GPUs' PCI addresses in the checkpoint can't be read. A GPU that was replaced before "
     "stays registered until `gpumgr gpu forget`.",
     "gpu_not_reset": "`gpumgr gpu reset` failed; `reason` is the output of nvidia-smi.",
