@@ -22,5 +22,5 @@ def build() -> Path:
     """The program, compiled once in a process."""
     program = Path(_folder().name) / "nvidia-cuda-mps-control"
     named = [f'-DPYTHON="{sys.executable}"', f'-DFAKE="{FAKE}"']
-    subprocess.run(["cc", "-std=gnu11", "-O2", *named, "-o", program, FAKE.with_name("mps_control.c")], check=True)
+    subprocess.run(["cc", "-std=gnu11", "-O2", *named, "-o", program, FAKE.parents[1] / "mps/control.c"], check=True)
     return program

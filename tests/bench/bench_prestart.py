@@ -4,7 +4,7 @@
 container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
 "none" and the floor (floor.py) show what the call costs by itself.
 
-MPS: the daemon is the tests' fake one, its control program one in C (mps_control.c). Beside stand how many commands the daemons got for a
+MPS: the daemon is the tests' fake one, its control program one in C (tests/data/mps). Beside stand how many commands the daemons got for a
 start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
 """
 

@@ -238,7 +238,7 @@ def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> 
     try:
         schema_version(agent, known + 1)
         agent.start(wait=False)
-        wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads up to {known})"
+        wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads {known} only)"
         wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
         wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
         assert exit_codes(agent) == {4}

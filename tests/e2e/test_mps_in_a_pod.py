@@ -188,14 +188,11 @@ def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machi
 
 
 def test_doctor_reports_missing_permissions_of_the_pod(host: Machine) -> None:
-    found = doctor(host, VALUES)
-    assert found["state"] == "ok", found
-    assert f"{PROGRAM} speaks protocol 2 and 3 (2 is used)" in found["message"]
-    assert "daemons are units of the host's systemd" in found["message"]
+    assert doctor(host, VALUES)["state"] == "ok"
     without = doctor(host, {**AUTO, "mps": {"enabled": False}})
-    assert (without["state"], "mps.enabled" in without["remedy"]) == ("warning", True), without
+    assert (without["state"], "mps.enabled" in without["message"]) == ("skipped", True), without
     dropped = doctor(host, {**AUTO, "mps": {"enabled": False}, "privileged": False})
-    assert (dropped["state"], "Operation not permitted" in dropped["message"]) == ("warning", True), dropped
-    assert "give the pod privileged: true" in dropped["remedy"]
+    assert (dropped["state"], "Operation not permitted" in dropped["message"]) == ("skipped", True), dropped
+    assert "give the pod privileged: true" in dropped["message"]
     alone = doctor(host, VALUES, "unshare", "--pid", "--fork", "--mount-proc", "--propagation", "unchanged")
     assert (alone["state"], alone["remedy"]) == ("error", "give the pod hostPID: true"), alone
