@@ -191,6 +191,8 @@ MEANINGS: Final = {
     "claims_write_failed": "The API server refused a request of `gpumgr claims`. Check config/claims/rbac.yaml and the "
     "API server.",
     # over HTTP
+    "requests_cut": "Connections to a port of the scheduler were closed, since unfinished bodies of requests took too much memory: "
+    "`count` since the last such event, at most one a minute. If it repeats, find the client (`last_peer`).",
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); "
     "pods are scheduled.",
     "loopback_not_served": "The port is in use on loopback: `kubectl port-forward` does not work.",

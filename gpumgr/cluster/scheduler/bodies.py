@@ -1,47 +1,96 @@
 """The memory that the bodies of requests take, before anything in them is checked."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
 from aiohttp import web
+
+_log = structlog.get_logger(__name__)
 
 #: A request with whole nodes has up to 128 MB.
 BODY_SECONDS: Final = 30.0
+_LOG_SECONDS: Final = 60.0
+#: Added to the age of a body, so that the size decides among bodies that arrive at one time.
+_YOUNG_SECONDS: Final = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class _Body:
+    request: web.BaseRequest
+    began: float
+    chunks: list[bytes] = field(default_factory=list)
+    size: int = 0
 
 
 class Bodies:
-    """Each body has at most `most_bytes`, and all that are in memory have at most `total_bytes` together."""
+    """Each body has at most `most_bytes`, and all that are in memory have at most `total_bytes` together.
 
-    def __init__(self, most_bytes: int, total_bytes: int) -> None:
-        self._most_bytes, self._total_bytes = most_bytes, total_bytes
+    If they exceed it, the connection with the unfinished body of the largest product of size and age is closed: kube-scheduler and the
+    API server send a body without a pause, so neither many large bodies nor many slow ones cost them theirs. `clock` is monotonic, in
+    seconds.
+    """
+
+    def __init__(self, most_bytes: int, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_bytes, self._total_bytes, self._clock = most_bytes, total_bytes, clock
+        #: The unfinished bodies, the oldest first.
+        self._arriving = dict[_Body, None]()
         self._total = 0
+        self._cut, self._logged_at = 0, float("-inf")
 
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
         """The whole body, as long as it is needed.
 
-        Raises HTTPRequestEntityTooLarge, HTTPServiceUnavailable if the bodies take too much together, HTTPRequestTimeout if the body has
-        not arrived in BODY_SECONDS, and ConnectionError if the client has gone.
+        Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout if the body has not arrived in BODY_SECONDS, and ConnectionError if the
+        client has gone or its connection was closed.
         """
-        size, chunks = 0, list[bytes]()
+        body = _Body(request, self._clock())
+        self._arriving[body] = None
+        try:
+            await self._receive(body)
+            del self._arriving[body]
+            data = b"".join(body.chunks)
+            body.chunks.clear()
+            yield data
+        finally:
+            self._arriving.pop(body, None)
+            self._total -= body.size
+
+    async def _receive(self, body: _Body) -> None:
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in request.content.iter_any():
-                    size += len(chunk)
-                    self._total += len(chunk)
-                    if size > self._most_bytes:
+                async for chunk in body.request.content.iter_any():
+                    if body in self._arriving:
+                        self._add(body, chunk)
+                    if body.size > self._most_bytes:
                         raise web.HTTPRequestEntityTooLarge(self._most_bytes)
-                    if self._total > self._total_bytes:
-                        raise web.HTTPServiceUnavailable(
-                            text=f"the bodies of all requests together have more than {self._total_bytes >> 20} MiB; try again\n"
-                        )
-                    chunks.append(chunk)  # a bytearray would take 22 MiB more for 600 bodies, since it grows by copies
-            data = b"".join(chunks)
-            chunks.clear()
-            yield data
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text=f"the body did not arrive in {BODY_SECONDS:g} s\n") from error
-        finally:
-            self._total -= size
+        if body not in self._arriving:
+            raise ConnectionAbortedError
+
+    def _add(self, body: _Body, chunk: bytes) -> None:
+        body.chunks.append(chunk)  # a bytearray would take 22 MiB more for 600 bodies, since it grows by copies
+        body.size += len(chunk)
+        self._total += len(chunk)
+        while self._total > self._total_bytes and self._arriving:
+            now = self._clock()
+            self._close(max(self._arriving, key=lambda each: each.size * (now - each.began + _YOUNG_SECONDS)))
+
+    def _close(self, body: _Body) -> None:
+        del self._arriving[body]
+        self._total -= body.size
+        body.size = 0
+        body.chunks.clear()
+        if body.request.transport is not None:
+            body.request.transport.abort()
+        self._cut += 1
+        if (now := self._clock()) >= self._logged_at + _LOG_SECONDS:
+            limit = f"bodies of requests take more than {self._total_bytes >> 20} MiB"
+            _log.warning("requests_cut", path=body.request.path, last_peer=body.request.remote, count=self._cut, reason=limit)
+            self._cut, self._logged_at = 0, now

@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.scheduler import bodies
+from gpumgr.cluster.scheduler.bodies import Bodies
 from gpumgr.cluster.scheduler.hami_webhook import MOST_BYTES, PATH, TOTAL_BYTES, webhook_application
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.http_server import HttpServer
 
-from .conftest import Stage, until
+from .conftest import Clock, Stage, until
 
 REVIEW = json.dumps({"request": {"uid": "u1", "object": {"spec": {"containers": []}}}}).encode()
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -47,16 +51,20 @@ async def webhook() -> AsyncIterator[HttpServer]:
     await listener.stop()
 
 
-async def test_bodies_take_no_more_together_than_the_limit(webhook: HttpServer) -> None:
+async def test_unfinished_bodies_are_cut_and_whole_ones_are_answered(webhook: HttpServer) -> None:
     """Clients without a credential send all but the last byte of many bodies."""
-    count = 2 * TOTAL_BYTES // MOST_BYTES
-    opened = [await begin(webhook.address, PATH, b" " * (MOST_BYTES - 1), MOST_BYTES) for _ in range(count)]
-    refused = await asyncio.gather(*map(answer, opened[-4:]))
-    assert all(each.startswith(b"HTTP/1.1 503") and b"more than 16 MiB; try again" in each for each in refused)
+    size = MOST_BYTES
+    count = 2 * TOTAL_BYTES // size
+    with capture_logs() as logs:
+        opened = [await begin(webhook.address, PATH, b" " * (size - 1), size) for _ in range(count)]
+        cut = await asyncio.gather(*map(answer, opened[: TOTAL_BYTES // size]))
+        assert cut == [b""] * len(cut)
+        reviewed = await answer(await begin(webhook.address, PATH, REVIEW, len(REVIEW)))
+    assert reviewed.startswith(b"HTTP/1.1 200")
+    (logged,) = [each for each in logs if each["event"] == "requests_cut"]
+    assert (logged["path"], logged["last_peer"]) == (PATH, "127.0.0.1")
     for _, writer in opened:
         writer.close()
-    await until(lambda: webhook.connections == 0)
-    assert (await answer(await begin(webhook.address, PATH, REVIEW, len(REVIEW)))).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_body_must_arrive_in_time(webhook: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +80,131 @@ async def test_a_longer_review_is_refused_with_the_limit(webhook: HttpServer) ->
     refused = await answer(await begin(webhook.address, PATH, fits + b" ", len(fits) + 1))
     assert refused.startswith(b"HTTP/1.1 413")
     assert refused.endswith(b"the AdmissionReview has more than 1048576 bytes; shorten the pod\n")
+
+
+async def test_what_is_being_answered_is_not_cut() -> None:
+    """Also if it alone takes all the room."""
+    bodies, entered, leave = Bodies(100, 150), asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        async with bodies.of(request) as body:
+            if len(body) == 100:
+                entered.set()
+                await leave.wait()
+            return web.Response(text="done")
+
+    application = web.Application()
+    application.add_routes([web.post("/", slow)])
+    listener = HttpServer(application, host="127.0.0.1", port=0)
+    await listener.start()
+    long = await begin(listener.address, "/", b"x" * 100, 100)
+    await entered.wait()
+    assert await answer(await begin(listener.address, "/", b"x" * 60, 70)) == b""
+    assert (await answer(await begin(listener.address, "/", b"x" * 50, 50))).endswith(b"done")
+    leave.set()
+    assert (await answer(long)).endswith(b"done")
+    await listener.stop()
+
+
+class Sender:
+    """A request; its body arrives as the test says."""
+
+    path, remote = "/", "10.0.0.1"
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._chunks = asyncio.Queue[bytes]()
+        self.content, self.transport, self.cut = self, self, False
+        self.whole = asyncio.create_task(self._read(bodies))
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        while chunk := await self._chunks.get():
+            yield chunk
+
+    def abort(self) -> None:
+        self.cut = True
+
+    async def send(self, size: int) -> None:
+        """0: the end."""
+        self._chunks.put_nowait(b"x" * size)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def _read(self, bodies: Bodies) -> int:
+        async with bodies.of(cast(web.BaseRequest, self)) as body:
+            return len(body)
+
+
+async def test_many_large_bodies_do_not_cut_a_small_one_that_began_before() -> None:
+    clock = Clock()
+    bodies = Bodies(1000, 10_000, lambda: clock.now)
+    small = Sender(bodies)
+    await small.send(10)
+    clock.now += 0.1
+    large = [Sender(bodies) for _ in range(50)]
+    for each in large:
+        await each.send(999)
+    assert not small.cut
+    assert [each.cut for each in large] == [True] * 40 + [False] * 10
+    for each in (small, *large):
+        await each.send(0)
+    assert await small.whole == 10
+    results = await asyncio.gather(*(each.whole for each in large), return_exceptions=True)
+    assert [isinstance(each, ConnectionError) for each in results] == [each.cut for each in large]
+
+
+async def test_many_small_bodies_that_stay_do_not_cut_a_larger_one() -> None:
+    clock = Clock()
+    bodies = Bodies(1000, 10_000, lambda: clock.now)
+    small = [Sender(bodies) for _ in range(1000)]
+    for each in small:
+        await each.send(10)
+    clock.now += 1
+    for _ in range(3):
+        large = Sender(bodies)
+        await large.send(500)
+        await large.send(500)
+        await large.send(0)
+        assert await large.whole == 1000
+    assert sum(each.cut for each in small) == 100
+    for each in small:
+        each.whole.cancel()
+
+
+async def test_a_body_that_is_cut_by_its_last_bytes_is_not_used() -> None:
+    bodies = Bodies(100, 150)
+    first, second = Sender(bodies), Sender(bodies)
+    await first.send(70)
+    await second.send(90)
+    await second.send(0)
+    with pytest.raises(ConnectionError):
+        await second.whole
+    await first.send(0)
+    assert await first.whole == 70
+    assert (first.cut, second.cut) == (False, True)
+
+
+async def calls_for_a_chunk(connections: int) -> int:
+    bodies, calls = Bodies(1000, 10_000), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    senders = [Sender(bodies) for _ in range(connections)]
+    for each in senders:
+        await each.send(1)
+    sys.setprofile(count)
+    try:
+        await senders[0].send(1)
+    finally:
+        sys.setprofile(None)
+    for each in senders:
+        each.whole.cancel()
+    return calls
+
+
+async def test_the_work_for_a_chunk_does_not_grow_with_the_connections() -> None:
+    assert await calls_for_a_chunk(1000) < 2 * await calls_for_a_chunk(10)
 
 
 async def test_a_client_that_leaves_amid_its_body_is_no_error(stage: Stage) -> None:
