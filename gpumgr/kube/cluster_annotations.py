@@ -68,8 +68,8 @@ SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
     written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `replicas`: how many
-    containers with HAMi's resources may share it; it is not written with `mig`, and by older agents. `mig`: the profiles of the MIG devices
-    that are created on it on demand, see `mig_rows`; it is not shared then."""
+    containers with HAMi's resources may share it. `mig`: the profiles of the MIG devices that are created on it on demand, see `mig_rows`;
+    it is not shared then."""
 
     uuid: Uuid
     model: Text = ""
@@ -78,7 +78,7 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool = True
     cordoned: bool = False
     index: NvmlIndex | UnsetType = UNSET
-    replicas: Replicas | UnsetType = UNSET
+    replicas: Replicas = 0
     mig: Annotated[tuple[MigRow, ...], Meta(min_length=1, max_length=64)] | UnsetType = UNSET
 
     @property
@@ -89,9 +89,9 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations; `slices`: those of their MIG devices; `other_replicas`: of a pod with HAMi's resources how many
-    replicas it holds for each share; older agents do not write it where that is one for each. `scaling`: the factors of memory and cores
-    for such pods; it is written where a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations; `slices`: the slices of their MIG devices; `other_replicas`: for a pod with HAMi's resources, how
+    many replicas it holds for each share. `scaling`: the factors of memory and cores for such pods; it is written where a GPU may be
+    shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1

@@ -50,10 +50,7 @@ class AgentData:
 
     async def pods(self) -> frozenset[PodKey]:
         """The pods about which something is known."""
-        try:
-            return read_pods(await self._agent.get(PODS))
-        except InputError as error:
-            raise GpumgrError("the agent is older than this command and can't list its pods: restart it") from error
+        return read_pods(await self._agent.get(PODS))
 
     async def pod(self, namespace: str, pod: str) -> Document | None:
         """As /api/pods/{namespace}/{pod}; None if nothing is known."""

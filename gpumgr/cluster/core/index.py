@@ -398,7 +398,6 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
     unknown = []
     for pod in sorted(pods, key=lambda pod: pod.uid):
         if pod.uid in node.other:
-            used = added(used, _replicas(pod.request, node.other[pod.uid]))
             continue
         taken = _taken(node, pod)
         if taken is None:
@@ -412,7 +411,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
             full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
             used = added(used, dict(enumerate(full)))
             continue
-        # The agent, which has chosen, follows the constraints; an older one does not read them.
+        # The agent, which has chosen, follows the constraints; gpu-manager does not read them.
         anywhere = PodRequest(pod.request.containers)
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")
@@ -420,12 +419,6 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
                 used = added(used, _use(pod.request, choice.shares))
                 break
     return used
-
-
-def _replicas(request: PodRequest, shares: Shares) -> Mapping[int, Amounts]:
-    """The uses of a pod for which the node reports only the amounts: one on each GPU."""
-    replicas = any(container.replica for container in request.containers) and not any(each.replicas for _, each in shares)
-    return {gpu: Amounts(replicas=1) for gpu, _ in shares} if replicas else {}
 
 
 def _summed(shares: Shares) -> Mapping[int, Amounts]:

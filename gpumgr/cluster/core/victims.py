@@ -13,7 +13,7 @@ from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.index import PlacedPod, used_on
-from gpumgr.cluster.core.node import NOTHING, NodeState, Used
+from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
@@ -186,9 +186,9 @@ def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Ma
     """What each pod holds on each GPU, and what is used in all."""
     empty = used_on(node, ())
     known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
-    taken = {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
-    for uid in taken.keys() & node.other.keys():  # what the node reports is in both; an older agent reports no replicas
-        taken[uid] = {gpu: amounts + taken[uid].get(gpu, NOTHING) for gpu, amounts in node.other[uid]}
+    taken = {
+        pod.uid: dict(node.other[pod.uid]) if pod.uid in node.other else _difference(used_on(node, [pod]), empty) for pod in known
+    }
     used = used_on(node, known)
     for uid, pod in sorted(pods.items()):
         if uid not in taken:

@@ -132,10 +132,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
     capacity: Mapping[str, object] = status.get("capacity") or {}
     inventory: Inventory = "none"
     state = problem = None
-    with_replicas = False
     if text is not None:
         try:
-            state, with_replicas = _from_inventory(name, str(text), hami)
+            state = _from_inventory(name, str(text), hami)
             offered = _quantity(capacity, CORE_RESOURCE) >= len(state.gpus) * CORES_PER_GPU
             offered |= hami is not None and _quantity(capacity, hami.count_resource) >= len(state.gpus)
             inventory = "used" if offered or not ready else "outdated"
@@ -143,16 +142,11 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
     if state is None:
         try:
-            state = _from_capacity(name, capacity)
+            state = _from_capacity(name, capacity, hami)
         except ValueError as error:
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    if hami is not None and not with_replicas:
-        # An older agent, or none: a GPU with dynamic MIG has as many replicas as MIG devices, the others have the rest.
-        rest = max(0, _quantity(capacity, hami.count_resource) - sum(gpu.replicas for gpu in state.gpus))
-        if replicas := rest // max(1, sum(not gpu.mig for gpu in state.gpus)):
-            state = replace(state, gpus=tuple(gpu if gpu.mig else replace(gpu, replicas=replicas) for gpu in state.gpus))
     if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
         uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
         state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
@@ -167,12 +161,12 @@ def _cpu_milli(status: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tuple[NodeState, bool]:
-    """Also whether it has the replicas of GPUs that are shared. Raises ValueError."""
+def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> NodeState:
+    """Raises ValueError."""
     inventory = decode_inventory(text)
     usual = (hami.device_memory_scaling, hami.device_core_scaling) if hami is not None else UNSET
     scaling = None if inventory.scaling in (UNSET, usual) else inventory.scaling
-    state = NodeState(
+    return NodeState(
         name=name,
         gpus=tuple(
             GpuState(
@@ -183,7 +177,7 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tupl
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
                 index=None if gpu.index is UNSET else gpu.index,
-                replicas=most_devices(gpu.mig_profiles) if gpu.replicas is UNSET else gpu.replicas,
+                replicas=most_devices(gpu.mig_profiles) if gpu.mig_profiles else gpu.replicas,
                 scaling=scaling,
                 mig=gpu.mig_profiles,
             )
@@ -193,19 +187,22 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> tupl
         naming="uuid" if inventory.topology_manager == "none" else "none",
         other=inventory.held,
     )
-    return state, any(gpu.replicas is not UNSET for gpu in inventory.gpus)
 
 
 def _quantity(capacity: Mapping[str, object], resource: str) -> int:
     return quantity_or_0(str(capacity.get(resource, "0")))
 
 
-def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
+def _from_capacity(name: str, capacity: Mapping[str, object], hami: ReplicaResources | None) -> NodeState:
     cores = parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
     blocks = parse_quantity(str(capacity.get(MEMORY_RESOURCE, "0")))
     if cores > MAX_GPUS * CORES_PER_GPU:
         raise ValueError(f"{cores} {CORE_RESOURCE} are more than the {MAX_GPUS} GPUs that gpumgr supports on one node")
-    return homogeneous(name, cores, blocks * BLOCK_MEBIBYTES) if cores >= CORES_PER_GPU else NodeState(name=name)
+    if cores < CORES_PER_GPU:
+        return NodeState(name=name)
+    state = homogeneous(name, cores, blocks * BLOCK_MEBIBYTES)
+    replicas = 0 if hami is None else _quantity(capacity, hami.count_resource) // len(state.gpus)
+    return replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
 
 
 def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = None) -> WatchedPod:

@@ -89,7 +89,7 @@ class InventoryReporter(NodeAnnotationReporter):
                     healthy=bool(name) and name not in failed,
                     cordoned=name in cordoned,
                     index=UNSET if gpu.index == position else gpu.index,
-                    replicas=UNSET
+                    replicas=0
                     if name in on_demand
                     else min(view.inventory.replicas, 1 if gpu.memory_bytes is None else view.inventory.replicas),
                     mig=mig_rows(on_demand.get(name, ())),

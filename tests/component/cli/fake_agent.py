@@ -20,7 +20,6 @@ class FakeAgent:
         self.stories: dict[tuple[str, str], Any] = {("team", "resnet-0"): story()}
         self.asked: list[str] = []
         #: Not if it is of before there were /api/pods.
-        self.tells_names = True
         self.streams: set[asyncio.Queue[bytes | None]] = set()
         self._reading = asyncio.Event()
         self._runner: web.AppRunner | None = None
@@ -70,8 +69,6 @@ class FakeAgent:
 
     async def _pods(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
-        if not self.tells_names:
-            return web.json_response({"error": "there is nothing at /api/pods"}, status=404)
         known = {*self.stories, *(tuple(told["pod"]) for told in self.entries if told["pod"])}
         known |= {(row["namespace"], row["pod"]) for row in self.state["containers"] if row["pod"]}
         return web.json_response([{"namespace": namespace, "pod": pod} for namespace, pod in sorted(known)])

@@ -27,13 +27,6 @@ async def test_json_is_the_agents_document(pod: str, agent: FakeAgent, gpumgr_co
     assert json.loads(ended.out) == {**story(), "live": True}
 
 
-async def test_an_older_agent_sends_no_names_and_the_command_reports_this(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
-    agent.tells_names = False
-    ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
-    assert (ended.code, ended.out) == (1, "")
-    assert "the agent is older than this command" in ended.err
-
-
 @pytest.mark.parametrize("namespace", ["default", "demo"])
 async def test_a_name_alone_finds_a_pod_without_events(namespace: str, agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.stories[namespace, "quiet"] = {**story(), "namespace": namespace, "pod": "quiet", "history": [], "allocations": []}

@@ -245,7 +245,6 @@ def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> N
 
 
 def test_replicas_are_written_always_and_factors_where_replicas_are_offered() -> None:
-    """0, too: without them the agent is taken for an older one, and the node's capacity counts."""
     node = Node()
     node.look()
     assert (node.inventory.scaling, [gpu.replicas for gpu in node.inventory.gpus]) == (UNSET, [0, 0])

@@ -33,8 +33,8 @@ INVENTORY = Inventory(
 )
 INVENTORY_TEXT = (
     '{"driver":"580.65.06","enforcement":"mps","gpus":['
-    '{"cordoned":false,"healthy":true,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":0,"uuid":"GPU-a"},'
-    '{"cordoned":true,"healthy":false,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":1,"uuid":"GPU-b"}],'
+    '{"cordoned":false,"healthy":true,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":0,"replicas":0,"uuid":"GPU-a"},'
+    '{"cordoned":true,"healthy":false,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":1,"replicas":0,"uuid":"GPU-b"}],'
     '"levels":[[0,420],[420,0]],"other":{"uid-1":[[1,50,1024]]},"topologyManager":"none","version":1}'
 )
 PLACEMENT = Placement(node="node-1", containers={"main": (("GPU-a", 100, 81408), ("GPU-b", 100, 81408))})
@@ -59,7 +59,7 @@ def test_an_index_is_written_where_it_is_not_the_position() -> None:
 def test_what_hamis_pods_need_is_optional() -> None:
     gpus = tuple(msgspec.structs.replace(gpu, replicas=10) for gpu in INVENTORY.gpus)
     shared = msgspec.structs.replace(INVENTORY, gpus=gpus, other_replicas={"uid-1": (2,)}, scaling=(1.5, 1.0))
-    text = INVENTORY_TEXT.replace('"uuid":', '"replicas":10,"uuid":').replace(
+    text = INVENTORY_TEXT.replace('"replicas":0', '"replicas":10').replace(
         ',"topologyManager"', ',"otherReplicas":{"uid-1":[2]},"scaling":[1.5,1.0],"topologyManager"'
     )
     assert encode(shared) == text

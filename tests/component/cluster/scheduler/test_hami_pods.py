@@ -37,11 +37,10 @@ def hami_pod(name: str, *containers: Mapping[str, int | str], annotations: dict[
     return item
 
 
-def hami_node(name: str, gpus: int, *, vcuda: bool = True, replicas: int | None = None, **more: Any) -> Json:
-    """`replicas`: as its agent reports them for each GPU, None: an older agent. `more`: further fields of the inventory."""
+def hami_node(name: str, gpus: int, *, vcuda: bool = True, replicas: int = REPLICAS, **more: Any) -> Json:
+    """`replicas`: as its agent reports them for each GPU. `more`: further fields of the inventory."""
     made = json.loads(inventory(name, gpus, **more))
-    if replicas is not None:
-        made["gpus"] = [{**gpu, "replicas": replicas} for gpu in made["gpus"]]
+    made["gpus"] = [{**gpu, "replicas": replicas} for gpu in made["gpus"]]
     made = node(name, gpus, json.dumps(made))
     capacity = {"nvidia.com/gpu": str(REPLICAS * gpus), **(made["status"]["capacity"] if vcuda else {})}
     made["status"] = {"capacity": capacity, "conditions": [{"type": "Ready", "status": "True"}]}
@@ -117,8 +116,7 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
 
 
 @pytest.mark.hami_bug("B23: a cordon is not seen")
-@pytest.mark.parametrize("replicas", [None, 10])
-async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage, replicas: int | None) -> None:
+async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
     """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
 
     def cordons() -> list[bool]:
@@ -127,7 +125,7 @@ async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(ha
 
     one = {"gpu": 1, "gpumem": 500}
     assert await hami.schedule(hami_pod("before", one), ["a"]) == "a"
-    cordoned = hami_node("a", 2, replicas=replicas)
+    cordoned = hami_node("a", 2)
     cordoned["metadata"]["annotations"]["hami.io/device-cordon"] = " GPU-a-0 ,, what"
     hami.sim.put_node(cordoned)
     await until(lambda: cordons() == [True, False])
@@ -137,15 +135,17 @@ async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(ha
             "GPU-a-1"
         ]
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) is None
-    hami.sim.put_node(hami_node("a", 2, replicas=replicas))
+    hami.sim.put_node(hami_node("a", 2))
     await until(lambda: cordons() == [False, False])
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
 
 
-def test_a_node_without_shared_gpus_has_no_replicas() -> None:
-    """Its capacity is that of NVIDIA's plugin. An agent that does not say so is an older one."""
-    assert [gpu.replicas for gpu in parse_node(hami_node("a", 2, replicas=0), hami=HAMI).state.gpus] == [0, 0]
-    assert [gpu.replicas for gpu in parse_node(hami_node("a", 2), hami=HAMI).state.gpus] == [REPLICAS, REPLICAS]
+def test_a_node_has_the_replicas_of_its_inventory_else_of_its_capacity() -> None:
+    """A node with NVIDIA's plugin has the same capacity, but its agent shares no GPU."""
+    item = hami_node("a", 2, replicas=0)
+    assert [gpu.replicas for gpu in parse_node(item, hami=HAMI).state.gpus] == [0, 0]
+    del item["metadata"]["annotations"]
+    assert [gpu.replicas for gpu in parse_node(item, hami=HAMI).state.gpus] == [REPLICAS, REPLICAS]
 
 
 def test_an_empty_entry_of_hamis_cordon_is_no_gpu_of_a_node_without_inventory() -> None:
@@ -284,9 +284,6 @@ async def test_a_pod_that_hamis_scheduler_bound_counts_as_its_agent_reports_it(h
         (0, 0, 0),
         (30, 5000, 1),
     ]
-    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000]]}))
-    await until(lambda: bool(state(hami).other))
-    assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(0, 0, 0), (30, 5000, 1)]
     hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000]]}, other_replicas={"uid-theirs": [2]}))
     await until(lambda: hami.index.used("a")[1].replicas == 2)
 
@@ -327,7 +324,10 @@ async def test_without_the_profile_such_pods_are_none_of_the_schedulers(stage: S
 
 def mig_node(name: str, profiles: tuple[MigProfile, ...] = H100, **more: Any) -> Json:
     """GPU 0 is shared by up to 10 containers, GPU 1 has dynamic MIG."""
-    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", memory=81408, mig=mig_rows(profiles if gpu else ())) for gpu in range(2))
+    gpus = (
+        InventoryGpu(uuid=f"GPU-{name}-0", memory=81408, replicas=10),
+        InventoryGpu(uuid=f"GPU-{name}-1", memory=81408, mig=mig_rows(profiles)),
+    )
     made = node(name, 2, inventory(name, 2, gpus=gpus, **more))
     made["status"] = {"capacity": {"nvidia.com/gpu": "17"}, "conditions": [{"type": "Ready", "status": "True"}]}
     return made

@@ -79,7 +79,7 @@ async def test_an_absurd_request_fits_nowhere_and_reserves_nothing(stage: Stage,
 
 @pytest.mark.parametrize("init_containers", [64, 3000])
 async def test_a_pod_with_too_many_containers_that_is_on_a_node_holds_its_gpus(stage: Stage, init_containers: int) -> None:
-    """Users may name the node, and older versions had no limit. Without a placement it may have any GPU of the node."""
+    """Users may name the node. Without a placement it may have any GPU of the node."""
     containers: list[tuple[ContainerKind, int | str, int | str]] = [("init", 1, 1)] * init_containers
     stage.sim.put_document(pod("bound", ("init", 100, 0), *containers, on="a"))
     await until(lambda: stage.index.placement("uid-bound") is not None)

@@ -190,7 +190,7 @@ def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:
-    """It was bound by another scheduler, on the node of an older agent, which reads no constraints. Others follow them."""
+    """It was bound by another scheduler, on a node of gpu-manager, which reads no constraints. Agents follow them."""
     index = ClusterIndex()
     index.set_node(node_state("b", 2))
     index.bind(PlacedPod(uid="q", node="b", request=constrained(share(60, 16), use_uuids=("GPU-b-1",))))

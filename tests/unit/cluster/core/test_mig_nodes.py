@@ -212,7 +212,7 @@ def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
 
 
 def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
-    other = {f"p{start}": ((0, Amounts(14, 9984, slices=1 << start)),) for start in range(7)}
+    other = {f"p{start}": ((0, Amounts(14, 9984, 1, 1 << start)),) for start in range(7)}
     node = replace(ONE, other=other)
     pods = {uid: PlacedPod(uid=uid, node="m", request=SMALL) for uid in other}
     found = find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack"))

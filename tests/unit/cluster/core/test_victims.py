@@ -133,10 +133,8 @@ def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
 
 
 @pytest.mark.parametrize(("priority", "victims"), [(0, {"h"}), (100, None)])
-@pytest.mark.parametrize("reported", [0, 1])
-def test_replicas_of_pods_that_the_node_reports_count(reported: int, priority: int, victims: set[str] | None) -> None:
-    """An older agent reports the amounts alone."""
-    node = node_state("a", 1, other={"h": ((0, Amounts(10, 1000, replicas=reported)),)})
+def test_replicas_of_pods_that_the_node_reports_count(priority: int, victims: set[str] | None) -> None:
+    node = node_state("a", 1, other={"h": ((0, Amounts(10, 1000, replicas=1)),)})
     node = replace(node, gpus=(replace(node.gpus[0], replicas=1),))
     wanted = replica_request([("main", "app", ReplicaRequest(count=1, cores=10, memory_mebibytes=1000))])
     found = evict([PlacedPod(uid="h", node="a", request=wanted, priority=priority)], wanted, node=node)
