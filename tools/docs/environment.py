@@ -63,7 +63,7 @@ GIVEN: Final = {
         "value takes precedence: `disable` removes the limit of cores.",
     ),
     "CUDA_DEVICE_ORDER": ("`hami-core`", "It is `PCI_BUS_ID`, which fixes the order of the GPUs."),
-    "LIBCUDA_LOG_LEVEL": ("`hami-core`", "It is `1`: the library logs errors only."),
+    "LIBCUDA_LOG_LEVEL": ("`hami-core`", "It is `hami_core.log_level` (`1`): the library logs errors and warnings."),
 }
 
 #: Variables in the spec of a pod that the agent reads.
