@@ -89,6 +89,8 @@ class Admission:
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
         self.pending: Pending | None = None
+        #: UIDs of refused pods that the cache does not show as ended yet.
+        self._refused: frozenset[str] = frozenset()
 
     def apply(self, *, pod_wait_seconds: float) -> None:
         """Takes effect at the kubelet's next call."""
@@ -122,6 +124,7 @@ class Admission:
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
         """For this time a pod that `List` lacks has not necessarily ended."""
         self._incomplete_until = self._clock() + incomplete_seconds
+        self._refused = frozenset()  # it admits a pod again if the API server does not have its end yet
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
         """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises Refusal if several pods may be
@@ -184,6 +187,12 @@ class Admission:
             # Its UID is not known, and the known one is an earlier incarnation's: when the new one is known, the pod must not count as one
             # that was added since.
             self._uids.pop(caller.pod, None)
+
+    def refused(self, caller: Caller) -> None:
+        """To be called when GetPreferredAllocation or Allocate is refused: the kubelet fails this pod, and calls for another one next."""
+        self.current, self._granted_at = UNKNOWN_CALLER, float("-inf")
+        uids = {*self._refused, *([caller.uid] if caller.uid is not None and not caller.unconfirmed else [])}
+        self._refused = frozenset(uid for uid in uids if (view := self._pods.by_uid(uid)) is not None and not view.ended)
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
@@ -306,7 +315,7 @@ class Admission:
         callers = [
             replace(each, continues=self._unclaimed(ledger, each.spec, resource))
             for each in waiting(ledger, self._pods.all(), resource, size)
-            if each.spec is not None
+            if each.spec is not None and each.uid not in self._refused
         ]
         last = self._last(ledger)
         if (

@@ -101,6 +101,8 @@ class Agent:
             yield record
         except Refusal as refusal:
             caller = record.caller
+            if call != "pre_start":
+                self.admission.refused(caller)
             log.warning(
                 "refused",
                 allocation=record.id,

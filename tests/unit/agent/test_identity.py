@@ -354,6 +354,32 @@ def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> No
     played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order=order)
 
 
+@pytest.mark.parametrize("away", [True, False], ids=["no list", "no spare look"])
+@pytest.mark.parametrize("granted", range(4))
+async def test_a_refused_pod_is_not_the_next_caller(granted: int, away: bool) -> None:
+    """The cache shows it as Pending after its refusal, and does not have the next pod, which requests the same."""
+    world = await World.made(known=False)
+    first, second = (world.pod(name, app(20, 3, "one"), app(20, 3, "two")) for name in ("first", "second"))
+    world.update_cache(first)
+    calls = iter(range(4))
+
+    def fill() -> None:
+        world.checkpoint.full = next(calls) == granted
+
+    world.in_flight = fill
+    with pytest.raises(Refused, match="no space left"):
+        await world.admit(first)
+    world.in_flight, world.checkpoint.full, world.away = None, False, away
+    world.admission._spare_looks = 0
+    before = {a.id for a in world.ledger.of(("team", "first"), first.uid)}
+    await world.admit(second)
+    assert {a.id for a in world.ledger.of(("team", "first"), first.uid)} <= before
+    world.away = False
+    for _ in range(PATIENCE_WHILE_INCOMPLETE):
+        await world.sweep(2)
+    world.check_names()
+
+
 def test_the_only_pod_with_replicas_is_confirmed_by_list() -> None:
     """Its amounts are only in the pod, and a pod that the cache lacks could be the caller, too."""
 
