@@ -3,7 +3,7 @@
 `python -m tests.bench.bench_usage [--rounds N] [--only MIX]` prints one JSON object. From the driver's sample to the end of all that
 follows from it: start times out of /proc, the books, cgroups, the runtime's list, the join, and each mechanism's look and repair.
 `loop` is the time during which the loop is held in one sample, `longest_turn` the longest piece of it, `whole` from begin to end;
-`loop_lag` is how late the loop's timers are while samples follow on one another (gpumgr/web/metrics/event_loop.py).
+`loop_lag` is how late the loop's timers are while samples follow on one another.
 """
 
 import asyncio

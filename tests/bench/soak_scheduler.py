@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
@@ -28,13 +28,14 @@ from aiohttp import web
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
 from tests.bench.cluster_stub import GPUS, Json, gpu_pod, name_of, uuid_of
-from tests.bench.soak_api import SoakApi, filler
+from tests.bench.soak_api import SoakApi, WatchFault, filler
 
 WORKERS: Final = 8
 #: Nodes with one free GPU; all others are full.
 ROOMY_NODES: Final = 60
 SHAPES: Final = ((100, 0), (50, 100), (50, 150), (30, 60), (20, 30))
-FAULTS: Final = ("refused", "expired", "silent", "late", "silent, lists fail", "lease", "stop")
+Fault = WatchFault | Literal["silent, lists fail", "lease", "stop"]
+FAULTS: Final[tuple[Fault, ...]] = (*get_args(WatchFault), "silent, lists fail", "lease", "stop")
 FAULT_EVERY_SECONDS, FAULT_SECONDS = 30.0, (3.0, 120.0)
 LIFE_SECONDS: Final = (2.0, 180.0)
 START_SECONDS: Final = 120.0
@@ -162,9 +163,10 @@ class Soak:
                     stopped.send_signal(signal.SIGSTOP)
                 elif fault == "lease":
                     self.api.lease_lost = True
+                elif fault == "silent, lists fail":
+                    self.api.watch_fault, self.api.lists_fail = "silent", True
                 else:
-                    self.api.watch_fault = fault.partition(",")[0]  # type: ignore[assignment]
-                    self.api.lists_fail = "lists" in fault
+                    self.api.watch_fault = fault
                     if fault == "expired":
                         self.api.expire()
                 await asyncio.sleep(seconds)

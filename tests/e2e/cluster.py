@@ -72,7 +72,6 @@ class Cluster:
         self._etcd, self._peer, self._server, self._kubelet = free_ports(4)
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "node", "gpumgr")}
         self.processes = Processes(STATE / "logs", traces.RECORD)
-        self.kubelet_url = f"http://127.0.0.1:{self._kubelet}"
         self.url = f"https://127.0.0.1:{self._server}"
 
     # -- life

@@ -65,9 +65,6 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
             "kubelet.plugins_dir": settings.kubelet.plugins_dir,
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
-    driver = partial(gpus.look_at_driver, host.proc_root, settings.container.device_root, simulated=host.simulated)
-    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
-    nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
     # The second agent of a rolling update waits for the first.
     alone = before_start and settings.process.instance is None
@@ -81,10 +78,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
     return (
         *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
-        Check("driver", driver, gpus.IF_HUNG),
-        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
-        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
-        Check("device-nodes", nodes, gpus.IF_HUNG),
+        *_of_gpus(settings, host, seen),
         Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
@@ -111,6 +105,19 @@ async def _look_at_user() -> CheckResult:
     return warning(
         f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported that the agent can use",
         "run this as root, as the agent runs",
+    )
+
+
+def _of_gpus(settings: Settings, host: HostLocations, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+    device_root = settings.container.device_root
+    driver = partial(gpus.look_at_driver, host.proc_root, device_root, simulated=host.simulated)
+    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
+    nodes = partial(gpus.look_at_device_nodes, seen, device_root, simulated=host.simulated)
+    return (
+        Check("driver", driver, gpus.IF_HUNG),
+        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
+        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
+        Check("device-nodes", nodes, gpus.IF_HUNG),
     )
 
 

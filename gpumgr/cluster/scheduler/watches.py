@@ -71,56 +71,45 @@ class ClusterWatches:
         complete: Callable[[NodeState], NodeState] = lambda state: state,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
         self._more, self._complete, self._hami = more, complete, hami
         self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
         self.ending: set[str] = set()
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        times = watch_times or prompt_watches(settings.max_silence_seconds)
+        watch = partial(Reflector, server, watch_times=times, clock=clock)
         self.nodes: dict[str, WatchedNode] = {}
-        self._nodes: Reflector[WatchedNode] = Reflector(
-            server,
+        self._nodes: Reflector[WatchedNode] = watch(
             "/api/v1/nodes",
             {},
             parse=lambda item: parse_node(item, labels, hami),
             decode=lambda item: decode_stored(item, _Node),
             on_change=self._node_changed,
-            watch_times=watch_times,
-            clock=clock,
         )
         self._limits: Reflector[QuotaTexts] | None = None
         if settings.quota_configmap:
             namespace, _, name = settings.quota_configmap.partition("/")
-            self._limits = Reflector(
-                server,
+            self._limits = watch(
                 f"/api/v1/namespaces/{namespace}/configmaps",
                 {"fieldSelector": f"metadata.name={name}"},
                 parse=QuotaTexts.of,
                 on_change=self._sources.configmap_changed,
-                watch_times=watch_times,
-                clock=clock,
             )
         self._resource_quotas: Reflector[WatchedResourceQuota] | None = None
         if hami is not None:
-            self._resource_quotas = Reflector(
-                server,
+            self._resource_quotas = watch(
                 "/api/v1/resourcequotas",
                 {},
                 parse=lambda item: parse_resource_quota(item, hami),
                 on_change=self._sources.resource_quota_changed,
-                watch_times=watch_times,
-                clock=clock,
             )
-        self._pods: Reflector[WatchedPod | CpuPod] = Reflector(
-            server,
+        self._pods: Reflector[WatchedPod | CpuPod] = watch(
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
             parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
             decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
             on_change=self._pod_changed,
-            watch_times=watch_times,
-            clock=clock,
         )
 
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()

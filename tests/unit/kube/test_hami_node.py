@@ -36,7 +36,6 @@ MIG_GOLDEN = (
     '{"name":"3g.40gb","memoryMB":40448,"core":42,"sliceCount":3,"placements":[{"start":0,"size":4},{"start":4,"size":4}]}],'
     '"health":true}]'
 )
-P4 = RegisteredGpu(uuid="GPU-ebe7", count=10, memory_mebibytes=7680, cores=100, model="NVIDIA-Tesla P4", healthy=True)
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters=",:", exclude_categories=["C"]), max_size=40)
 NUMBERS = st.integers(0, 2**31)

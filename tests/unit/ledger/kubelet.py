@@ -127,6 +127,3 @@ class Table:
 
     def _node(self) -> NodeView:
         return self.node or node_of(self.ledger.gpu_registry)
-
-    def ids_of(self, key: PodKey, container: str, kind: Resource) -> set[str]:
-        return self.held.get((key, container), {}).get(kind, set())
