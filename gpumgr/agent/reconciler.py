@@ -24,7 +24,7 @@ from gpumgr.ledger.sweep import sweep
 
 log = structlog.get_logger(__name__)
 
-#: No `List` between the kubelet's choice of ids and their entry in its table, which `List` rebuilds (design: free when the kubelet frees).
+#: No `List` between the kubelet's choice of ids and their entry in its table, which `List` rebuilds.
 GAP_SECONDS = 0.5
 #: How long a container start waits until `List` is allowed.
 LEARN_SECONDS = 10.0

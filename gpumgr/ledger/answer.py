@@ -1,6 +1,6 @@
 """The response to Allocate: devices, environment, mounts and annotations of one container.
 
-It depends on the allocation alone, not on the pod (design: state is keyed by allocation). As in gpu-manager, the core call's response
+It depends on the allocation alone, not on the pod. As in gpu-manager, the core call's response
 has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
 """
 

@@ -1,7 +1,7 @@
 """Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
 
-PodResources `List`, called during GetPreferredAllocation, already has the pod under admission (design: identity is exact). It is a
-listed pod if its first container that lacks ids requests exactly this number of this resource.
+PodResources `List`, called during GetPreferredAllocation, already has the pod under admission. It is a listed
+pod if its first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,7 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
-A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A replica is `<UUID>-<number>`, as in HAMi. A MIG device is its own UUID.
+A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID.
+A replica is `<UUID>-<number>`, as in HAMi. A MIG device is its own UUID.
 
 A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core, block, or MIG device n.
 """

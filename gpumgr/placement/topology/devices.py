@@ -8,7 +8,7 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
-    """How close two GPUs are on PCIe, as `nvidia-smi topo -m` names it. The value is the pair's score (design: placement rules)."""
+    """How close two GPUs are on PCIe, as `nvidia-smi topo -m` names it. The value is the pair's score."""
 
     SYS = 10
     NODE = 20
