@@ -45,7 +45,7 @@ class Limits:
     """`connections` over TCP; further ones are closed at once. Those of the unix socket count, but are never refused.
 
     A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for
-    `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. Requests in progress have `stop_seconds` at a stop.
+    `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. For `stop_seconds` see `HttpServer.stop`.
     """
 
     connections: int = 512
@@ -128,7 +128,8 @@ class HttpServer:
             self._accepting.append(asyncio.create_task(self._accept(each), name="web_accept"))
 
     async def stop(self) -> None:
-        """Closes the listening sockets at once, and all connections within `stop_seconds`. May be called twice, or without `start`."""
+        """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` bodies are not
+        awaited any longer, and after twice that time the requests are cancelled. May be called twice, or without `start`."""
         for task in self._accepting:
             task.cancel()
         if self._accepting:

@@ -159,10 +159,8 @@ async def run_scheduler(
         if not serving.cancelled():
             serving.result()
     finally:
-        await verbs.stop()  # the Lease is renewed until the last request has ended
-        if hami_webhook is not None:
-            await hami_webhook.stop()
-        await web_server.stop()
+        servers = [verbs, web_server] if hami_webhook is None else [verbs, web_server, hami_webhook]
+        await asyncio.gather(*(each.stop() for each in servers))  # the Lease is renewed until the last request has ended
         daemons.cancel()
         await asyncio.wait([daemons])
         if leadership is not None:
