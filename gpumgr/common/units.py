@@ -13,6 +13,7 @@ BLOCK_BYTES: Final = BLOCK_MEBIBYTES << 20
 
 CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
+#: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 
 #: HAMi's resource, as the agent calls it inside: a device id is one replica of a GPU. Adapters translate another name of the settings.

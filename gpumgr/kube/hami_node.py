@@ -22,6 +22,8 @@ SCORES: Final = "hami.io/node-nvidia-score"
 HANDSHAKE: Final = "hami.io/node-handshake"
 #: Its scheduler binds no other pod to the node while this is there.
 LOCK: Final = "hami.io/mutex.lock"
+#: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+DEVICE_CORDON: Final = "hami.io/device-cordon"
 _Number = Annotated[int, Meta(ge=0)]
 #: Fields of the CSV, as the JSON calls them; old plugins lack the last two.
 _COLUMNS: Final = ("id", "count", "devmem", "devcore", "type", "numa", "health", "index", "mode")

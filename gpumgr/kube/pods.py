@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any, Final
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, slices_in
 from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
@@ -25,8 +25,6 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
-#: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
-CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: On the API server's mirror of a static pod, which only the kubelet can create: the UID that the kubelet gives the pod itself.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 #: gpu-manager's names for further fields of its /usage; tenants may write any text there.

@@ -32,6 +32,7 @@ from gpumgr.kube.cluster_annotations import (
     PLACEMENT_ANNOTATION,
     decode_inventory,
 )
+from gpumgr.kube.hami_node import DEVICE_CORDON
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
 from gpumgr.ledger.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.ledger.pods import ContainerSpec, PodView
@@ -43,9 +44,6 @@ from gpumgr.settings.hami_resources import ReplicaResources
 #: NVML's index as gpu-manager and gpumgr write it.
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
-
-#: HAMi's annotation of a node: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
-_HAMI_CORDON: Final = "hami.io/device-cordon"
 
 #: How the scheduler sees the GPUs of a node, see WatchedNode.
 Inventory = Literal["used", "outdated", "unusable", "none"]
@@ -147,7 +145,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), ham
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
     state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
-    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(_HAMI_CORDON) or "")):
+    if hami is not None and (listed := str((metadata.get("annotations") or {}).get(DEVICE_CORDON) or "")):
         uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
         state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)

@@ -15,7 +15,7 @@ from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config
 from gpumgr.compat.objects import KubernetesContainer, KubernetesNode, Object, Pod, PodSpec, of_type
 from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
-from gpumgr.kube.hami_node import LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
+from gpumgr.kube.hami_node import DEVICE_CORDON, LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
 from gpumgr.kube.pods import quantity_or_0
 from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
 from gpumgr.ledger.ledger import Allocation, Ledger
@@ -27,7 +27,6 @@ from gpumgr.settings.hami_resources import ReplicaResources
 _MOST_SHOWN: Final = 256
 #: The node label that HAMi's DaemonSet selects by default.
 _LABEL: Final = {"gpu": "on"}
-_CORDON: Final = "hami.io/device-cordon"
 _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -84,7 +83,7 @@ def _start(found: HamiState, to: Path) -> Iterator[str]:
     yield f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base"
     yield f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite"
     for uuid in filter(_UUID.fullmatch, _cordoned(found)):
-        yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
+        yield f"gpumgr gpu cordon {uuid}    # as {DEVICE_CORDON} has it"
     yield f"kubectl uncordon {quote(found.node)}"
 
 
@@ -111,7 +110,7 @@ def _notes(found: HamiState) -> Iterator[str]:
         yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
     odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
     if odd:
-        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
+        yield f"{DEVICE_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
@@ -121,7 +120,7 @@ def _notes(found: HamiState) -> Iterator[str]:
 
 
 def _cordoned(found: HamiState) -> list[str]:
-    texts = (found.annotations or {}).get(_CORDON, "").split(",")
+    texts = (found.annotations or {}).get(DEVICE_CORDON, "").split(",")
     return [text.strip() for text in texts if text.strip()]
 
 

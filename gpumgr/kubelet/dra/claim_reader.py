@@ -20,9 +20,8 @@ from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.ledger.pods import TERMINAL_PHASES, PodKey
+from gpumgr.settings.schema import BackendName
 
-#: The values of enforcement.backend except auto.
-Mechanism = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
 _MEBIBYTE: Final = 1 << 20
 #: At most so many claims are read at a time, over as many kept connections.
 _CONNECTIONS: Final = 8
@@ -38,7 +37,7 @@ class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fi
 
     api_version: Literal["gpumgr.io/v1"]
     kind: Literal["ShareConfig"]
-    enforcement: Mechanism | None = None
+    enforcement: BackendName | None = None
 
 
 class ClaimReader:
@@ -197,5 +196,5 @@ def _share_config(parameters: object) -> ShareConfig:
     except UnreadableText as error:
         raise _Unusable(
             f"has a configuration for {DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
-            f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(Mechanism))}"
+            f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(BackendName))}"
         ) from error

@@ -3,17 +3,16 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
-from gpumgr.kubelet.dra.claim_reader import Mechanism, allocated_claim
+from gpumgr.kubelet.dra.claim_reader import allocated_claim
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.settings.schema import BackendName
 
 Json = dict[str, Any]
 REF = ClaimRef(namespace="team-a", name="p-vcuda-x7", uid="u-1")
@@ -164,10 +163,6 @@ def test_a_configuration_that_is_wrong_is_refused(configs: tuple[Json, ...], sen
 def test_admin_access_needs_no_enforcement() -> None:
     found = claim(result(), result("watch", "gpu-0a", adminAccess=True), configs=(config("mps", requests=["gpu"]),))
     assert read(found).enforcement == "mps"
-
-
-def test_the_mechanisms_are_those_of_the_settings() -> None:
-    assert set(get_args(Mechanism)) == set(get_args(BackendName))
 
 
 # -- any structure -----------------------------------------------------------------------------------------------------------
