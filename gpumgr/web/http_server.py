@@ -85,12 +85,12 @@ class HttpServer:
             auto_decompress=False,
         )
         self._listening: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
+        self._daemons: list[asyncio.Task[None]] = []
         #: Connections before the end of their TLS handshake.
         self._starting: set[asyncio.Task[None]] = set()
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections on which a request has arrived.
-        self._heard: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
+        #: Connections on which no request has arrived yet, and until when it must (the event loop's clock).
+        self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
         #: Since the start: connections above the limit; requests that the client ended before they were answered.
         self.connections_refused = 0
         self.disconnects = 0
@@ -125,16 +125,17 @@ class HttpServer:
             raise
         for each in self._listening:
             each.setblocking(False)
-            self._accepting.append(asyncio.create_task(self._accept(each), name="web_accept"))
+            self._daemons.append(asyncio.create_task(self._accept(each), name="web_accept"))
+        self._daemons.append(asyncio.create_task(self._end_silent(), name="web_end_silent"))
 
     async def stop(self) -> None:
         """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` bodies are not
         awaited any longer, and after twice that time the requests are cancelled. May be called twice, or without `start`."""
-        for task in self._accepting:
+        for task in self._daemons:
             task.cancel()
-        if self._accepting:
-            await asyncio.wait(self._accepting)
-        self._accepting.clear()
+        if self._daemons:
+            await asyncio.wait(self._daemons)
+        self._daemons.clear()
         for listening in self._listening:
             listening.close()
         self._listening.clear()
@@ -188,20 +189,25 @@ class HttpServer:
                 raise
             return
         self._open.add(transport)
-        loop.call_later(limits.request_seconds, self._end_silent, weakref.ref(transport))
+        self._silent[transport] = loop.time() + limits.request_seconds
 
-    def _end_silent(self, reference: "weakref.ref[asyncio.Transport]") -> None:
-        transport = reference()
-        if transport is not None and transport not in self._heard:
-            transport.abort()
+    async def _end_silent(self) -> None:
+        """One daemon for all connections: a timer for each would outlive the short ones, and take memory during a flood."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, self._limits.request_seconds))
+            for transport in [each for each, until in self._silent.items() if until <= loop.time()]:
+                transport.abort()
 
     def _middleware(self) -> Any:
         @web.middleware
         async def middleware(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
-            if request.transport is not None:
-                self._heard.add(request.transport)
+            if request.transport is None:  # the client went before its request was looked at
+                self.disconnects += 1
+                raise ConnectionResetError("the client has gone")
+            self._silent.pop(request.transport, None)
             try:
                 return await handler(request)
             except web.HTTPException:

@@ -49,7 +49,8 @@ class Streams:
         stale = self._sources.states.value
         newest = await self._sources.state()
         response = web.StreamResponse(headers=_HEADERS)
-        assert request.transport is not None, "the request has just arrived"
+        if request.transport is None:
+            raise ConnectionResetError("the client went while the state was built")
         request.transport.set_write_buffer_limits(high=1)  # a write ends when the client has read it
         with suppress(ConnectionError):  # the client has gone
             await response.prepare(request)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
 
 from gpumgr.web import http_server, middleware
@@ -119,6 +121,16 @@ async def test_a_client_that_disconnects_is_counted_and_is_no_error(serve: Serve
             await until(lambda number=number: server.disconnects == number + 1)  # type: ignore[misc]
     assert logs == []
     await until(lambda: server.connections == 0)
+
+
+async def test_a_client_that_went_before_its_request_is_looked_at_is_no_error() -> None:
+    application = web.Application()
+    server = HttpServer(application, host="127.0.0.1", port=0)
+    request = make_mocked_request("GET", "/")
+    request.protocol.transport = None
+    with capture_logs() as logs, pytest.raises(ConnectionResetError):
+        await application.middlewares[0](request, web.Request.json)
+    assert (server.disconnects, logs) == (1, [])
 
 
 async def until_found(scene: Scene, true: Callable[[], bool]) -> None:

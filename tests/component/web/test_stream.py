@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import aiohttp
+from structlog.testing import capture_logs
 
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.conftest import Serve
@@ -92,6 +93,27 @@ async def test_who_leaves_leaves_no_reader_behind(server: HttpServer, scene: Sce
         await asyncio.sleep(0.05)
     await until(lambda: scene.states.readers == 0)
     some[2].writer.close()
+
+
+async def test_a_client_that_leaves_while_its_first_state_is_built_is_no_error(server: HttpServer, scene: Scene) -> None:
+    asked, built = asyncio.Event(), asyncio.Event()
+
+    async def state() -> bytes:
+        asked.set()
+        await built.wait()
+        return scene.now
+
+    scene.state = state  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(get("/api/stream"))
+        await asked.wait()
+        writer.transport.abort()
+        for _ in range(100):  # turns of the loop, in which the server sees the end of the connection
+            await asyncio.sleep(0)
+        built.set()
+        await until(lambda: server.disconnects == 1)
+    assert logs == []
 
 
 async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> None:
