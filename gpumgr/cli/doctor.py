@@ -72,8 +72,8 @@ def command(
 ) -> None:
     """Check what the agent needs on this node, or with --cluster what the scheduler needs in the cluster. Nothing is changed.
 
-    One line for each check: ok, warning (the agent runs, something will be missing), error (what the settings ask for can't work)
-    or skipped; what is the case; what to do. Run it as the agent's user, root.
+    Each check prints one line: its state, what it found, and what to do. The states are ok, warning (the agent runs, but something will be
+    missing), error (the settings ask for something that can't work) and skipped. Run it as the agent's user, root.
     """
     configure_log("error", "auto", cache_loggers=False)
     settings = effective_settings(file, standalone=standalone, assignments=assignments)

@@ -116,14 +116,14 @@ def until_tick(period_seconds: float) -> float:
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
-    """Until the event is set, or the time has passed (None: there is no limit)."""
+    """Waits until the event is set, or until the time has passed (None: there is no limit)."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 class DaemonCalls:
-    """Blocking calls that may never return, such as those of a network file system: one at a time, on a daemon thread of their own.
+    """Runs blocking calls that may never return, such as calls of a network file system: one at a time, on a daemon thread of its own.
 
     Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
     """
@@ -182,9 +182,9 @@ async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Futur
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
-    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work goes on to its end.
+    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work continues to its end.
 
-    Its failure is then logged. `finish_shielded` waits at shutdown for the work that still runs.
+    If the work then fails, the error is logged. `finish_shielded` waits at shutdown for the work that still runs.
     """
     task = asyncio.create_task(work, name=name)
     _shielded.add(task)
@@ -263,8 +263,9 @@ async def persistently(
         await asyncio.sleep(pause_seconds)
 
 
-#: How long a thread computes before it releases the GIL, and for how long: enough for a waiting event loop to run.
+#: After this time a computing thread releases the GIL.
 _WORK_SECONDS: Final = 500e-6
+#: It sleeps for this time, which is enough for a waiting event loop to run.
 _RELEASE_SECONDS: Final = 50e-6
 
 
@@ -284,7 +285,7 @@ async def report_event_loop_lag(
 
 
 def yielding_gil(items: Iterable[T]) -> Iterator[T]:
-    """The items, with pauses between them: a computing thread keeps the GIL for 5 ms otherwise, a sleep releases it at once."""
+    """Yields the items, and sleeps between them: a computing thread would keep the GIL for 5 ms, and a sleep releases it at once."""
     since = time.perf_counter()
     for item in items:
         yield item

@@ -17,8 +17,8 @@ from gpumgr.settings.schema import flat, plain, sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`settings` are the ones that differ from the defaults, by dotted keys, as YAML values. The other fields are lines of text:
-    those of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
+    """`settings` maps dotted keys to YAML values; it has only settings that differ from the defaults. The other fields are lines of text.
+    The lines of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
     quoted in the commands.
 
     `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the
@@ -105,13 +105,13 @@ def settings_yaml(values: Mapping[str, object]) -> str:
 
 
 def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
-    """Creates the file, and missing folders above it. Raises InputError if a different file exists, which stays, or if the file cannot
-    be written."""
+    """Creates the file, and missing folders above it. Raises InputError if the file cannot be written, or if a file with other content
+    exists; that file is kept."""
     try:
         with contextlib.suppress(FileNotFoundError):
             if path.read_text(encoding="utf-8") == text:
                 return "unchanged"
-            raise InputError(f"{path} is there already and says something else; move it away, or name another file with --to")
+            raise InputError(f"{path} exists and has other content; move it away, or name another file with --to")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.{os.getpid()}")
         try:

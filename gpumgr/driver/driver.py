@@ -40,9 +40,10 @@ class Nvml(Session):
     """What the agent asks the driver in a session.
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
-    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
-    driver, DriverMismatchError if only a new process can go on. A GPU that answers with an error, or not in time, does not affect the
-    readings of the others. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait for their end.
+    Every coroutine raises NvmlError if the driver answers with an error or does not answer within `timeout_seconds`, NvmlAbsent if
+    there is no driver, DriverMismatchError if only a new process can continue. A GPU that answers with an error, or not in time, does
+    not affect the readings of the other GPUs. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait until
+    they end.
     `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU for which the driver reports none.
     """
 
@@ -62,7 +63,7 @@ class Nvml(Session):
         self._mig_profiles: MigProfiles = {}
 
     async def snapshot(self) -> NodeSnapshot:
-        """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
+        """All GPUs, the connections between them, and the versions. A GPU that can't be described is only in `failures`."""
         node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
         seen, profiles = dict(self._seen), self._mig_profiles
 
@@ -96,8 +97,11 @@ class Nvml(Session):
     async def _read_levels(
         self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
     ) -> dict[frozenset[int], Level]:
-        """The levels by pair of indices, as far as they can be read. Adds the GPUs that fail here to `failures`: after a call about
-        two GPUs has failed, each of them that also fails a call about itself. If both answer, only the level is unknown."""
+        """The levels by pair of indices, as far as they can be read.
+
+        If a call about two GPUs fails, each of them is asked for its UUID. A GPU that does not answer that call is added to `failures`.
+        If both answer, only the level is unknown.
+        """
         uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
         levels: dict[frozenset[int], Level] = {}
         for number, one in enumerate(gpus):
@@ -127,7 +131,7 @@ class Nvml(Session):
         return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
 
     async def sample(self, *, utilization: bool = False) -> NodeSample:
-        """The GPUs' current use; with `utilization` also that of each process since the sample before.
+        """The GPUs' current use; with `utilization` also the use by each process since the previous sample.
 
         A GPU about which another call takes long is left out.
         """
@@ -145,7 +149,7 @@ class Nvml(Session):
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed.
+        """One reading of each GPU's health, by UUID. It includes GPUs that the last snapshot lacks, but no GPU that is no longer listed.
 
         The reading is None while another call about the GPU takes long.
         """
@@ -159,7 +163,7 @@ class Nvml(Session):
         return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error or not."""
+        """The processes with a context on the GPU now; None if the driver does not list them, or if the GPU fails to answer."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
         except (CallError, GpuHangs):
@@ -197,12 +201,12 @@ class Nvml(Session):
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def enable_mig(self, uuid: str) -> None:
-        """Turns the GPU's MIG mode on, unless it is. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
+        """Enables the GPU's MIG mode if it is disabled. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
         await self._change_mig(uuid, lambda: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
-        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. What was made
-        before an NvmlError is destroyed again; after a timeout the driver may still create it."""
+        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. Before
+        it raises NvmlError it destroys what it has made; after a timeout the driver may still create the MIG device."""
         return await self._change_mig(
             uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
         )
@@ -216,7 +220,7 @@ class Nvml(Session):
         return await self._on_gpu(uuid, read)
 
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
-        """Destroys the MIG device `instance` (its UUID) of the GPU; one that is gone is no error. Needs root. While processes use
+        """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. While processes use
         it, the NvmlError has their pids."""
         await self._change_mig(
             uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))

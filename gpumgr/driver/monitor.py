@@ -44,12 +44,12 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor awaits each call before it goes on."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """The node's GPUs, at first and whenever they may have changed. `health_changed` has reported their health before, and that
-        of earlier GPUs which the snapshot lacks."""
+        """Called at first, and whenever the node's GPUs may have changed. `health_changed` has been called before with their health, and
+        with the health of earlier GPUs that the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Every GPU's health by UUID, whenever a state, a reason or its message changed; of a new GPU before its snapshot. Also that of
-        each MIG device with a fault that concerns only its GPU instance."""
+        """Called with every GPU's health by UUID, whenever a state, a reason or a message has changed. It includes a new GPU before its
+        snapshot, and each MIG device with a fault that concerns only its GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """One sample, each period."""
@@ -81,11 +81,11 @@ class Monitor:
         meter: DriverMeter | None = None,
         process_utilization: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`retry_seconds`: the first and the longest pause between two tries to reach the driver, or GPUs that it does not list; it
-        doubles from one to the other.
+        """`retry_seconds`: the first and the longest pause between two attempts to reach the driver, or GPUs that it does not list. The
+        pause doubles until it has the longest value.
 
         `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
-        `process_utilization` is called before each sample: whether the sample contains the utilization of each process.
+        `process_utilization` is called before each sample, and returns whether the sample contains the utilization of each process.
         """
         self._process_utilization = process_utilization
         self._nvml = nvml
@@ -131,7 +131,7 @@ class Monitor:
         self._wake.set()
 
     async def publish_health(self) -> None:
-        """Calls the listener if the health of a GPU differs from what was published last. Cordons are then in force."""
+        """Calls the listener if the health of a GPU differs from what was published last. Cordons are in force when this returns."""
         health = self.health
         if any(
             _published_parts(self._published.get(uuid)) != _published_parts(health.get(uuid))
@@ -239,7 +239,7 @@ class Monitor:
             except NvmlError as error:
                 if not self._nvml.opened:
                     raise
-                log.warning("nvml_not_reopened", reason=str(error))  # a call was inside it: the session before goes on
+                log.warning("nvml_not_reopened", reason=str(error))  # a call was running, so the former session continues
         return lacks
 
     async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:

@@ -21,7 +21,7 @@ from gpumgr.common.elf import ET_DYN, ElfError, read_exports, read_header
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.files import FileIdentity, replacing
 
-#: The kernel's name of a machine -> that of its programs.
+#: The kernel's name of a machine -> the name that `read_header` returns for its programs.
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
 
@@ -38,8 +38,8 @@ class CheckedLibrary:
 
 
 def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> CheckedLibrary:
-    """The library at `path`, if it is readable, made for this machine, has this SHA-256 (None: any), and exports these symbols. Digest and
-    symbols of an unchanged file are cached.
+    """Checks the library at `path`: it must be readable and made for this machine, have this SHA-256 (None: any), and export these symbols.
+    Digest and symbols of an unchanged file are cached.
 
     Raises LibraryError, also for an error of the disk.
     """

@@ -1,6 +1,6 @@
 """The annotations that agents and the scheduler exchange, version 1: their JSON, and its strict validation.
 
-* `gpumgr.io/inventory` on a node: its GPUs and those allocations that no bound pod's placement annotation explains. Written by the agent.
+* `gpumgr.io/inventory` on a node: its GPUs, and the allocations that no placement annotation of a bound pod explains. Written by the agent.
 * `gpumgr.io/placement` on a pod: the GPUs of each container. Written by the scheduler in the Binding.
 
 Both readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
@@ -38,7 +38,7 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: A NUMA node; -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
-#: How many containers with HAMi's resources may share a GPU; more than the setting allows hold replicas from before it was lowered.
+#: How many containers with HAMi's resources may share a GPU. More than that may hold replicas if the setting was lowered later.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
 #: How many times its memory, or its cores, a GPU has for such containers.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
@@ -66,10 +66,13 @@ SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
-    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it. `replicas`: how many
-    containers with HAMi's resources may share it. `mig`: the profiles of the MIG devices that are created on it on demand, see `mig_rows`;
-    it is not shared then."""
+    """A GPU of the node.
+
+    `memory`: the memory that the agent offers of this GPU, in MiB. `model` is empty if the driver does not report it. `index` is NVML's
+    index. It is written only if it differs from the GPU's position in `gpus`: the driver can't describe a GPU with a lower index then.
+    `replicas`: how many containers with HAMi's resources may share the GPU.
+    `mig`: the profiles of the MIG devices that are created on the GPU on demand, see `mig_rows`; such a GPU is not shared.
+    """
 
     uuid: Uuid
     model: Text = ""
@@ -89,9 +92,10 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations; `slices`: the slices of their MIG devices; `other_replicas`: for a pod with HAMi's resources, how
-    many replicas it holds for each share. `scaling`: the factors of memory and cores for such pods; it is written where a GPU may be
-    shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations. `slices`: pod UID -> the memory slices of these shares, if one is a MIG device.
+    `other_replicas`: UID of a pod with HAMi's resources -> how many replicas it holds for each share.
+    `scaling`: the factors of memory and cores for such pods; it is written if a GPU may be shared.
+    `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -131,7 +135,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none).
-    `slices`: the same of MIG devices."""
+    `slices`: container name -> the memory slices of its shares, if one is a MIG device."""
 
     version: Literal[1] = 1
     node: Annotated[str, Meta(min_length=1, max_length=253)]
@@ -167,7 +171,7 @@ def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
 
 
 def levels_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The matrix for `Inventory.levels`: the pairs' scores, which are the value of `Level` plus 100 for each NVLink; 0 = itself."""
+    """The matrix for `Inventory.levels`: each score is the value of `Level` plus 100 for each NVLink. A GPU and itself have 0."""
     return score_matrix(topology)
 
 
@@ -194,7 +198,7 @@ def decode_inventory(text: str) -> Inventory:
             raise ValueError(f"other[{uid[:64]!r}] names a GPU twice, or one that is not in gpus")
     replicas = {} if inventory.other_replicas is UNSET else inventory.other_replicas
     if any(len(counts) != len(inventory.other.get(uid, ())) for uid, counts in replicas.items()):
-        raise ValueError("otherReplicas has not one number for each share")
+        raise ValueError("otherReplicas must have one number for each share")
     return inventory
 
 
@@ -210,7 +214,7 @@ def decode_placement(text: str) -> Placement:
 
 def _check_slices(slices: Mapping[str, SharesSlices] | UnsetType, shares: Mapping[str, tuple[object, ...]]) -> None:
     if slices is not UNSET and any(len(bits) != len(shares.get(key, ())) for key, bits in slices.items()):
-        raise ValueError("slices has not one number for each share")
+        raise ValueError("slices must have one number for each share")
 
 
 class _Versioned(msgspec.Struct):

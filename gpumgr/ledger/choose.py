@@ -146,7 +146,7 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
         raise Refusal(
             "invalid_request",
             f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "
-            f"an init container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+            f"an init container's ids on to them; ask for no more cores in the init container than in each container that follows",
         )
     return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
 

@@ -24,15 +24,18 @@ _MEASURED_CORES: Final[Mapping[str, str]] = {
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
-#: The driver limits neither MPS clients on these GPUs nor cgroups: NVIDIA's MPS documentation r615.
+#: Mechanisms that the driver does not support on a GPU in MIG mode. Source: NVIDIA's MPS documentation r615.
 _NOT_WITH_MIG: Final = ("mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """`cores_by` and `memory_by`: the mechanism that new shares get for it ("": none). With the strength "none" that mechanism can't limit
-    on this GPU, or on this node."""
+    """How cores and memory of new shares are limited on a GPU.
+
+    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). If a mechanism has the strength "none", it does not work on
+    this GPU or on this node.
+    """
 
     cores: Strength = "none"
     cores_by: str = ""
@@ -44,7 +47,7 @@ class GpuLimits:
 
 
 def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken: Collection[str]) -> GpuLimits:
-    """`mechanisms`: those of the node, the first one that limits a resource counts. `broken`: the ones that the node can't use."""
+    """`mechanisms`: the mechanisms of the node; the first one that limits a resource is chosen. `broken`: unusable ones."""
     by: dict[Resource, str] = {
         kind: next((name for name in mechanisms if strengths.get(name, {}).get(kind, "none") != "none"), "") for kind in RESOURCES
     }
@@ -56,8 +59,8 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """`limits`: (NVML's index, limits) of each GPU. The text has equal GPUs together, then what was measured of their limits of cores:
-    "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ..."."""
+    """`limits`: (NVML's index, limits) of each GPU. The text lists GPUs with equal limits together, then what was measured about limits of
+    cores: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ..."."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)

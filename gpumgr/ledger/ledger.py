@@ -1,8 +1,8 @@
 """The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
 
-The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out and
-which stand for amounts. Those of `nvidia.com/gpu` hold replicas, and an allocation of a ResourceClaim (DRA) has no ids: both count
-by their amounts.
+The ledger counts amounts per GPU. A container with `tencent.com` resources also holds device ids, which the kubelet assigned; each id
+represents a fixed amount. A container with `nvidia.com/gpu` holds replicas. An allocation of a ResourceClaim (DRA) holds no ids. Replicas
+and claims count with the amounts that the allocation records.
 
 Invariants (checked by `Ledger.violations`):
 

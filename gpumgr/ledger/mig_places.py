@@ -1,4 +1,4 @@
-"""Where the MIG devices of a container are created that requests `nvidia.com/gpu` on GPUs with MIG profiles. Pure."""
+"""Chooses the places of a container's MIG devices. The container requests `nvidia.com/gpu` on GPUs with MIG profiles. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +18,10 @@ from gpumgr.placement.topology.devices import MigProfile
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why the GPU has no MIG device for the container and the ones that take over its replica. `mask`: replicas that it takes over
-    there."""
+    """Why the GPU can't have a MIG device that serves the container and the containers that take over its replica; None if it can.
+
+    `mask`: the replicas on the GPU that the container takes over.
+    """
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:
         return None
@@ -30,8 +32,11 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """A MIG device for each of these replicas: where the scheduler placed it, that of the replica's init container if it is large enough,
-    or at the first free place. Raises Refusal."""
+    """Chooses a MIG device for each of these replicas. Raises Refusal.
+
+    If the scheduler placed the device, it is at that place. Otherwise an init container's device for the replica is used again if it is
+    large enough, or a new device gets the first free place.
+    """
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():
@@ -50,7 +55,7 @@ def mig_devices(
                 continue
             place = place or find_place(profiles, taken, *follow)
             if place is None or place.memory_slices & taken:
-                reason = f"{node.label(gpu)} has no place for the MIG device left; the pod may simply be created again"
+                reason = f"{node.label(gpu)} has no free place for the MIG device; the pod may simply be created again"
                 raise Refusal("conflict", reason)
             taken |= place.memory_slices
             devices.append(MigDevice(gpu=gpu, profile=place.profile.name, memory_slices=place.memory_slices))
@@ -60,7 +65,7 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    """The MIG devices that the pod's init containers leave with these replicas, and that are large enough."""
+    """The MIG devices that the pod's init containers created for these replicas, and that are large enough."""
     left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]
@@ -76,7 +81,7 @@ def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[
 
 
 def place_of(device: MigDevice, profiles: Sequence[MigProfile]) -> MigPlace:
-    """Raises Refusal if the GPU has not such a place any more."""
+    """Raises Refusal if the GPU no longer has such a place."""
     place = place_named(profiles, device.profile, device.start)
     if place is None:
         raise Refusal("gpu_unhealthy", f"GPU {device.gpu} can't have the MIG device {device}")

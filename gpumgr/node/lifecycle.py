@@ -141,7 +141,7 @@ async def _reconcile(parts: Parts) -> None:
 
 
 async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
-    """After the loss of the ledger, until a start at which all containers of the kubelet are in it."""
+    """Keeps all MIG devices after the loss of the ledger, until a start at which the ledger has all containers of the kubelet."""
     snapshot = parts.components.agent_state.inventory.snapshot
     before = parts.loaded.lost or parts.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or parts.components.settings.hami.operating_mode != "mig":
@@ -161,7 +161,7 @@ async def _open_servers(parts: Parts) -> None:
         # A fixed threshold: glibc raises it above asyncio's read buffers (256 KiB) when the first one is freed. From then on such buffers
         # fragment the heap, which does not shrink by itself: 50,000 random requests made the agent grow by 17 MiB, with this by 8.
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
-        libc.malloc_trim(0)  # glibc keeps about 8 MiB of what the start has freed otherwise
+        libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
     gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
     await parts.web.start()
     if parts.display is not None:
@@ -236,7 +236,7 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
 async def _stop(parts: Parts, grace_seconds: float) -> None:
     """Lets the kubelet's calls end; everything else may be cancelled afterwards.
 
-    The kubelet is served to the last, since it refuses pods from the end of its streams until the next agent is registered.
+    The kubelet is served until the end, since it refuses pods from the end of its streams until the next agent is registered.
     """
     components = parts.components
     try:

@@ -25,7 +25,8 @@ _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 class Hierarchy:
     """The cgroup hierarchy of a node. `root`: where the hierarchy that counts memory is mounted; `Container.cgroup` is a path below it.
 
-    v2 has one hierarchy for everything; v1 one for each controller; hybrid is v1 with v2's beside it, mostly without controllers.
+    v2 has one hierarchy for all controllers, v1 has one for each controller. hybrid is v1 with an additional hierarchy of v2, which has
+    few controllers or none.
     """
 
     mode: Mode
@@ -60,7 +61,7 @@ def _unescape(field: str) -> str:
 
 
 class Cgroups:
-    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. Every read is a small file, from memory."""
+    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. Every file is small, and the kernel has it in memory."""
 
     def __init__(self, cgroup_root: Path, proc_root: Path = Path("/proc")) -> None:
         self._cgroup_root = cgroup_root
@@ -79,7 +80,7 @@ class Cgroups:
         if self._hierarchy is None:
             raise CriError(
                 f"no cgroup hierarchy that counts memory is mounted at or below {self._cgroup_root}; "
-                "set cri.cgroup_root to where the host's are mounted (normally /sys/fs/cgroup)"
+                "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)"
             )
         return self._hierarchy
 

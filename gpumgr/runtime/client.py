@@ -104,8 +104,8 @@ def _reason(error: Exception, timeout_seconds: float) -> str:
     match error:
         case GRPCError(status=Status.UNIMPLEMENTED):
             return (
-                f"no CRI v1 is spoken there ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or newer with its cri "
-                f"plugin enabled (disabled_plugins in its config.toml), or {_SET}"
+                f"the program there does not support CRI v1 ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or "
+                f"newer with its cri plugin enabled (disabled_plugins in its config.toml), or {_SET}"
             )
         case TimeoutError():
             return silent

@@ -44,7 +44,7 @@ def compose(content: bytes) -> yaml.Node | None:
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise _no_yaml(said, mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
-        # ReaderError counts characters or bytes, depending on where it failed; a line break is one of either.
+        # ReaderError counts characters or bytes, depending on where it failed. A line break is one character and one byte.
         raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error

@@ -1,7 +1,7 @@
 """What clients write to the simulated API server: events, the node, and access reviews.
 
-It refuses what Kubernetes refuses as invalid (source: its API validation): labels and annotations beyond their limits, and events in
-another namespace than their object.
+It refuses what Kubernetes refuses as invalid (source: its API validation): labels and annotations beyond their limits, and an
+event if its namespace is not the namespace of its object.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 
 Document = dict[str, Any]
-#: (verb, resource), the resource with its subresource: ("create", "pods/eviction").
+#: (verb, resource). The resource includes the subresource: ("create", "pods/eviction").
 Right = tuple[str, str]
 
 MAX_ANNOTATIONS_BYTES: Final = 256 << 10
@@ -23,8 +23,12 @@ _STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
 class Written:
-    """`events` by (namespace, name); `annotations`, `labels` and `conditions` (by type) are the node's, `managers` the field managers that
-    write there too. Appends "event", "recount", "annotate", "label", "condition", "node" (a read) and "review" to `requests`."""
+    """Stores what clients write.
+
+    The key of `events` is (namespace, name). `annotations`, `labels` and `conditions` (by type) are the node's. `managers` are field
+    managers that also write to the node. Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition",
+    "node" (a read) or "review".
+    """
 
     def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:
         self.events: dict[tuple[str, str], Document] = {}
@@ -132,7 +136,7 @@ class Written:
         if (verb, resource) in self._forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
         if verb == "patch" and request.content_type != content_type:
-            return failure(415, "UnsupportedMediaType", f"{request.content_type} where {content_type} was due")
+            return failure(415, "UnsupportedMediaType", f"{request.content_type} is not supported here; use {content_type}")
         return None
 
 

@@ -18,11 +18,11 @@ MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
 TRUSTED: Final = web.RequestKey("trusted", bool)
-#: In the place of `Authorization`, which Kubernetes' API server removes from what its proxies pass on.
+#: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 
-#: Maps the family of a connection's socket and the peer's address to where the client is.
+#: Maps the family of a connection's socket and the peer's address to the client's origin.
 OriginOf = Callable[[int, Any], Origin]
 
 

@@ -99,7 +99,7 @@ async def test_the_demo_continues_after_the_script(folder: Path) -> None:
         tasks = [asyncio.create_task(each.run()) for each in (work, Activity(node, work, round_seconds=0.25))]
         try:
             await node.agent_log.until("allocation_freed", holder="demo/guest-0 (main)")
-            await node.agent_log.until("refused", pod="demo/wish-1")
+            await node.agent_log.until("refused", pod="demo/impossible-1")
             for event in ("container_over_limit", "container_within_limit"):
                 await node.agent_log.until(event, holder="demo/a (main)")
             for event in ("gpu_process_unattributed", "gpu_process_unattributed_gone"):

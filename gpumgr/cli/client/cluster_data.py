@@ -1,4 +1,4 @@
-"""What the scheduler says of a pod, read through the API server: any machine with a kubeconfig reaches it, wherever its pod runs.
+"""Asks the scheduler about a pod through the API server, so that the command runs on any machine with a kubeconfig.
 
 The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. A port that `kubectl port-forward`
 forwards needs none, since the request arrives from the pod's own host.
@@ -24,7 +24,7 @@ from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.web.middleware import PROXIED_AUTHORIZATION
 
-#: The leader; else any replica of the chart's Deployment, which has the same data without what the leader has assumed.
+#: The leader; else any replica of the chart's Deployment, which has the same data except for the leader's assumed GPUs.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
@@ -42,7 +42,7 @@ class SchedulerLocation:
 
 
 async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
-    """The answer as it is, and decoded with printable texts. Raises GpumgrError."""
+    """Returns the answer as it was received, and decoded with printable texts. Raises GpumgrError."""
     server = await ApiServer.connect(location.kubeconfig, remedy="give another --kubeconfig")
     try:
         return await _ask(server, location, name, each_node=each_node)
@@ -115,7 +115,7 @@ async def _read(server: ApiServer, path: str) -> Mapping[str, Any]:
 async def _through_proxy(
     server: ApiServer, scheduler: Mapping[str, Any], query: Mapping[str, str], headers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The pod's port may serve TLS, which only an attempt shows. Raises GpumgrError."""
+    """Tries HTTP, then HTTPS: only an attempt shows whether the pod's port serves TLS. Raises GpumgrError."""
     namespace, pod, port = _address(scheduler)
     failures = []
     for scheme in ("http", "https"):

@@ -35,7 +35,7 @@ def needed_by_claims() -> Iterator[Right]:
 
 
 async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
-    """Those with a binding, which refuses requests. None: the API server has no such policies."""
+    """The policies with a binding that refuses requests. None: the API server does not support policies of this kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
     bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings") or {}
     specs = [each["spec"] for each in bindings.get("items") or ()]

@@ -30,7 +30,10 @@ def profiles_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """(Pods would be placed wrongly or not at all, what is wrong). Raises AttributeError or TypeError for another structure."""
+    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly or not at all.
+
+    Raises AttributeError or TypeError for another structure.
+    """
     managed = {CORE_RESOURCE, MEMORY_RESOURCE}
     ours = [each for each in config.get("extenders") or () if managed & _managed(each).keys()]
     if len(ours) != 1:
@@ -38,7 +41,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         return
     yield from _of_extender(ours[0], managed)
     if float(config.get("podMaxBackoffSeconds") or 10) > 2:
-        yield False, "podMaxBackoffSeconds is above 2; pods wait so long after the extender was away"
+        yield False, "podMaxBackoffSeconds is above 2; after an outage of the extender pods wait for up to that time"
     common = config.get("percentageOfNodesToScore")
     for profile in config.get("profiles") or [{}]:
         if (profile.get("percentageOfNodesToScore") or common) != 100:
@@ -56,7 +59,7 @@ def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tup
     hami = found.keys() & {_HAMI.count_resource, *_HAMI.amounts}
     if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI.amounts}):
         given, of_hami = ", ".join(sorted(found)), ", ".join((_HAMI.count_resource, *_HAMI.amounts))
-        rule = f"give {CORE_RESOURCE} and {MEMORY_RESOURCE}, for HAMi's pods besides {of_hami}, and no others"
+        rule = f"list {CORE_RESOURCE} and {MEMORY_RESOURCE}, also {of_hami} if HAMi's pods are scheduled, and no other resource"
         yield True, f"managedResources are {given}; {rule}"
     for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI.amounts):
         yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"

@@ -49,7 +49,7 @@ class NodeBackends:
     async def _ask(self) -> MechanismChoice:
         # MPS records its protocol in its folder; a check must not do so in the real one.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
-            with contextlib.suppress(OSError):  # the result of the agent's try of a daemon: the doctor starts none
+            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result: the doctor starts none
                 shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
             backends = _backends(self._settings, self._gpus, Path(scratch), in_pod=self._in_pod)
             obstacles: dict[str, str | None] = dict(

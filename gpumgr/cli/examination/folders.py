@@ -97,13 +97,13 @@ def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> 
     if not own:
         return ok(f"{len(folders)} folders are mounted from the host")
     return error(
-        f"not mounted from the host: {', '.join(own)}; what the agent writes there neither the host nor its next life finds",
+        f"not mounted from the host: {', '.join(own)}; the host and the next agent do not find what this agent writes there",
         "add a hostPath volume for each of them, mounted at the same path",
     )
 
 
 def parse_mounts(text: str) -> Mapping[str, str]:
-    """Mount point -> the mounted part of the file system; of several mounts at one point the last one, which is the visible one.
+    """Maps each mount point to the part of the file system that is visible there. The last mount at a point hides the earlier mounts.
 
     Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped.
     """

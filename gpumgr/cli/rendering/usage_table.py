@@ -16,7 +16,7 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120
-#: Left out of the model's name.
+#: Words that a model's name is shown without.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
@@ -96,7 +96,7 @@ def _model(model: str | None) -> str:
 
 
 def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
-    """Narrow: the container follows its pod, and the mechanisms follow the limits, in one column."""
+    """A narrow table shows pod and container in one column, and limits and mechanisms in one column."""
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
     numbers = ("CORES", "BUSY", "MEMORY", "USED", "PROCS")

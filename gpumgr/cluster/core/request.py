@@ -14,7 +14,7 @@ from gpumgr.placement.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.placement.evaluators.select import check_request
 from gpumgr.placement.topology.matrix import MAX_GPUS
 
-#: Containers of a pod that request GPUs: the time of a placement grows with their number. A larger pod is refused.
+#: A pod with more containers that request GPUs is refused, because the time of a placement grows with their number.
 MAX_GPU_CONTAINERS: Final = 64
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.choose`.
@@ -23,8 +23,8 @@ Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRequest:
-    """`gpus` GPUs with `cores_per_gpu` of each; 100 cores are a whole GPU. `memory_mebibytes` is on these GPUs together. `replica`: what
-    it requests of each GPU by HAMi's resources, which may be shares of several GPUs; then there is no `memory_mebibytes`."""
+    """A container requests `gpus` GPUs, and `cores_per_gpu` on each; 100 cores are a whole GPU. `memory_mebibytes` is the sum on all of
+    them. `replica`: the request on each GPU by HAMi's resources, which may be shares of several GPUs; `memory_mebibytes` is then 0."""
 
     kind: ContainerKind = "app"
     gpus: int = 1
@@ -45,20 +45,20 @@ class ContainerRequest:
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
     def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What a GPU must have for it: as `counted`, but a replica without cores needs one. The agent demands a free core for it, and the
-        kubelet may admit pods in another order."""
+        """What a GPU must have free for the request: the amounts of `counted`, but at least one core for a replica. The agent refuses a
+        replica on a GPU without a free core, and the kubelet may admit pods in another order."""
         counted = self.counted(gpu_mebibytes, scaling)
         return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
 
     def counted(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What it takes of one GPU with so much memory; a whole GPU has all of it. `scaling`: the GPU's own, see GpuState."""
+        """What the request takes from one GPU with this memory; a whole GPU means all its memory. `scaling`: see GpuState."""
         if self.replica is not None:
             return self.replica.scaled(scaling).counted(gpu_mebibytes)
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 
 class SameGpus:
-    """Containers that the kubelet puts on the GPUs of the first of them: an init container leaves it its replicas."""
+    """A container, and the containers that the kubelet puts on the same GPUs because it gives them the replicas of an init container."""
 
     def __init__(self, containers: Iterable[ContainerRequest]) -> None:
         self.containers = tuple(dict.fromkeys(containers))
@@ -76,8 +76,8 @@ class SameGpus:
 class PodRequest:
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
-    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy among nodes, where it differs from that among the
-    GPUs of a node. Names are not part of it: pods with equal requests share every result.
+    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the
+    policy that chooses the GPUs of the node. A request has no names, so that pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
@@ -92,18 +92,18 @@ class PodRequest:
 
     @cached_property
     def gpu_digest(self) -> bytes:
-        """Differs for requests that differ in more than CPU. Results are kept by it: constraints may have long texts."""
+        """A digest of the request without CPU. It is the key of stored results, because constraints may have long texts."""
         return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: what must be on its GPUs, that is its request and those of the containers which reuse them; and their cores
-        in all."""
+        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and their cores in
+        all."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property
     def same_gpus(self) -> Sequence[SameGpus]:
-        """The same of containers with replicas."""
+        """For each container with replicas: it and the containers that use the same GPUs."""
         return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
 
 
@@ -129,7 +129,7 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
             raise Refusal(
                 "invalid_request",
                 f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "
-                "container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+                "container's ids on to them; ask for no more cores in the init container than in each container that follows",
             )
     return PodRequest(tuple(made))
 
@@ -146,7 +146,7 @@ def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaReques
 
 
 def too_many(containers: int) -> str | None:
-    """Why a pod may not have so many containers that request GPUs, as kube-scheduler shows it after a number of nodes."""
+    """Why a pod may not have so many containers that request GPUs. kube-scheduler prints the number of nodes before this text."""
     if containers <= MAX_GPU_CONTAINERS:
         return None
     return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
@@ -171,7 +171,7 @@ def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]
 
 
 def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
-    """The first container, and after an init container those to which the kubelet gives its replicas."""
+    """The first container. If it is an init container, also the containers to which the kubelet gives its replicas."""
     same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
     for each in chain[1:]:
         if replicas > 0:

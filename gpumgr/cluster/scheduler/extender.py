@@ -1,4 +1,4 @@
-"""The verbs of the extender: a question to the index, and an answer in kube-scheduler's terms.
+"""The verbs of the extender. Each asks the index, and answers in the format of kube-scheduler.
 
 Between reading the index and changing it there is no `await`, so verbs that overlap need no lock.
 """
@@ -41,15 +41,16 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: So long a verb works before the event loop serves others.
+#: After this time a verb that computes lets other tasks run.
 SLICE_SECONDS = 0.005
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
-#: Assumed pods that are looked up at a time; how long after a look without an answer the next one is due; and how long the API server
-#: may work on a request after the connection is lost (its --request-timeout).
+#: At most this many assumed pods are looked up at a time.
 _MAX_LOOKS: Final = 20
+#: A pod is looked up again after this time if the API server did not answer.
 _LOOK_AGAIN_SECONDS: Final = 5.0
+#: The API server may work on a request for this time after the connection is lost (its --request-timeout).
 _REQUEST_SECONDS: Final = 60.0
 
 
@@ -62,7 +63,10 @@ class _Assumed:
 
 
 class Extender:
-    """`clock` is monotonic, in seconds. `leadership` None: no other replica. All verbs answer errors in the answer's `Error`."""
+    """`clock` is monotonic, in seconds. `leadership` None: there is no other replica.
+
+    `answer_filter` and `bind` report an error in the field `Error` of the answer, `preempt` in the log.
+    """
 
     def __init__(
         self,
@@ -80,10 +84,12 @@ class Extender:
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(index, quotas, watches, clock=clock)
-        #: UIDs of pods that are being written, and of pods that a Binding has bound, or may have bound, before the watch shows it.
+        #: UIDs of the pods that are being written.
         self._sending: set[str] = set()
+        #: UIDs of the pods that a Binding has bound, or may have bound, and that the watch does not show as bound yet.
         self._unsettled: set[str] = set()
-        #: Pods with assumed GPUs, and some that had: the watch may show a pod later than kube-scheduler does, or not at all.
+        #: Pods with assumed GPUs, and some pods that had assumed GPUs. The pods are kept here because the watch may show a pod later
+        #: than kube-scheduler does, or not at all.
         self._assumed: dict[str, _Assumed] = {}
 
     @property
@@ -121,8 +127,10 @@ class Extender:
         return result
 
     def filter(self, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
-        """One of the nodes `names` (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from
-        now on."""
+        """Returns the best nodes among `names`, or the reasons why no node fits.
+
+        The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
+        """
         if (problem := self.problem) is not None:
             return FilterResult(error=problem)
         if not pod.wants_gpu or not names:
@@ -220,14 +228,16 @@ class Extender:
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
-        """A daemon. Without it what is assumed never ends."""
+        """A daemon that looks up assumed pods. Without it an assumption never ends."""
         while True:
             await asyncio.sleep(1)
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:
-        """Asks the API server about the pods that have been assumed for long. What a pod holds that is bound by now stays assumed until the
-        watch shows it; one that is not bound, has ended or is deleted loses it."""
+        """Asks the API server about the pods that have been assumed for long.
+
+        The GPUs of a bound pod stay assumed until the watch shows the pod. A pod that is not bound, has ended or is deleted loses them.
+        """
         assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
         self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
         due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
@@ -271,8 +281,8 @@ class Extender:
 
     @contextmanager
     def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
-        """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
-        for certain. Raises BindingError."""
+        """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended. They also stay assumed
+        afterwards, unless the request has certainly failed. Raises BindingError."""
         uid = pod.uid
         self._place(pod, placed)
         self._sending.add(uid)
@@ -337,7 +347,10 @@ class Extender:
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
-        """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
+        """Returns the assumed GPUs if they are still free, or if their Binding was sent; else other GPUs of the node that the quota allows.
+
+        Raises BindingError.
+        """
         self._preemption.refresh()
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
@@ -357,7 +370,7 @@ class Extender:
         return self._placed_on(pod, node, choice)
 
     async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
-        """Raises BindingError; it is not uncertain if this pod has ended or does not exist."""
+        """Raises BindingError, which is `uncertain` unless this pod has ended or does not exist."""
         try:
             async with asyncio.timeout(WRITE_SECONDS):
                 item = await self._server.read("GET", pod_path(namespace, name))

@@ -1,7 +1,7 @@
-"""The HTTP server of the extender: verbs under /scheduler, probes beside them.
+"""The HTTP server of the extender: the verbs under /scheduler, and probes.
 
-The answer to every verb has the status 200, and an error is its `Error`: kube-scheduler shows that text in the pod's events. A replica
-that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
+Every verb is answered with status 200. `filter` and `bind` report an error in the field `Error`, which kube-scheduler shows in the pod's
+events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the leader.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_answer
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-#: What bodies may have together beside the largest one: bindings are small, and many arrive at a time.
+#: Bytes for all bodies together, in addition to the largest one: bindings are small, and many arrive at a time.
 _OTHER_BYTES: Final = 16 << 20
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
@@ -67,7 +67,7 @@ def make_application(
 
 
 def _guard(extender: Extender, names: frozenset[str]) -> Middleware:
-    """Before a verb is read: may this client call it, and does this replica answer?"""
+    """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:

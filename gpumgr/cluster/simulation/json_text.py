@@ -1,4 +1,4 @@
-"""JSON with the line of each entry. All errors are InputError and name file and line; a key that an object has twice is one of them."""
+"""Reads JSON with the line of each entry. All errors are InputError and name file and line. A repeated key in an object is an error."""
 
 import json
 import re
@@ -44,7 +44,7 @@ class JsonText:
             raise InputError(f"{file}: it is not JSON that can be read: it is nested too deeply") from error
 
     def place(self, at: int) -> str:
-        """The lines are counted from the last place on, if this one is behind it."""
+        """File and line of a position. It counts lines from the previous position, if this position is behind it."""
         start, line = self._counted if self._counted[0] <= at else (0, 1)
         self._counted = (at, line + self._text.count("\n", start, at))
         return f"{self._file}, line {self._counted[1]}"

@@ -39,7 +39,7 @@ def request_of(shape: Shape) -> PodRequest:
 
 
 def state_of(spec: NodeSpec) -> NodeState:
-    """GPUs that are equally far from each other."""
+    """Makes the state of a node. Its GPUs are equally far from each other."""
     if not spec.gpus:
         return NodeState(name=spec.name, cpu_milli=spec.cpu_milli)
     even = homogeneous(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
@@ -48,7 +48,7 @@ def state_of(spec: NodeSpec) -> NodeState:
 
 
 class _Offered:
-    """The nodes with enough CPU and RAM for a request. `bits`: the set that has only the node at this position."""
+    """The nodes with enough CPU and RAM for a request. `bits`: position -> the set of only that node."""
 
     def __init__(self, cluster: Cluster, bits: Sequence[NodeSet], cpu_milli: int, ram_mebibytes: int) -> None:
         self._cluster, self._bits, self._cpu_milli, self._ram_mebibytes = cluster, bits, cpu_milli, ram_mebibytes
@@ -108,14 +108,15 @@ class CorePolicy:
         self._index.remove(uid)
 
 
-#: Makes a policy from the cluster, thousandths of a CPU that an average pod requests beside one GPU, the fragmentation by typical
-#: requests, and a source of random numbers.
+#: Makes a policy. The arguments are the cluster, the CPU (in thousandths) that an average pod requests beside one GPU, the fragmentation
+#: by typical requests, and a source of random numbers.
 _Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
 
 
 def _fixed(cluster: Cluster, random: Random) -> reference.Order:
-    """One random order of the nodes for all decisions. The published simulator takes the first of equal nodes, in an order that is not
-    that of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by side."""
+    """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes, and its order differs
+    from the order of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by
+    side."""
     keys = [random.random() for _ in cluster.nodes]
     return lambda position, _last: keys[position]
 
@@ -130,8 +131,8 @@ def _random(cluster: Cluster, _cpu_per_gpu_milli: int, _fragmentation: Fragmenta
     def any_gpu(node: Node, shape: Shape) -> Gpus:
         return (random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape)
 
-    # Each node that is scored gets a time that is exponentially distributed and begins with that of the last node that was taken. The
-    # distribution has no memory, so the earliest node is each one with equal probability.
+    # The time of a scored node is the time of the last chosen node plus an exponentially distributed time. That distribution has no
+    # memory, so each node is the earliest with equal probability.
     return reference.ScorePolicy(cluster, reference.none, any_gpu, lambda _position, last: last + random.expovariate(1.0))
 
 

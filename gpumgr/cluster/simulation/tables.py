@@ -1,7 +1,7 @@
 """Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or our own (docs/simulate.md, "Files").
 
-All errors are InputError and name file, line and column. In JSON, a list of objects, the line is that where the element begins, and a key
-is a column.
+All errors are InputError and name file, line and column. A JSON file is a list of objects: an error names the line where the object begins,
+and its key as the column.
 """
 
 import csv
@@ -93,7 +93,7 @@ def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[st
 
 
 def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> list[Pod]:
-    """The trace. Raises InputError, also for models and for GPU memory that no node has."""
+    """Reads the trace. Raises InputError, also if it requests a model or GPU memory that no node has."""
     shapes: dict[Shape, Shape] = {}
     pods: list[Pod] = []
     models = {node.model for node in nodes}
@@ -158,7 +158,7 @@ def _shape(row: _Row) -> Shape:
 
 
 def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: Sequence[str]) -> Iterator[_Row]:
-    """Under our names of the columns, whichever the file uses."""
+    """Yields the rows under our column names, even if the file uses Alibaba's."""
     in_json = file.endswith(".json")
     checked: Collection[str] = ()
     for number, (place, values) in enumerate(_json(file, lines) if in_json else _csv(file, lines), start=1):

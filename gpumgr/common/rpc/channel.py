@@ -1,5 +1,7 @@
-"""The client: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send; and what its connections
-have in common with those of the server."""
+"""The gRPC client: a grpclib channel over a unix socket, which sends the same authority as the kubelet's own clients.
+
+`PeerConnection` is the base of the client's and of the server's connections.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -36,9 +38,9 @@ class WireCodec(CodecBase):
 class PeerConnection(H2Protocol):
     """A connection to a peer that may send anything.
 
-    grpclib raises an error for each event of h2 that it does not know, as for frames of unknown types, which must be ignored (RFC 9113,
-    section 5.5). h2 and grpclib raise errors of many types for what they can't read; asyncio would log them with a traceback. Here they
-    close the connection, as every protocol error does.
+    grpclib raises an error for each event of h2 that it does not know, for example a frame of an unknown type. Such frames must be
+    ignored (RFC 9113, section 5.5). h2 and grpclib raise errors of many types for data that they can't read, and asyncio would log them
+    with a traceback. Here such an error closes the connection, as every protocol error does.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,8 +76,8 @@ class UnixChannel(OpenChannel):
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
         """One call, connecting included. `request` is bytes or a generated message.
 
-        Raises CALL_FAILURES, or WireError if the reply can't be read. A deadline that the peer reports, since it receives it too, is
-        a TimeoutError as well.
+        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer
+        receives the deadline, too; if the peer reports that it has passed, the call raises TimeoutError.
         """
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:

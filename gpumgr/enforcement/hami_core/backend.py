@@ -1,8 +1,8 @@
-"""Backend "hami-core": the operator's libvgpu.so in the container limits cores and memory; a region file has the limits.
+"""Backend "hami-core": the operator's libvgpu.so runs in the container and limits cores and memory; a region file has the limits.
 
-The region file is mounted into the container under the name in the environment and under the library's default name: a process without
-its environment has the same limits, and a mount point can be neither removed nor replaced from inside. The file is written again at every
-start: another version of the library, or slots of the former container, would stop the next one.
+The region file is mounted into the container twice: under the name in the container's environment, and under the library's default name.
+So a process without that environment has the same limits, and the container can neither remove nor replace the file. The file is written
+again at every start, because a container can't start with a region of another library version, or with slots of the former container.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse, Mount
 
-#: The region in the container: this path is in its environment, ...
+#: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
-#: ... and this one is the library's default.
+#: The region's path that is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 #: In run_dir; it has a folder for each allocation.
 FOLDER: Final = "hami-core"
@@ -79,7 +79,7 @@ class HamiCore(Backend):
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._trying = asyncio.Lock()
-        #: The library that was tried, why it can't be used, and until when that counts.
+        #: The library that was tried, why it can't be used (None: it can), and the time at which it is tried again.
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
@@ -145,7 +145,7 @@ class HamiCore(Backend):
         )
 
     async def start(self, tenant: GpuShare) -> None:
-        """Installs the library and makes a new region file: the container of the former one is gone."""
+        """Installs the library and makes a new region file. The container that used the former file has ended."""
         try:
             await asyncio.to_thread(self._start, tenant, await self._usable_library())
         except (LibraryError, ValueError) as error:
@@ -206,7 +206,7 @@ class HamiCore(Backend):
             shutil.rmtree(self._folder / allocation)
 
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
-        """The container's monitor; after a restart of the agent that of the region which an earlier process of the agent made."""
+        """Returns the container's monitor. After a restart of the agent it opens the region that an earlier process of the agent made."""
         known = self._monitors.get(tenant.allocation)
         return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant)))
 

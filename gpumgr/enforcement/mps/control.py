@@ -272,7 +272,7 @@ def receives_mounts(mountinfo: str, folder: Path) -> bool:
     for line in mountinfo.splitlines():
         fields, _, _ = line.partition(" - ")
         point, *options = [_plain(field) for field in fields.split()[4:]]
-        if folder.is_relative_to(point) and len(point) >= found[0]:  # of several mounts at one point the last one counts
+        if folder.is_relative_to(point) and len(point) >= found[0]:  # the last mount at a point hides the earlier mounts
             found = len(point), any(option.startswith(("shared:", "master:")) for option in options)
     return found[1]
 

@@ -66,8 +66,8 @@ class GpuFolder:
                 os.unlink(os.path.join(folder, name))
 
     def ended_by_command(self, pid: int) -> bool:
-        """Whether the log of this daemon ends as after the command `quit`; a crash or a signal writes no such line. Containers do not
-        have the log. Raises OSError."""
+        """Whether the log shows that the command `quit` ended this daemon: a crash or a signal does not write that line. The log is
+        not mounted into containers. Raises OSError."""
         try:
             with (self.log / "control.log").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -88,7 +88,7 @@ class GpuFolder:
         return names_in(self._tenants, _ALLOCATION)
 
     def shares(self) -> Mapping[AllocationId, Share]:
-        """Those with a readable record. Raises OSError."""
+        """The shares of the containers with a readable record. Raises OSError."""
         found: dict[AllocationId, Share] = {}
         for allocation in self.allocations():
             path = self._tenants / allocation
@@ -141,7 +141,7 @@ class Record:
 
 
 class DaemonRecords:
-    """Read once and written through: only the agent writes there."""
+    """The records of all daemons. They are read once, because only the agent changes them; every change is written at once."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""

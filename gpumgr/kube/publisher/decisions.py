@@ -4,8 +4,8 @@ Invariants:
 1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
 2. A pod is reported once its calls have been answered: its containers and both resources become one patch and one event.
 3. An error in here is a bug; it is logged, and neither ends the agent nor fails the caller.
-4. Annotations follow the ledger: what was renamed, adopted, or not written before a restart, is written later. A pod is written only
-   once the API server has listed it, since its UID is needed to distinguish it from another one of the same name.
+4. Annotations follow the ledger: an allocation that was renamed, adopted, or not written before a restart, is written later. A pod is
+   written only once the API server has listed it, since its UID is needed to distinguish it from another one of the same name.
 """
 
 import asyncio
@@ -29,13 +29,14 @@ from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey, PodView
 
-#: The kubelet's calls for one pod come within milliseconds of each other.
+#: The kubelet's calls for one pod arrive within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3
 REPORT_SECONDS: Final = 1.0
 #: How often the annotations of all pods are compared with what the API server has.
 CHECK_SECONDS: Final = 600.0
-#: For how long, and how many, entries wait at most until the API server lists their pod.
+#: An entry waits at most this long until the API server lists its pod.
 LATE_SECONDS: Final = 60.0
+#: At most this many entries wait.
 MAX_LATE: Final = 128
 #: Reason of the event of a pod that the API server refuses to evict.
 NOT_EVICTED: Final = "GpuPodNotEvicted"
@@ -210,7 +211,7 @@ class DecisionReporter:
             self._record(event_texts.placement(_ref(view), fresh, self._agent_state.node().label))
 
     def _for_hami(self, view: PodView, allocations: Iterable[Allocation]) -> Mapping[str, str]:
-        """The ids of the MIG devices of a pod, where the scheduler wrote their places for other programs."""
+        """The annotation with the ids of a pod's MIG devices, if the scheduler wrote an annotation with their places for other programs."""
         registry, text = self._agent_state.ledger.gpu_registry, self._pods.annotations(view.uid).get(MIG_ALLOCATIONS)
         if text is None:
             return {}
@@ -261,5 +262,5 @@ class DecisionReporter:
 
 
 def _ref(view: PodView) -> ObjectRef:
-    """`kubectl describe` searches for a static pod's events by the kubelet's UID of it."""
+    """`kubectl describe` searches for a static pod's events by the UID that the kubelet gave the pod."""
     return pod_ref(view.key, view.runtime_uid or view.uid)

@@ -23,13 +23,13 @@ from gpumgr.ledger.listing import ClaimKey, Containers, Listing, PodKey
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"
-#: grpc-go's message for an unknown service; that for an unknown method of a known service differs.
+#: grpc-go's message for an unknown service. An unknown method of a known service has another message.
 _NO_SERVICE: Final = "unknown service"
 
 
 def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) -> Listing:
-    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read. A resource
-    in `names` is called as there.
+    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read.
+    `names`: a resource of the kubelet -> its name in the Listing, if it differs.
 
     Kubelets before 1.34 may list a terminated pod beside its namesake: both count as one pod that holds the ids of both.
     """
@@ -48,7 +48,7 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
 
     def read_claims() -> Collection[ClaimKey]:
         spans: Iterable[tuple[int, int]] = chain(*places.values())
-        for wanted in (3, 5):  # the pods' containers, and the claims of those
+        for wanted in (3, 5):  # first the pods' containers, then the claims of the containers
             spans = [(start, end) for span in spans for number, start, end in wire.spans(data, *span) if number == wanted]
         return {_key(data, start, end, name=2, namespace=3) for start, end in spans}
 
@@ -135,7 +135,7 @@ class PodResourcesClient:
 
 
 def lacks_v1(error: Exception) -> bool:
-    """Whether the answer is that of a kubelet before 1.20, which has only v1alpha1."""
+    """Whether a kubelet before 1.20 sent this error: it has only v1alpha1."""
     return isinstance(error, GRPCError) and error.status is Status.UNIMPLEMENTED and _NO_SERVICE in (error.message or "")
 
 

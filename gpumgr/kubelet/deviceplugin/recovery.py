@@ -21,7 +21,10 @@ SPECS_SECONDS = 5.0
 
 
 async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str]) -> Sequence[CheckpointEntry] | None:
-    """The entries of the kubelet's checkpoint; a resource in `names` is called as there. None, and a log event, if it can't be read."""
+    """The entries of the kubelet's checkpoint. `names`: a resource of the kubelet -> its name in an entry, if it differs.
+
+    Returns None, and logs that, if the checkpoint can't be read.
+    """
     try:
         found = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
         return [replace(each, resource=inner_name(each.resource, names)) for each in found]
@@ -37,8 +40,10 @@ async def reconcile(
     wait_synced: Callable[[float], Awaitable[None]],
     lost: bool,
 ) -> bool:
-    """Adopts the allocations of these entries, and returns whether all could be. `lost`: the ledger was lost, so all of it is read from
-    there; then the pods' specs are waited for."""
+    """Adopts the allocations of these entries, and returns whether it could adopt all of them.
+
+    `lost`: the ledger was lost, so every allocation is read from the entries. The function then waits for the pods' specs first.
+    """
     found = ours_of(entries)
     if lost and found:
         await wait_synced(SPECS_SECONDS)

@@ -1,4 +1,4 @@
-"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, once there is one, and returns its answers.
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, and returns the port's answers.
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 #: The kubelet ends a call after 45 s, without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
-#: How much longer a decision may take until the limits are in place.
+#: A call may take this much longer, until the limits are in place.
 START_SECONDS: Final = 3.0
 
 #: The response for one claim, encoded.
@@ -40,8 +40,8 @@ class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
 
     async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
-        """Makes the devices of an allocated claim available; returns what it holds, for a claim that is prepared the same again.
-        `deadline`: when it must answer, in monotonic seconds."""
+        """Makes the devices of an allocated claim available, and returns the allocations of the claim. A claim that is prepared
+        already gets the same answer. `deadline`: when the method must answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Reverts `prepare`; does nothing for an unknown claim."""
@@ -117,7 +117,7 @@ class DraPlugin:
             async with asyncio.timeout(deadline - time.monotonic() + START_SECONDS):
                 prepared = await run_shielded(claims.prepare(claim, deadline=deadline), name="prepare")
         except TimeoutError:
-            text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; that goes on, and the kubelet tries again"
+            text = f"not prepared within {self._wait_seconds + START_SECONDS:g} s; the preparation continues, and the kubelet tries again"
             raise Refusal("internal", text) from None
         return bytes(v1.NodePrepareResourceResponse(devices=devices_of(prepared, self._pool)))
 
@@ -135,7 +135,7 @@ class DraPlugin:
 
 
 def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
-    """What the kubelet is to know of the allocations of a claim."""
+    """The devices of a claim's allocations, as the kubelet expects them."""
     return [
         v1.Device(
             request_names=[claim.request],
@@ -151,7 +151,7 @@ def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
 
 
 def decode_claims(request: bytes) -> list[ClaimRef]:
-    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError, or Refusal for claims that are incomplete or there twice."""
+    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError, or Refusal if a claim is incomplete or repeated."""
     claims = [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
     for claim in claims:
         if not (claim.namespace and claim.name and claim.uid):

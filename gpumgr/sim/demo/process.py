@@ -20,7 +20,7 @@ _TAIL = 12
 
 
 class AgentLog:
-    """All lines so far. `on_line` is called with each new line."""
+    """Holds all lines so far. `on_line` is called with each new line."""
 
     def __init__(self, on_line: Callable[[Line], None] = lambda _line: None) -> None:
         self.lines: list[Line] = []
@@ -57,7 +57,7 @@ class AgentLog:
                     if matches(line):
                         return line
                 since = len(self.lines)
-        raise AssertionError("the subscription is closed by nobody else")
+        raise AssertionError("no other task closes this subscription")
 
     def tail(self) -> str:
         """The last lines as text, for error messages."""
@@ -100,14 +100,14 @@ class AgentProcess:
         return self._reader is not None and not self._reader.done()
 
     async def start(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the process with `environ` over this process's environment, without the variables that configure another agent."""
-        meant = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
+        """Starts the process. It gets this process's environment without the variables that configure another agent, and `environ`."""
+        inherited = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,
-            env={**meant, **(environ or {})},
+            env={**inherited, **(environ or {})},
             limit=_LONGEST_LINE_BYTES,
             start_new_session=True,
         )

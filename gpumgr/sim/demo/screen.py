@@ -42,10 +42,10 @@ class PlainText(Display):
     """Prints a line for each decision, and one for each step when it ends."""
 
     def __init__(self) -> None:
-        self._teller = LogSentences({})
+        self._sentences = LogSentences({})
 
     def on_log_line(self, line: Line) -> None:
-        if (sentence := self._teller.sentence(line)) is not None:
+        if (sentence := self._sentences.sentence(line)) is not None:
             click.echo(f"       . {sentence}")
 
     def step_ended(self, result: Result) -> None:
@@ -53,21 +53,21 @@ class PlainText(Display):
 
     @contextlib.asynccontextmanager
     async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:
-        self._teller = LogSentences(node.labels)
+        self._sentences = LogSentences(node.labels)
         yield
 
 
 class LiveScreen(Display):
     """Containers per GPU with their use, redrawn several times a second, above the newest decisions and steps.
 
-    On a terminal with few rows decisions and steps are cut. How to ask the agent, and the current step, are always visible.
+    On a terminal with few rows, decisions and steps are hidden. The command that asks the agent, and the current step, are always visible.
     """
 
     pause_seconds = 0.5
 
     def __init__(self, console: Console, *, stays: bool) -> None:
         self.stays = stays
-        self._console, self._teller = console, LogSentences({})
+        self._console, self._sentences = console, LogSentences({})
         self._gpus: list[Facts] | None = None
         self._metrics: Metrics = {}
         self._decisions: deque[str] = deque(maxlen=_DECISIONS_KEPT)
@@ -77,7 +77,7 @@ class LiveScreen(Display):
     def on_log_line(self, line: Line) -> None:
         if line["event"] == "web_listening":
             self._url = line["url"]
-        if (sentence := self._teller.sentence(line)) is not None:
+        if (sentence := self._sentences.sentence(line)) is not None:
             self._decisions.appendleft(sentence)
 
     def step_begins(self, name: str) -> None:
@@ -89,7 +89,7 @@ class LiveScreen(Display):
 
     @contextlib.asynccontextmanager
     async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:
-        self.meet(node.config, node.labels)
+        self.set_node(node.config, node.labels)
         looks = asyncio.create_task(self._look(node), name="looks")
         try:
             with Live(console=self._console, get_renderable=self.picture, refresh_per_second=8, screen=True):
@@ -98,12 +98,12 @@ class LiveScreen(Display):
             looks.cancel()
             await asyncio.wait([looks])
 
-    def meet(self, config: Path, labels: Mapping[str, str]) -> None:
+    def set_node(self, config: Path, labels: Mapping[str, str]) -> None:
         """Sets the node's settings file and its `labels` (as in Node)."""
-        self._teller, self._ask = LogSentences(labels), f"{own_command()} usage --config {config}"
+        self._sentences, self._ask = LogSentences(labels), f"{own_command()} usage --config {config}"
 
-    def see(self, gpus: list[Facts] | None, metrics: Metrics) -> None:
-        """Sets what the agent shows now; None: it is down."""
+    def set_state(self, gpus: list[Facts] | None, metrics: Metrics) -> None:
+        """Sets what the agent reports now; None: it is down."""
         self._gpus, self._metrics = gpus, metrics
 
     async def _look(self, node: SimulatedNode) -> None:
@@ -111,9 +111,9 @@ class LiveScreen(Display):
         while True:
             try:
                 if self._url:
-                    self.see(await node.graph(), await node.metrics())
+                    self.set_state(await node.graph(), await node.metrics())
             except (aiohttp.ClientError, TimeoutError):
-                self.see(None, {})
+                self.set_state(None, {})
             await asyncio.sleep(_LOOK_SECONDS)
 
     def picture(self) -> RenderableType:
@@ -223,7 +223,7 @@ class LogSentences:
             case "allocation_freed":
                 return f"freed: {line['holder']} left {self._gpus(line['gpus'])}"
             case "refused":
-                return f"refused: {line['pod'] or 'somebody'}: {line['reason']}"
+                return f"refused: {line['pod'] or 'an unknown pod'}: {line['reason']}"
             case "gpu_health_changed":
                 said = f": {line['message']}" if line["message"] else ""
                 return f"{self._gpus([line['gpu']])} is {line['state']}{said}"

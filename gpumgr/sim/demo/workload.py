@@ -23,7 +23,7 @@ _EXCESS_BYTES: Final = 1 << 30
 def use_at(name: str, tick: int, *, memory_bytes: int, cores: int, noise: float) -> tuple[int, int]:
     """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; `noise` is within ±0.02.
 
-    The same for the same name. Use stays within the grant, noise included.
+    Equal arguments give equal results. Use stays within the grant, noise included.
     """
     random = Random(name)
     memory_ratio, memory_swing = random.uniform(0.5, 0.78), random.uniform(0.08, 0.2)
@@ -88,13 +88,15 @@ class Workload:
 
 
 _ROUND_SECONDS: Final = 1.5
-#: Cores and memory blocks of the short-lived pods; as many run at once as this list is long.
+#: Cores and memory blocks of the short-lived pods. One pod runs for each entry.
 _GUESTS: Final = ((20, 40), (30, 100), (25, 25))
 #: Requests (cores, memory blocks) that no GPU can serve. The node's sum has free capacity, so the kubelet asks for them.
 _IMPOSSIBLE: Final = ((10, 250), (20, 0), (0, 10))
-#: Within a cycle of this many rounds: when the first share exceeds its memory, and when an unattributed process is on its GPU.
+#: The activity repeats after this many rounds.
 _CYCLE_ROUNDS: Final = 20
+#: In these rounds of a cycle the first share exceeds its memory.
 _OVER_ROUNDS: Final = range(2, 8)
+#: In these rounds of a cycle an unattributed process is on the GPU of the first share.
 _STRAY_ROUNDS: Final = range(11, 15)
 _STRAY_BYTES: Final = 600 << 20
 #: A pod is refused once in this many rounds, when all short-lived pods run.
@@ -115,7 +117,7 @@ class Activity:
         for number in itertools.count():
             await asyncio.sleep(self._round_seconds)
             self._misbehave(number % _CYCLE_ROUNDS)
-            await self._receive(number)
+            await self._replace_guest(number)
             if number % _REFUSAL_ROUNDS == _REFUSAL_ROUNDS - 1:
                 await self._refuse(number // _REFUSAL_ROUNDS)
         raise AssertionError("numbers don't end")
@@ -133,14 +135,14 @@ class Activity:
             self._node.end_unattributed(self._stray)
             self._stray = None
 
-    async def _receive(self, number: int) -> None:
+    async def _replace_guest(self, number: int) -> None:
         """Starts a short-lived pod, and deletes the oldest one at the maximum number."""
         if len(self._guests) == len(_GUESTS):
             self._node.delete(self._guests.pop(0))
         self._guests.append(await self._run(f"guest-{number}", *_GUESTS[number % len(_GUESTS)]))
 
     async def _refuse(self, number: int) -> None:
-        self._node.delete(await self._run(f"wish-{number}", *_IMPOSSIBLE[number % len(_IMPOSSIBLE)]))
+        self._node.delete(await self._run(f"impossible-{number}", *_IMPOSSIBLE[number % len(_IMPOSSIBLE)]))
 
     async def _run(self, name: str, cores: int, memory_blocks: int) -> SimPod:
         pod = self._node.pod(name, SimContainer(name="main", cores=cores, memory_blocks=memory_blocks))

@@ -1,7 +1,7 @@
 """The agent's metrics: counts events when they happen, and renders gauges from the latest report of the node.
 
-Invariants: every label has a bounded set of values (resources, outcomes and reasons are fixed; GPUs, pods and containers are those of
-the node now). Counters only grow, also when a resource is registered again.
+Invariants: every label has a bounded set of values: resources, outcomes and reasons are fixed, and only the GPUs, pods and containers
+that the node has now are shown. Counters only grow, also when a resource is registered again.
 """
 
 import platform
@@ -26,7 +26,7 @@ from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
 OUTCOMES: Final = ("ok", *get_args(RefusalCode), "cancelled")
-#: From an answer from memory to a hanging disk; the commit's fsync lies in the middle.
+#: The first buckets are for answers from memory, the middle ones for the fsync of a commit, the last ones for a disk that hangs.
 _CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs above every number that NVIDIA has assigned are counted together.
@@ -34,11 +34,11 @@ _LAST_XID: Final = 999
 #: Enforcement backends and their findings; others are counted as "other".
 BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
-#: RPC of the device plugin API -> name in its metrics.
 #: The resources of a node with the profile tencent.
 VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
+#: RPC of the device plugin API -> name in its metrics.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
-#: The same for DRA.
+#: RPC of the DRA plugin API -> name in its metrics.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
 #: Families that are rendered from a report; not every report has all of them.
 _REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
@@ -50,8 +50,9 @@ class Metrics:
     """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
 
     `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `names` selects the gauges of gpu-manager and HAMi,
-    `process` adds memory, CPU time and file descriptors of this process. `driver` is the name of the DRA driver on a node in mode dra; it
-    then takes the place of `resources`, the offered ones with their names. `clocks`: monotonic, and unix time, in seconds.
+    `process` adds memory, CPU time and file descriptors of this process. `resources` maps the offered
+    resources to their names. `driver` is the name of the DRA driver on a node in mode dra; it then replaces `resources`.
+    `clocks`: monotonic, and unix time, in seconds.
     """
 
     def __init__(
@@ -142,11 +143,11 @@ class Metrics:
 
     @property
     def families(self) -> Sequence[Family]:
-        """All families of gpumgr, without those with other agents' names."""
+        """All families with names of gpumgr, without the families with names of gpu-manager and HAMi."""
         return (*self._counted, *_REPORT_FAMILIES)
 
     def apply(self, names: MetricsSettings) -> None:
-        """Counts from the next rendering on."""
+        """Sets which other names `render` shows, from its next call on."""
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
@@ -213,7 +214,7 @@ class Metrics:
         self._report = (report, tuple(self._pods()))
 
     def render(self) -> Iterator[RenderedFamily]:
-        """Each family once. Computes for milliseconds: call it on a thread, and on one thread at a time."""
+        """Yields each family once. It computes for milliseconds: call it on a thread, and on one thread at a time."""
         report, pods = self._report
         self._containers.start_page()
         self._holders.start_page()

@@ -158,7 +158,7 @@ async def test_the_schedulers_place_is_followed_or_refused(folder: Path) -> None
         place(node, rival, SECOND, ("2g.20gb", 0))
         status = await node.run(rival)
         assert status.phase == "Failed"
-        assert "has no place for the MIG device left" in (status.message or "")
+        assert "has no free place for the MIG device" in (status.message or "")
         shared = node.pod("c", hami(gpumem=5000))
         view = node.pods.views[shared.namespace, shared.name]
         node.pods.views[view.key] = replace(view, placed=(("main", ((uuid_of(node, SECOND), Amounts(10, 5000)),)),))

@@ -64,7 +64,7 @@ def test_what_hamis_pods_need_is_optional() -> None:
     )
     assert encode(shared) == text
     assert decode_inventory(text) == shared
-    with pytest.raises(ValueError, match="otherReplicas has not one number for each share"):
+    with pytest.raises(ValueError, match="otherReplicas must have one number for each share"):
         decode_inventory(text.replace('"uid-1":[2]', '"uid-1":[2,1]'))
     with pytest.raises(ValueError, match="<= 100"):
         decode_inventory(text.replace("[1.5,1.0]", "[1.5,1000.0]"))

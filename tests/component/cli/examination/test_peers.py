@@ -100,7 +100,7 @@ async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
     assert "there was no answer within 5 s" in found.message
     with serving(socket, {}):
         found = await look_at_runtime(socket, timeout_seconds=5)
-    assert "no CRI v1 is spoken there" in found.message
+    assert "the program there does not support CRI v1" in found.message
 
 
 # -- cgroups -----------------------------------------------------------------------------------------------------------------

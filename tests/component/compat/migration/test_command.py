@@ -88,7 +88,7 @@ def test_applied_it_writes_our_settings_and_no_others(node: Path) -> None:
     assert (to.stat().st_mode & 0o777, [path.name for path in to.parent.iterdir()]) == (0o644, ["gpumgr.yaml"])
     assert migrate(*options).stdout.endswith(f"\n{to}: unchanged\n")
     to.write_text("http: {port: 1}\n")
-    with pytest.raises(InputError, match="is there already and says something else"):
+    with pytest.raises(InputError, match="exists and has other content"):
         migrate(*options)
     assert to.read_text() == "http: {port: 1}\n"
 

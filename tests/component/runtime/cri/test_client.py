@@ -100,7 +100,8 @@ async def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
 async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
     async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
         with pytest.raises(
-            CriError, match=r"no CRI v1 is spoken there .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket"
+            CriError,
+            match=r"the program there does not support CRI v1 .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
         ):
             await client.list()
 

@@ -68,9 +68,9 @@ def test_the_picture_has_the_newest_decisions_and_steps_and_how_to_ask_and_end(
     monkeypatch.setattr(sys, "argv", [".venv/bin/gpumgr", "demo"])
     console = Console(file=StringIO(), width=80, height=height)
     picture = LiveScreen(console, stays=True)
-    picture.meet(Path("/tmp/gmabcdefgh/gpumgr.yaml"), {})
+    picture.set_node(Path("/tmp/gmabcdefgh/gpumgr.yaml"), {})
     picture.on_log_line({"event": "web_listening", "url": "http://127.0.0.1:5678"})
-    picture.see([{**GPU, "index": index} for index in range(8)], {})
+    picture.set_state([{**GPU, "index": index} for index in range(8)], {})
     for number in range(9):
         picture.on_log_line({"event": "gpu_process_unattributed_gone", "pid": number})
         picture.step_ended(Result(name=f"step {number}", ok=True, detail="it came out"))
@@ -89,14 +89,14 @@ def test_the_picture_has_the_newest_decisions_and_steps_and_how_to_ask_and_end(
 def test_a_long_command_is_not_cut() -> None:
     console = Console(file=StringIO(), width=80, height=24)
     picture = LiveScreen(console, stays=True)
-    picture.meet(Path(f"/tmp/{'x' * 60}/gpumgr.yaml"), {})
+    picture.set_node(Path(f"/tmp/{'x' * 60}/gpumgr.yaml"), {})
     assert f"/tmp/{'x' * 60}/gpumgr.yaml" in "".join(line.strip() for line in shown(picture, console))
 
 
 def test_an_agent_that_is_down_is_reported() -> None:
     console = Console(file=StringIO(), width=80, height=24)
     picture = LiveScreen(console, stays=False)
-    picture.see(None, {})
+    picture.set_state(None, {})
     lines = shown(picture, console)
     assert any("the agent does not answer" in line for line in lines)
     assert not any("Ctrl-C" in line for line in lines)
