@@ -237,7 +237,7 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The pod under admission is the newest one that waits for this. No pod is added to the list while another one is admitted. If
-        the cache has no such pod (it is late, or has an earlier incarnation), the pod is one of the ones that were added last."""
+        the cache has no such pod (it is late, or has an earlier incarnation), the pod is among the pods that were added last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)

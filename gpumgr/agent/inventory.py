@@ -108,7 +108,7 @@ class Inventory:
 
     @_once
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
-        """Name -> GPU, of the ones that the driver lists now."""
+        """Maps names to GPUs, for the GPUs that the driver lists now."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
 
     def indices(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, int]:

@@ -1,5 +1,5 @@
-"""Creates the MIG devices of containers, and destroys the ones that no container has (setting hami.operating_mode). Reports MIG devices
-that are gone though a container holds them, also those of static MIG.
+"""Creates the MIG devices of containers, and destroys MIG devices that no container has (setting hami.operating_mode). Reports MIG devices
+that are gone though a container holds them, also MIG devices of static MIG.
 
 A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a
 device that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
@@ -223,7 +223,7 @@ class MigDevices:
         return why
 
     async def _gone(self, devices: Sequence[MigDevice]) -> list[MigDevice]:
-        """The ones that the driver does not have. The health of a GPU that does not answer has the reason."""
+        """The MIG devices that the driver does not have. If a GPU does not answer, its health has the reason."""
         registry = self._agent_state.ledger.gpu_registry
         present = {gpu: await self._present(registry.by_name[gpu].uuid) for gpu in {device.gpu for device in devices}}
         return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]
@@ -243,7 +243,7 @@ def _gpus(ledger: Ledger, inventory: Inventory) -> Mapping[str, Gpu]:
 
 
 def _devices(ledger: Ledger, allocation: Allocation) -> list[MigDevice]:
-    """The ones that were created for the container, and those of static MIG that it holds."""
+    """The MIG devices that were created for the container, and the devices of static MIG that it holds."""
     static = [
         MigDevice(gpu=gpu, profile=each.profile, memory_slices=0, uuid=each.uuid)
         for gpu, mask in allocation.held("mig").items()

@@ -80,7 +80,7 @@ class NodeReport:
     mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)
 
     def unschedulable(self) -> Mapping[GpuName, str]:
-        """GPU -> word of REASONS, of the ones that accept no new containers."""
+        """Maps each GPU that accepts no new containers to a word of REASONS."""
         return {gpu: self._reason(gpu) for gpu in self.view.node.out_of_service}
 
     def _reason(self, gpu: GpuName) -> str:

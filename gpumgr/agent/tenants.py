@@ -22,7 +22,7 @@ def tenant_of(
 ) -> GpuShare | None:
     """The tenant, if this allocation shares a GPU; None for whole GPUs, and for gpu-manager's records, which gpumgr does not limit.
 
-    `gpus` are the ones that the driver shows now; `view` is the allocation's pod, if it is known.
+    `gpus` are the GPUs that the driver lists now; `view` is the allocation's pod, if it is known.
     """
     if not is_share(allocation):
         return None

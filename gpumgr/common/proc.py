@@ -105,7 +105,7 @@ class HostProcesses:
         return start_time_ticks(pid, self._root)
 
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
-        """The start times of the ones that run. Blocks, so call it on a thread."""
+        """The start times of the running processes among these. Blocks, so call it on a thread."""
         return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
 
     def runs(self, process: Process) -> bool:

@@ -75,7 +75,7 @@ class Amounts:
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """The name by which the agent knows a resource of the kubelet's lists; `names`: the ones that differ."""
+    """The agent's name of a resource in the kubelet's lists. `names` has the names that differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 

@@ -9,7 +9,7 @@
     probation  --anything else-------> unhealthy
 
 A cordoned GPU is not offered until it is uncordoned, independent of its state, which readings still change; a healthy one then starts
-in probation. Not every XID is a fault of the GPU: the ones that applications cause are ignored (the list of NVIDIA's device plugin), and
+in probation. Not every XID is a fault of the GPU: XIDs that applications cause are ignored (the list of NVIDIA's device plugin), and
 some only report that something was recorded, so that the next reading decides.
 """
 

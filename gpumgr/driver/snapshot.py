@@ -200,7 +200,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
-    """NVLinks between two GPUs: the ones that both ends report, and as many fabric links as both have."""
+    """The number of NVLinks between two GPUs: links that both ends report, and as many fabric links as both have."""
     if one is other:
         return 0
     there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))

@@ -75,7 +75,7 @@ class Enforcer:
         self._reported: tuple[Mechanisms, str] | None = None
 
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
-        """Determines the mechanisms of new containers on these GPUs; allocations keep the ones that they have. Logs a changed result."""
+        """Determines the mechanisms of new containers on these GPUs; allocations keep their mechanisms. Logs a changed result."""
         self._gpus = gpus
         obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
@@ -245,7 +245,7 @@ class Enforcer:
         return min((seconds for seconds in (*waiting, *later) if seconds is not None), default=None)
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
-        """The ones that a process may have mounted: all of them if the mounts of processes can't be read."""
+        """The allocations with files that a process may have mounted: all of `due` if the mounts of processes can't be read."""
         with self._retried(log.warning, "orphans_kept", remedy=_ALLOW_TRACING):
             return await asyncio.to_thread(self._in_use, due)
         return due

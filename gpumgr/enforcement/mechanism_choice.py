@@ -17,7 +17,7 @@ from gpumgr.placement.topology.devices import Gpu
 Mechanisms = tuple[str, ...]
 
 NO_MECHANISM: Mechanisms = ("none",)
-#: The ones that limit cores and memory. Among equally strong ones `auto` takes the first.
+#: The mechanisms that limit cores and memory. Among equally strong mechanisms `auto` takes the first.
 COMPLETE: Final = ("mps", "hami-core", "vcuda")
 _RANK: Final[Mapping[Strength, int]] = {"none": 0, "soft": 1, "hard": 2}
 
@@ -32,7 +32,7 @@ class MechanismChoice:
 
     @property
     def able(self) -> Strengths:
-        """The ones that the node can use."""
+        """The mechanisms that the node can use, with their strengths."""
         return {name: limits for name, limits in self.strengths.items() if name not in self.obstacles}
 
     def limits(self, gpu: Gpu) -> GpuLimits:
@@ -53,7 +53,7 @@ def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengt
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
-    """The mechanisms for one value of enforcement.backend, the one for memory alone first. `able`: the ones that the node can use."""
+    """The mechanisms for one value of enforcement.backend, first a mechanism for memory alone. `able`: what the node can use."""
     if setting == "nvml-memory":
         return ("nvml-memory", *(["mps"] if "mps" in able else []))
     if setting != "auto":

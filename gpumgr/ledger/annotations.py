@@ -44,7 +44,7 @@ def pod_annotations(
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are the ones that the driver lists; a container on another one has no indices. `evaluators` may lack allocations.
+    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators` may lack allocations.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))

@@ -90,8 +90,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed one that waits for this. If there are several, it is the one with a container that is listed with
-    its other resource, or else the newest. None if no listed pod fits.
+    """The pod under admission: a listed pod that waits for this. If there are several, it is the pod with a container that is listed with
+    its other resource, or else the newest pod. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which they were first listed.
     """

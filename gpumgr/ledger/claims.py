@@ -27,7 +27,7 @@ _DEVICE_PREFIX = "gpu-"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimShare:
     """One device that a claim was allocated: `request` is the name of the main request, `device` a name of `device_name`, `share_id` the
-    UUID of its share (None: not a shared device), the amounts are the ones that kube-scheduler counts. `admin`: with admin access."""
+    UUID of its share (None: not a shared device), the amounts are as kube-scheduler counts them. `admin`: with admin access."""
 
     request: str
     device: str
@@ -41,7 +41,7 @@ class ClaimShare:
 class AllocatedClaim:
     """What the API server has of an allocated claim, as far as it concerns this node and gpumgr's driver.
 
-    `pods` (name and UID) are the ones that the claim is reserved for. `enforcement`: the mechanism that the configuration of the
+    `pods`: name and UID of the pods that the claim is reserved for. `enforcement`: the mechanism that the configuration of the
     DeviceClass names.
     """
 
@@ -116,7 +116,7 @@ def grant_claim(
 
 def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) -> None:
     """Refuses a claim with which a container has two limited allocations: the variables and files of one set of limits would replace
-    the other's. `pods`: the ones that may start with it. Raises Refusal."""
+    the other's. `pods`: the pods that may start with it. Raises Refusal."""
     limited = [a.claim for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
     for pod in pods:
         uses = [

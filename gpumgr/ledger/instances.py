@@ -1,4 +1,4 @@
-"""MIG devices: which of them are offered, and the grant of the ones that the kubelet names.
+"""MIG devices: decides which of them are offered, and grants the devices that the kubelet names.
 
 An instance has one holder. It is the limit of its container, so nothing else is enforced. Its memory counts on its GPU.
 Source of the resources' names and of the strategies: NVIDIA's device plugin.

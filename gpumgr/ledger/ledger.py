@@ -86,7 +86,7 @@ class Allocation:
     `exemption` is the namespace or namespace/serviceaccount that makes them differ from the node's; `cdi`: the answer to its
     container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of its users.
     `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
-    `mig_devices`: the ones that were created for it; then nothing else limits it.
+    `mig_devices`: the MIG devices that were created for it; then nothing else limits it.
     """
 
     id: AllocationId

@@ -72,8 +72,8 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` with the allocations that only the kubelet has. The ones that contradict the ledger are skipped and reported in `problems`,
-    as are replicas of unknown GPUs."""
+    """`ledger` with the allocations that only the kubelet has. Allocations that contradict the ledger are skipped and reported in
+    `problems`, and so are replicas of unknown GPUs."""
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
@@ -280,7 +280,7 @@ def migrate(
 
 
 def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection[tuple[str, str]]) -> Holders:
-    """The (UID, container, ids of vcuda resources) with ids that name no GPU, without the containers with `known` GPUs."""
+    """Maps (UID, container) to the ids that name no GPU. `entries`: (UID, container, ids). Containers in `known` are left out."""
     found: dict[tuple[str, str], frozenset[str]] = {}
     for uid, container, ids in entries:
         unnamed = frozenset(each for each in ids if not _OURS.fullmatch(each))

@@ -4,8 +4,8 @@
 * 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
 * On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
-  GPUs, not both: its environment names the ones or the others. That of an init container is large enough for
-  the ones that take over its replica, and they take it over, too.
+  GPUs, not both: its environment names either MIG devices or GPUs. The MIG device of an init container is large
+  enough for the containers that take over its replica, and they take over the device, too.
 
 Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
 """
@@ -29,7 +29,7 @@ from gpumgr.placement.evaluators.select import find
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """GPUs for the whole container, the ones that the scheduler named if it did, and one replica of each. Raises Refusal."""
+    """GPUs for the whole container, and one replica of each. If the scheduler named GPUs, they are chosen. Raises Refusal."""
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
     if len({*named}) < len(named):

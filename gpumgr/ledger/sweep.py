@@ -129,7 +129,7 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
     """Allocations that `List` never shows, of pods with a later allocation that is now `freed`.
 
-    If the pod runs (its name was a wrong guess for the freed allocation), only the ones that have ids in common with that.
+    If the pod runs (its name was a wrong guess for the freed allocation), only allocations that share ids with it are returned.
     """
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
@@ -272,7 +272,7 @@ def unlisted(a: Allocation) -> bool:
 
 
 def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container with which `List` shows this allocation's ids: those in the ledger, or else the ones that have all of them."""
+    """Pod and container with which `List` shows this allocation's ids: the allocation's own, or others with all its ids."""
     if a.init or a.anonymous:
         return None
     if a.pod is not None and a.container is not None:

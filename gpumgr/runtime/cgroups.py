@@ -127,7 +127,7 @@ def _text(file: Path) -> str:
 
 
 def _and_below(folder: Path) -> Iterator[Path]:
-    """`folder` and all folders below it; without the ones that are removed while this reads. Raises OSError."""
+    """`folder` and all folders below it. Folders that are removed in the meantime are left out. Raises OSError."""
     waiting = [folder]
     while waiting:
         at = waiting.pop()

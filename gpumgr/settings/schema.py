@@ -284,8 +284,8 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Takes, among the nodes and GPUs that fit, those where the least is left without use, the fullest, the emptiest, or the best joined
-    # GPUs.
+    #: Which of the nodes and GPUs that fit are chosen: where the least is left without use, the fullest, the emptiest, or the GPUs with the
+    #: best links.
     #: Pods may choose another policy.
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
     #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.

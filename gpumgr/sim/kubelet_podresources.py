@@ -38,7 +38,7 @@ class PodResourcesService:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in grpclib's form; also the ones that this version lacks, for the texts of their errors."""
+        """The methods in grpclib's form. Methods that this version lacks are included, for the texts of their errors."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }

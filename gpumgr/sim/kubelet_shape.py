@@ -75,7 +75,7 @@ V1_20: Final = replace(V1_21, version="1.20", calls=frozenset({"List"}), calls_o
 #: Too old for gpumgr: it has PodResources v1alpha1 only.
 V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 
-#: The ones that gpumgr works with, by version.
+#: The kubelets that gpumgr supports, by version.
 SUPPORTED: Final[Mapping[str, KubeletShape]] = {
     shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35)
 }

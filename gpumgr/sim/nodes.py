@@ -121,7 +121,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
-        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. The ones that have no place together, or no
+        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. Devices that have no place together, or no
         known profile, have no memory slices."""
         profiles = {each.name: each for each in self.mig_profiles_of(index).values()}
         found = [profiles.get(re.sub(r"^\dc\.|\+.*", "", name)) for name in self.gpus[index].mig_instances]

@@ -22,7 +22,7 @@ Holder = tuple[PodKey | None, str | None]
 
 
 def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[HistoryEntry]) -> list[PodKey]:
-    """The names about which something is known, sorted. `views` are the API server's pods; the ones that request no GPU are left out."""
+    """The names of the pods with known details, sorted. `views` are the API server's pods; pods that request no GPU are left out."""
     holders = _holders(ledger, history)
     recorded = [holder for _, holder in _with_holders(holders, history)]
     return sorted({view.key for view in views if view.containers} | {key for key, _ in (*holders.values(), *recorded) if key})

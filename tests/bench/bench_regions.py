@@ -1,4 +1,4 @@
-"""What one pass of the HAMi-core backend costs: a look at every region, and the repair of the ones that need none.
+"""What one pass of the HAMi-core backend costs: a look at every region, and the check whether it needs a repair.
 
 `python -m tests.bench.bench_regions [--regions N] [--processes N]` prints JSON; `bench_limits` has the same figures.
 """

@@ -147,7 +147,8 @@ class Bench:
             return longest
 
     async def wait(self, waiting: int) -> Mapping[str, Any]:
-        """Pods of few requests, each with the names in its own order; then as many requests as pods, and one of them fits by now."""
+        """Measures pods with few different requests, each with the names in another order. Then each pod has its own request, and
+        one of them fits."""
         before, found = resident(), dict[str, Any]()
         quota = NamespaceQuota(pools=frozenset({"pool-1"}))
         for name, limits, count in (("rejection", {}, waiting), ("rejection_with_quota", {"bench": quota}, 1000)):

@@ -28,7 +28,7 @@ from .places import AGENT_STATE, NODE, POD_LOGS
 from .processes import StartError, free_ports, kill_and_wait, start_time, wait_until, written
 
 NAMESPACE: Final = chart.NAMESPACE
-#: Not the chart's default name: its roles would take the place of the ones that the agent as a process has.
+#: Not the chart's default name: its roles would replace the roles of the agent that runs as a process.
 NAME: Final = "e2e-gpumgr"
 ACCOUNT: Final = f"system:serviceaccount:{NAMESPACE}:{NAME}"
 LABEL: Final = "nvidia.com/gpu.present"
@@ -170,7 +170,7 @@ class Installed(Agent):
     # -- what is seen of it
 
     def agents(self) -> list[Json]:
-        """Its pods: the ones that go, then the one that is to stay."""
+        """Its pods: first the pods that are being deleted, then the pod that is to stay."""
         pods = self._cluster.api.request("GET", f"{_PODS}?{_SELECTOR}")["items"]
         return sorted(pods, key=lambda pod: (_stays(pod), str(pod["metadata"]["creationTimestamp"])))
 

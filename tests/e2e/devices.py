@@ -28,7 +28,7 @@ def make_devices(gpus: int, record: Path) -> None:
 
 
 def remove_devices(record: Path) -> None:
-    """Removes the nodes that `record` remembers, where they are still the ones that were made."""
+    """Removes the nodes that `record` remembers, unless others have replaced them."""
     if not record.exists():
         return
     for path, numbers in json.loads(record.read_text()).items():

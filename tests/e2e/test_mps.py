@@ -54,7 +54,7 @@ def wait_idle() -> None:
 
 
 def end_daemons() -> None:
-    """The ones that an agent without MPS has left. A record may be older than the process that has its process id now."""
+    """Ends the daemons that an agent without MPS has left. A record may be older than the process that has its process id now."""
     kill_and_wait([pid for pid in map(recorded, records()) if pid is not None and is_daemon(pid)])
 
 

@@ -92,8 +92,8 @@ class Scene:
                 await asyncio.sleep(0.3)
 
     async def provoke(self, alert: str, what: Callable[[], Awaitable[None]]) -> None:
-        """Until it fires. What is visible for a moment only is done again where it fell between two looks of Prometheus: a machine that
-        stalls is enough for that."""
+        """Repeats `what` until the alert fires. Prometheus may miss something that is visible for a moment only, if it lies between two
+        scrapes; on a slow machine that happens."""
         async with asyncio.timeout(WAIT_SECONDS):
             while True:
                 await what()

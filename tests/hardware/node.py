@@ -214,8 +214,8 @@ def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[
 async def open_hardware_node(
     folder: Path, settings: Mapping[str, Mapping[str, object]], *, arguments: Sequence[str] = (), several_gpus: bool = False
 ) -> AsyncIterator[HardwareNode]:
-    """`folder` must have a short path; `settings` of the agent, by section, over the ones that keep it in `folder`; `arguments`: more of
-    `gpumgr run`. All ends at the exit."""
+    """`folder` must have a short path; `settings` of the agent, by section, over the settings that keep it in `folder`; `arguments`: more
+    of `gpumgr run`. All ends at the exit."""
     own: dict[str, dict[str, object]] = {
         "node": {"name": "hardware"},
         "kubelet": {

@@ -41,7 +41,7 @@ class FakeGpu:
         path.chmod(0o666)
 
     def processes(self) -> list[GpuProcess]:
-        """The ones that run and have a context or memory."""
+        """The processes that run and have a context or memory."""
         raw, now = self.path.read_bytes(), time.monotonic_ns() // 1000 // _BUCKET_MICROSECONDS
         found = list[GpuProcess]()
         for offset in range(_HEAD.size, len(raw), _SLOT.size):

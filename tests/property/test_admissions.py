@@ -198,7 +198,7 @@ class Admissions(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def pod_resources(self, away: bool) -> None:
         self.world.away = away
-        if away:  # then the pods that wait decide, for which the cache must know the ones that have ended
+        if away:  # then the waiting pods decide, so the cache must know which pods have ended
             self.world.pods.down = self.world.late_ends = False
             self.world.pods.catch_up()
 

@@ -49,7 +49,7 @@ def test_any_sequence(claims: list[list[Amount]], steps: list[Step]) -> None:
 
 
 class Play:
-    """`answers`: what the kubelet has of prepared claims. `unprepared`: the ones that this process has unprepared."""
+    """`answers`: what the kubelet has of prepared claims. `unprepared`: the claims that this process has unprepared."""
 
     def __init__(self, claims: list[list[Amount]]) -> None:
         self._claims = claims
@@ -149,7 +149,7 @@ class Play:
         return view.key, view.uid
 
     async def _reclaim(self) -> None:
-        """The kubelet lists the claims of pods that are there; the API server has the ones that are reserved for one."""
+        """The kubelet lists the claims of present pods; the API server has the claims that are reserved for a pod."""
 
         async def find(ref: ClaimRef) -> tuple[str, Collection[Share]]:
             return (ref.uid, self._shares(ref.uid)) if self._alive(ref.uid) else ("", ())

@@ -12,7 +12,7 @@ from gpumgr.kube.client import ApiServer
 _GROUP: Final = "resource.k8s.io"
 _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
 POLICIES_ANNOTATION: Final = "gpumgr.io/claims-policies"
-#: The number of config/claims/admission-policies.yaml: each change of the policies needs the next one.
+#: The version of config/claims/admission-policies.yaml. Each change of the policies needs the next number.
 POLICIES_VERSION: Final = "3"
 #: Kind -> the ends of the policies' names.
 _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {

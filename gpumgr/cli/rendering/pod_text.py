@@ -45,8 +45,8 @@ class Decision:
         )
 
     def with_call(self, second: HistoryEntry) -> "Decision":
-        """The first call placed the container: its reason and candidates count, since those of the second include the container. What was
-        not known at the first call is read by the second."""
+        """The first call placed the container: its reason and candidates are shown, since the candidates of the second call include the
+        container. What was not known at the first call is read by the second."""
         first = self.entry
         entry = replace(
             second,

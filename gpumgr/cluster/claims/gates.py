@@ -18,7 +18,7 @@ Kinds = Set[tuple[GpuKind, int]]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What claims ask for that are not allocated yet, by their UIDs. A claim of several pods is in the demand of each."""
+    """The requests of the claims that are not allocated yet, by UID of the claim. A claim of several pods is in the demand of each pod."""
 
     namespace: str
     claims: Mapping[str, tuple[ContainerRequest, ...]]
@@ -34,7 +34,7 @@ class Decision:
 
 
 def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
-    """Those of all `kinds` that the pod may get by its nodeSelector; None: a pod that is not known."""
+    """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known."""
     found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
     # Nodes with these labels may be added.
     return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}

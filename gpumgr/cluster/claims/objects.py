@@ -165,7 +165,7 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU; the ones that are not named are the whole GPU's. More than a GPU's can't be allocated."""
+    """Amounts on one GPU. An amount that is not named is the whole GPU's. A larger amount than the GPU's can't be allocated."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

@@ -102,7 +102,7 @@ class Shape:
         return sorted(best.found)
 
     def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
-        """Profiles for which a choice is still to be computed; without `reasons` only the ones that may fit."""
+        """Profiles for which a choice is still to be computed; without `reasons` only profiles that may fit."""
         if not self.request.constraints.use_uuids:
             views = self._views(offered if self._share is None else offered & self._apart)
             needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))

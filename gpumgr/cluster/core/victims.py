@@ -52,7 +52,7 @@ class Eviction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemptor:
     """The pod that needs room. `within_quota`: what its quota allows it on the node with this use, once these pods have ended; None: it has
-    no quota. `evicts`: the pods that it may evict, and the ones that end anyway; None: all."""
+    no quota. `evicts`: the pods that it may evict, and pods that end anyway; None: all."""
 
     request: PodRequest
     priority: int
@@ -150,7 +150,7 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
 
 def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
-    """A smaller set of `pods`: without the ones that can stay, the smallest ones first."""
+    """A smaller set of `pods`, without pods that can stay. It tries to keep the pods with the fewest cores first."""
     by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
     left = tuple(by_priority)
     for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):

@@ -17,13 +17,15 @@ Action = Literal["create", "take", "renew", "wait"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTimes:
-    """`lead_seconds` after a write a leader stops to answer; `bind_seconds` before that it stops sending bindings. With these times a
-    replica takes over within 12 s."""
+    """A leader stops answering `lead_seconds` after its last write of the Lease, and stops sending bindings `bind_seconds` before that.
+
+    With these times another replica takes over within 12 s.
+    """
 
     lease_seconds: int = 10
     lead_seconds: float = 7.0
     renew_seconds: float = 2.0
-    #: Between two looks of a replica that does not lead, and after failures.
+    #: Time between two reads of the Lease by a replica that does not lead, and after a failed request.
     look_seconds: float = 1.0
     request_seconds: float = 3.0
     bind_seconds: float = 3.0

@@ -64,8 +64,8 @@ class WatchedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
-    """`containers` are the names of the ones that want GPUs, in the request's order; `places` their index in spec.containers (None: an
-    init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
+    """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
+    an init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
     `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
     annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
     kube-scheduler frees for it by preemption. `ending`: it is being deleted.
@@ -301,9 +301,7 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             replicas = 1 if container.replica else 0
             named.append(tuple((uuid, replace(amounts, replicas=replicas)) for uuid, amounts in placed[name]))
             if not _fits(container, named[-1]):
-                raise ValueError(
-                    f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not the ones that it requests"
-                )
+                raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
     # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):

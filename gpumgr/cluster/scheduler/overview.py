@@ -100,7 +100,7 @@ class ClusterOverview:
         return self._frontier[1]
 
     def since(self, version: int) -> dict[str, Any]:
-        """Rows of the nodes that have changed since that version, and names of the ones that were removed; all rows if that is not
+        """Rows of the nodes that have changed since that version, and names of nodes that were removed; all rows if that is not
         known."""
         remembered = self._removed[0][0] - 1 if len(self._removed) == _REMEMBERED else 0
         full = not remembered <= version <= self.version or version == 0

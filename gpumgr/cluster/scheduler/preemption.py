@@ -111,7 +111,7 @@ class Preemption:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
-        """A pod has taken its GPUs: it no longer keeps others, and takes the ones that were kept for pods of lower priority."""
+        """A pod has taken its GPUs: it no longer keeps others, and takes GPUs that were kept for pods of lower priority."""
         self.kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
             if self.kept[uid].pod.node == pod.node and not self._index.fits(self.kept[uid].pod):

@@ -38,8 +38,8 @@ class Reasons:
         self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
-        """With the obstacle on every node, or "". Refresh the overview before. `known` keeps what does not depend on
-        the namespace from one pod to the next."""
+        """Returns the kind of reason, and the obstacle on every node, or "". Refresh the overview before. `known` stores the results that
+        do not depend on the namespace, for the next pods."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:

@@ -16,7 +16,7 @@ from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode:
-    """`taints` with the ones that Kubernetes derives from the state of the node."""
+    """A node of the cluster. `taints` includes the taints that Kubernetes derives from the node's state."""
 
     state: NodeState
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -70,7 +70,7 @@ class UnixServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """A registration. `registrations` counts the ones that have succeeded, `error` says what is wrong since, or now, and what to do."""
+    """A registration. `registrations` counts the successful attempts, `error` says what is wrong since, or now, and what to do."""
 
     registered: bool = False
     registrations: int = 0

@@ -111,7 +111,7 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
     """
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
-    # To cut strings out of one string is faster than to decode each; the ones that are not ASCII are decoded again at the end.
+    # To cut strings out of one string is faster than to decode each; strings that are not ASCII are decoded again at the end.
     latin_1 = data.decode("latin-1")
     at = start
     while at < end:

@@ -184,7 +184,7 @@ class RegionMonitor:
             yield repairs.released()
 
     def _wrong(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
-        """The pids on the host that must be written, the ones that the library may still look for only if that takes too long."""
+        """The pids on the host that must be written. A pid that the library may still look for is written only if that takes long."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1

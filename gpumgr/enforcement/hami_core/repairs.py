@@ -90,8 +90,10 @@ def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
 
 
 def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
-    """Whether a running process may hold the semaphore `postinit`: its holder and the ones that wait for it have no host pid yet, so the
-    holder is gone if not more processes than wait have none."""
+    """Whether a running process may hold the semaphore `postinit`.
+
+    The holder and the processes that wait have no host pid yet. So a holder exists only if more processes lack a host pid than wait.
+    """
     starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
     return starting > seen.postinit_waiters
 

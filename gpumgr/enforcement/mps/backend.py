@@ -269,7 +269,7 @@ class Mps(Backend):
     # -- all containers -------------------------------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Adopts daemons of an earlier start of the agent, and restarts the ones that have ended."""
+        """Adopts daemons of an earlier start of the agent, and restarts daemons that have ended."""
         if self._supervisor is None:
             return
         for tenant in tenants:

@@ -93,7 +93,7 @@ class EventSeries:
 
     @property
     def path(self) -> str:
-        """The path of the collection. An event is in the namespace of its object; those of nodes are in `default`, as the kubelet's are."""
+        """The path of the collection. An event is in the namespace of its object; the events of a node are in `default`."""
         return f"/api/v1/namespaces/{self.event.about.namespace or 'default'}/events"
 
     @property

@@ -38,7 +38,7 @@ class PodEvictions:
 
     def set(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
         """Replaces the evictions of the requester. A pod without any requester is no longer evicted. `immediately`: requests them now,
-        also the ones that were requested a short time ago."""
+        also evictions that were requested a short time ago."""
         now, wanted = self._clock(), {each.uid: each for each in evictions}
         for uid, eviction in wanted.items():
             known = self._wanted.get(uid)

@@ -7,7 +7,7 @@ pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before it ends.
 2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
-3. Only `stop` removes the sockets. The ones that a killed process left are removed by the next process of any name. One of the same name
+3. Only `stop` removes the sockets. The next process of any name removes the sockets that a killed process left. A process of the same name
    then takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice
    that a socket is gone, and one more for the next socket of the same name.
 

@@ -275,7 +275,7 @@ def _cut(text: str) -> str:
 
 
 def _islands(topology: Topology) -> Mapping[int, int]:
-    """Row -> lowest row of the ones that NVLink connects with it."""
+    """Maps each row to the lowest row among the rows that NVLink connects with it."""
     islands = {row: row for row in range(len(topology))}
     for a, b in combinations(islands, 2):
         if topology.nvlinks[a][b] and islands[a] != islands[b]:

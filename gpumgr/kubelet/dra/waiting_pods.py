@@ -48,7 +48,7 @@ class _Wait:
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pods`: the ones that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims
+    """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims
     that the ledger has (namespace and name), and whether this process has prepared them. `clock` is monotonic, in seconds."""
 
     def __init__(

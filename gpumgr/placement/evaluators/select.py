@@ -75,7 +75,7 @@ def place(
 ) -> Placement:
     """Choose GPUs of `gpus` for one container; `policy` concerns share only.
 
-    `required`: indices that the answer must contain; the choice is the best of the ones that do. Memory beside whole GPUs is checked
+    `required`: indices that the answer must contain; the choice is the best answer that contains them. Memory beside whole GPUs is checked
     against what the granted GPUs have together. Memory 0 in a share means that it is not known yet.
     Raises Refusal: "invalid_request"; "gpu_unhealthy" where only unhealthy GPUs have the room; "no_fit" with what is free where.
     """

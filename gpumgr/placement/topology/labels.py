@@ -39,7 +39,7 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """Label -> value. `describe`: with the ones that describe the GPUs. `further` are the operator's "key=value", which take precedence.
+    """Label -> value. `describe`: with the labels that describe the GPUs. `further` are the operator's "key=value", which take precedence.
 
     The value of MODEL is always that of the GPU; without a GPU the label is left out.
     """

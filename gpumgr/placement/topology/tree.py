@@ -56,7 +56,7 @@ def enclosing_group(root: Group, mask: int) -> Group:
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
     """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, `eligible` lies within `free`.
 
-    Walks down from the root. At each group it takes the child with the fewest free GPUs among the ones that hold an eligible one;
+    Walks down from the root. At each group it takes the child with the fewest free GPUs among the children with an eligible GPU;
     a lone GPU is a child of one; ties go to the lowest free index. None: nothing is eligible.
     """
     node: Group | int = root

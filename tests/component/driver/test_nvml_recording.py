@@ -31,7 +31,7 @@ _NOT_RECORDED: Final = {
     "nvmlGpuInstanceGetInfo",
     "nvmlComputeInstanceGetInfo",
 }
-#: The fields of structures that are compared: the ones that gpumgr reads, and the rest of a PCI address.
+#: The fields of structures that are compared: fields that gpumgr reads, and the rest of a PCI address.
 _FIELDS: Final = {
     *("total", "used", "free", "reserved", "version", "gpu", "memory"),
     *("busId", "busIdLegacy", "domain", "bus", "device"),

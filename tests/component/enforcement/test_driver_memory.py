@@ -72,7 +72,7 @@ class DriverNode:
         return self.control.memory_limits(1).get(str(self.cgroup))
 
     def limits(self, gpu: int) -> dict[str, MemoryLimit]:
-        """Cgroup -> limit, of the ones that still exist."""
+        """Cgroup -> limit, for cgroups that still exist."""
         return {cgroup: limit for cgroup, limit in self.control.memory_limits(gpu).items() if Path(cgroup).exists()}
 
     async def findings(self) -> list[str]:

@@ -275,8 +275,8 @@ def test_a_pod_of_hamis_scheduler_is_reported_until_it_has_a_placement() -> None
 
 
 def test_the_replicas_of_each_share_are_reported() -> None:
-    """Two containers on one GPU, one that HAMi's plugin has put on another GPU than that of the kubelet's id, and one of a pod that is not
-    known; the scheduler has no request of it."""
+    """Two containers are on one GPU. HAMi's plugin has put a container on another GPU than the GPU of the kubelet's id. The pod of another
+    container is not known, so the scheduler has no request of it."""
     node, first = Node(), replica("h", {0: 0b01}, {0: Amounts(20, 1000)})
     second = replace(replica("h", {0: 0b10}, {0: Amounts(20, 1000)}), id="2", container="side")
     node.look(first, second)

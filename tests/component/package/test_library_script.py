@@ -235,7 +235,7 @@ def test_a_link_that_leads_elsewhere_is_replaced(image: Image, node: Path, tmp_p
 
 
 def test_many_runs_at_once(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
-    """The identities of both libraries, and of this program's own command, which takes the same lock."""
+    """Scripts of two libraries, and this program's own command, run together. All of them take the same lock."""
     other = Image(tmp_path / "other", libraries[1])
     (tmp_path / "etc" / "gpumgr").mkdir(parents=True)
     (tmp_path / "etc" / "gpumgr" / "gpumgr.yaml").write_text("checkpoint: {dir: /node}\n")

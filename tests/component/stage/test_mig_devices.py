@@ -221,7 +221,7 @@ async def test_a_lost_ledger_is_rebuilt_with_the_devices(folder: Path) -> None:
 
 
 async def test_devices_are_kept_where_the_ledger_could_not_be_rebuilt(folder: Path) -> None:
-    """Also the ones that the driver lists later only. Their places are not used, and what this process has created is destroyed as
+    """Devices that the driver lists only later are kept, too. Their places are not used, and what this process has created is destroyed as
     usual."""
     async with mig_stage(folder) as (node, mig):
         with capture_logs() as lines:
@@ -324,7 +324,7 @@ async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folde
 
 
 async def test_only_gpus_that_the_pod_demands_get_its_devices(folder: Path) -> None:
-    """The second of two GPUs in MIG mode; the first is chosen otherwise."""
+    """The pods get the second of two GPUs in MIG mode. Without the annotations they would get the first."""
     async with mig_stage(folder, gpus=2) as (node, _):
         for name, annotations in (
             ("avoids", {"nvidia.com/nouse-gpuuuid": uuid_of(node)}),

@@ -18,7 +18,7 @@ from gpumgr.web.listening import ListenError
 from tests.component.web.scene import Scene, page_server
 from tests.unit.web.metrics.pictures import uuid_of
 
-#: The ones that answer at once to a path without names in it.
+#: The pages that answer at once to a path without names in it.
 PLAIN = [path for path in PATHS if "{" not in path and path != "/api/stream"]
 
 

@@ -175,7 +175,7 @@ class World:
         self.forgotten: dict[str, dict[str, dict[str, frozenset[str]]]] = {}
         #: The API server shows the end of a pod only when the agent waits for it.
         self.late_ends = False
-        #: The pods with a sandbox: the ones that were admitted.
+        #: The pods with a sandbox. These pods were admitted.
         self.sandboxes: dict[str, SimPod] = {}
         self.runtime = MemoryRuntime(self.sandboxes.values)
         self.folders: list[str] = []

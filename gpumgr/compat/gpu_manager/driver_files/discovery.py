@@ -1,7 +1,7 @@
 """Finds the driver's files for the volumes below a root (the host's, or a driver container's).
 
-Libraries are the ones that `ldconfig -p` prints from the root's cache, which is the list that the loader uses; ldconfig reads every format
-of the cache. Without ldconfig or a cache the usual folders are searched. An absolute link stays below the root.
+The libraries are read with `ldconfig -p` from the root's cache, which is the list that the loader uses; ldconfig reads every format of
+the cache. Without ldconfig or a cache the usual folders are searched. An absolute link stays below the root.
 """
 
 import hashlib

@@ -404,7 +404,7 @@ HAMI = [
     ({}, {"nodeCacheCapable": False, "httpTimeout": "1m"}, [(False, "nodeCacheCapable"), (False, "httpTimeout")]),
     ({}, {"httpTimeout": "1h30m"}, [(False, "httpTimeout")]),
     ({}, {"urlPrefix": "https://a", "tlsConfig": {"caFile": "a"}}, [(True, "tlsConfig has no certFile, keyFile")]),
-    ({}, {"managedResources": MANAGED[:1]}, [(True, "managedResources are tencent.com/vcuda-core; give")]),
+    ({}, {"managedResources": MANAGED[:1]}, [(True, "managedResources are tencent.com/vcuda-core; list")]),
     ({}, {"managedResources": [{**each, "ignoredByScheduler": True} for each in MANAGED]},
      [(True, "ignoredByScheduler of tencent.com/vcuda-core"), (True, "ignoredByScheduler of tencent.com/vcuda-memory")]),
     ({}, {"managedResources": MANAGED + HAMI}, []),

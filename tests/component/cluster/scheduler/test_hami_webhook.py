@@ -85,7 +85,7 @@ def test_a_policy_for_cores_is_a_variable_of_every_container() -> None:
 
 
 def test_containers_without_gpus_see_none() -> None:
-    """But the ones that get GPUs by other means, and the ones that set the variable themselves."""
+    """Exceptions are containers that get GPUs by other means, and containers that set the variable themselves."""
     item = pod({"mem": 4}, {"cpu": 1}, {"tencent.com/vcuda-core": 10}, {"nvidia.com/mig-1g.10gb": 1}, {})
     item["spec"]["containers"][-1]["resources"]["claims"] = [{"name": "gpu"}]
     item["spec"]["containers"].append({"name": "own", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]})

@@ -44,7 +44,7 @@ async def test_a_placement_that_is_not_what_the_pod_requests_is_not_used(
     """Its agent refuses the pod. Until then it counts with its request."""
     stage.sim.put_document(pod("forged", ("app", 60, 16), on="a", annotations={PLACEMENT_ANNOTATION: text}))
     await until(lambda: stage.cores("a") == [60, 0])
-    assert "the amounts of container c0 are not the ones that it requests" in capfd.readouterr().out
+    assert "the amounts of container c0 differ from its request" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("bound", [True, False])

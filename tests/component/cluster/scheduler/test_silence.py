@@ -115,7 +115,7 @@ async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: SimApiServer
 async def test_pods_that_cannot_be_read_do_not_keep_others_from_their_look_up(
     sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ones that wait the longest are next."""
+    """The pods that wait the longest are next."""
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
         for number in range(50):
             await stage.filter(pod(f"p{number}", ("app", 1, 1)))

@@ -95,7 +95,7 @@ class MemoryBackends:
 
 @dataclass
 class MemoryEvictor:
-    """`evictions` are the ones that a call added: pod, UID and reason; `withdrawn` are the UIDs that a call left out."""
+    """`evictions` are the evictions that a call added: pod, UID and reason; `withdrawn` are the UIDs that a call left out."""
 
     wanted: dict[str, Eviction] = field(default_factory=dict)
     evictions: list[tuple[PodKey, str, str]] = field(default_factory=list)

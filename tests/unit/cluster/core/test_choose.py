@@ -155,7 +155,7 @@ class Unlike(ContainerRequest):
 
 @given(st.data())
 def test_equal_init_containers_get_what_each_alone_would_get(data: st.DataObject) -> None:
-    """The kubelet gives an init container what the ones before it leave, so equal ones in a row are chosen once."""
+    """The kubelet gives an init container what the init containers before it leave, so equal containers in a row are chosen once."""
     amounts = st.sampled_from([(30, 4), (60, 8), (100, 0), (200, 0)])
     sizes = st.sampled_from([hami(cores=30, memory=2000), hami(gpus=2, memory=3000), hami(cores=100)])
     vcuda = data.draw(st.booleans())

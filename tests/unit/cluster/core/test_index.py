@@ -249,7 +249,7 @@ def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None
 
 
 def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
-    """A set of nodes from before has all nodes then: it may not have others than the ones that were offered."""
+    """A set of nodes from before has all nodes then: it may have only nodes that were offered."""
     before = index.node_set(["b"])
     assert index.order(share(50, 8), "binpack", before) == ["b"]
     for number in range(1100):
