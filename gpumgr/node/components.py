@@ -121,7 +121,7 @@ class Components:
         self.metrics = self._make_metrics()
         self.resource_lists = ResourceLists(profile.offered(settings), profile.mig_resource(settings), self.metrics)
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
-        self.agent_state = self._make_books(loaded)
+        self.agent_state = self._make_agent_state(loaded)
         self.gone_gpus = GoneGpus(self.agent_state, clock=time.monotonic)
         self.enforcement, self.nvml = enforcement, enforcement.nvml
         self.memory_watcher = self._make_memory_watcher()
@@ -192,7 +192,7 @@ class Components:
             names=settings.metrics,
         )
 
-    def _make_books(self, loaded: Loaded) -> AgentState:
+    def _make_agent_state(self, loaded: Loaded) -> AgentState:
         return AgentState(
             loaded.ledger,
             checkpoint=self._checkpoint,

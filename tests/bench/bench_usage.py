@@ -1,7 +1,7 @@
 """What the second's truth pass costs the event loop: 8 GPUs, 400 processes, 200 shares (shared_node.py).
 
 `python -m tests.bench.bench_usage [--rounds N] [--only MIX]` prints one JSON object. From the driver's sample to the end of all that
-follows from it: start times out of /proc, the books, cgroups, the runtime's list, the join, and each mechanism's look and repair.
+follows from it: start times out of /proc, the ledger, cgroups, the runtime's list, the join, and each mechanism's look and repair.
 `loop` is the time during which the loop is held in one sample, `longest_turn` the longest piece of it, `whole` from begin to end;
 `loop_lag` is how late the loop's timers are while samples follow on one another.
 """

@@ -1,4 +1,4 @@
-"""The rules that must hold between pods, the kubelet's books and the agent's ledger. Pure: values in, complaints out."""
+"""The rules that must hold between pods, the kubelet's list and the agent's ledger. Pure: values in, complaints out."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from .manifests import CORE, MEMORY, Json
 from .podresources import Held, Place
 
 #: Place -> resource -> ids.
-Books = Mapping[Place, Mapping[str, frozenset[str]]]
+Listed = Mapping[Place, Mapping[str, frozenset[str]]]
 
 
 def gpu_of(device_id: str) -> str:
@@ -16,12 +16,12 @@ def gpu_of(device_id: str) -> str:
     return device_id.rpartition("-")[0]
 
 
-def books_of(listed: Iterable[Held]) -> Books:
+def listed_by_place(listed: Iterable[Held]) -> Listed:
     """What the kubelet lists, by place and resource."""
-    books: dict[Place, dict[str, frozenset[str]]] = defaultdict(dict)
+    by_place: dict[Place, dict[str, frozenset[str]]] = defaultdict(dict)
     for held in listed:
-        books[held.place][held.resource] = frozenset(held.ids)
-    return books
+        by_place[held.place][held.resource] = frozenset(held.ids)
+    return by_place
 
 
 def doubles(listed: Iterable[Held]) -> dict[tuple[Place, Place], list[str]]:
@@ -63,15 +63,15 @@ def _has_ordinary_init(pod: Json) -> bool:
 def complaints(pods: Iterable[Json], listed: Sequence[Held], ledger: Sequence[Holding]) -> list[str]:
     """Every rule that is broken, for running pods; empty when all is right."""
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
-    books = books_of(listed)
+    by_place = listed_by_place(listed)
     found = [f"{one} and {other} share {ids}" for (one, other), ids in doubles(listed).items()]
     for pod in running:
         for place, cores, memory in _containers(pod):
-            found += _of_container(place, cores, memory, books.get(place, {}))
+            found += _of_container(place, cores, memory, by_place.get(place, {}))
             if not _has_ordinary_init(pod):
-                found += _of_placement(place, cores, books.get(place, {}))
-    found += _of_gpus(books)
-    found += _of_ledger(running, books, ledger)
+                found += _of_placement(place, cores, by_place.get(place, {}))
+    found += _of_gpus(by_place)
+    found += _of_ledger(running, by_place, ledger)
     return found
 
 
@@ -93,12 +93,12 @@ def _of_placement(place: Place, cores: int, held: Mapping[str, frozenset[str]]) 
         yield f"{place} holds memory of {sorted(beside)} and cores of {sorted(gpus)}"
 
 
-def _of_gpus(books: Books) -> Iterator[str]:
+def _of_gpus(by_place: Listed) -> Iterator[str]:
     """No GPU gives more than 100 cores, and one that is held whole has one holder."""
     cores: dict[str, int] = defaultdict(int)
     holders: dict[str, set[Place]] = defaultdict(set)
     whole: dict[str, Place] = {}
-    for place, held in books.items():
+    for place, held in by_place.items():
         core_ids = held.get(CORE, frozenset())
         for device_id in core_ids:
             cores[gpu_of(device_id)] += 1
@@ -112,7 +112,7 @@ def _of_gpus(books: Books) -> Iterator[str]:
     )
 
 
-def _of_ledger(running: Sequence[Json], books: Books, ledger: Sequence[Holding]) -> Iterator[str]:
+def _of_ledger(running: Sequence[Json], by_place: Listed, ledger: Sequence[Holding]) -> Iterator[str]:
     """The ledger names the same pods and containers with the same ids, and a GPU field that fits them."""
     with_init = {(pod["metadata"]["namespace"], pod["metadata"]["name"]) for pod in running if _has_ordinary_init(pod)}
     ours: dict[Place, tuple[frozenset[str], frozenset[str]]] = {}
@@ -123,7 +123,7 @@ def _of_ledger(running: Sequence[Json], books: Books, ledger: Sequence[Holding])
         named = {gpu_of(each) for each in holding.core_ids}
         if len(holding.gpus) != len(named) and holding.place[:2] not in with_init:
             yield f"{holding.place} is granted {holding.gpus}, its ids are of {sorted(named)}"
-    theirs = {place: (held.get(CORE, frozenset()), held.get(MEMORY, frozenset())) for place, held in books.items()}
+    theirs = {place: (held.get(CORE, frozenset()), held.get(MEMORY, frozenset())) for place, held in by_place.items()}
     for place in sorted(ours.keys() | theirs.keys()):
         if place[:2] not in with_init and ours.get(place) != theirs.get(place):
             yield f"{place}: the kubelet lists {_brief(theirs.get(place))}, the ledger has {_brief(ours.get(place))}"
@@ -133,8 +133,8 @@ def _of_ledger(running: Sequence[Json], books: Books, ledger: Sequence[Holding])
             yield f"{owner}: the kubelet lists {sorted(lacking)}, which the ledger lacks"
 
 
-def _ids_of(pod: tuple[str, str], books: Mapping[Place, tuple[frozenset[str], frozenset[str]]]) -> frozenset[str]:
-    return frozenset(each for place, both in books.items() if place[:2] == pod for ids in both for each in ids)
+def _ids_of(pod: tuple[str, str], by_place: Mapping[Place, tuple[frozenset[str], frozenset[str]]]) -> frozenset[str]:
+    return frozenset(each for place, both in by_place.items() if place[:2] == pod for ids in both for each in ids)
 
 
 def _brief(both: tuple[frozenset[str], frozenset[str]] | None) -> str:

@@ -1,4 +1,4 @@
-"""What the tests do with the node: create pods, wait for them, and hold the books against each other."""
+"""What the tests do with the node: create pods, wait for them, and compare pods, the kubelet's list and the ledger."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class Node:
         return [holding for holding in self.agent.ledger() if holding.place[1] == pod]
 
     def check(self, patience: float = 30) -> None:
-        """Holds pods, the kubelet's list and the ledger against each other; a while for what has just ended to be swept."""
+        """Compares pods, the kubelet's list and the ledger. It waits for a while until the agent has freed what has just ended."""
         found: list[str] = []
 
         def right() -> bool:
@@ -121,12 +121,12 @@ class Node:
             return not found
 
         try:
-            wait_until("the books in order", right, patience, every=0.3)
+            wait_until("ledger and kubelet agree", right, patience, every=0.3)
         except TimeoutError as error:
             raise AssertionError("\n".join([str(error), *found])) from None
 
     def check_all_running(self, pods: Iterable[Json]) -> None:
-        """Every one of these pods runs at this moment, and the books are right."""
+        """Every one of these pods runs at this moment, and ledger and kubelet agree."""
         now = self.cluster.pods.all()
         names = [each["metadata"]["name"] for each in pods]
         assert {name: phase(now[name]) for name in names} == dict.fromkeys(names, "Running")

@@ -2,7 +2,6 @@
 
 import time
 
-from .agent import Holding
 from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
 from .node import Node
 from .processes import wait_until
@@ -28,10 +27,6 @@ def stages() -> Json:
     return pod("stages", [container(cores=20, memory=20)], init=[container("first", 20, 20, command="true")])
 
 
-def books(holdings: list[Holding]) -> set[Holding]:
-    return set(holdings)
-
-
 def test_the_agent_is_killed_with_pods_running(node: Node) -> None:
     pods = [*residents(), stages()]
     node.run(pods)
@@ -39,9 +34,9 @@ def test_the_agent_is_killed_with_pods_running(node: Node) -> None:
     before = node.agent.ledger()
     node.agent.kill()
     wait_until("the kubelet has seen its end", lambda: not node.agent.offered().get(CORE))
-    assert books(node.agent.ledger()) == books(before), "the checkpoint is readable without the agent"
+    assert set(node.agent.ledger()) == set(before), "the checkpoint is readable without the agent"
     node.agent.start()
-    assert books(node.agent.ledger()) == books(before)
+    assert set(node.agent.ledger()) == set(before)
     node.run([gpu_pod("later", 25, 10), gpu_pod("later-whole", 100)])
     node.check_all_running([*pods, gpu_pod("later", 25, 10)])
 
@@ -69,7 +64,7 @@ def test_the_agent_stops_cleanly_and_continues(node: Node) -> None:
     before = node.agent.ledger()
     assert node.agent.stop() == 0
     node.agent.start()
-    assert books(node.agent.ledger()) == books(before)
+    assert set(node.agent.ledger()) == set(before)
     node.check()
 
 
@@ -85,7 +80,7 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     node.check_all_running([*pods, gpu_pod("later", 25, 10)])
     # The kubelet's list fills only bit by bit: absence in it must not free anything, now or some sweeps later.
     time.sleep(8)
-    assert books(before) <= books(node.agent.ledger())
+    assert set(before) <= set(node.agent.ledger())
     node.check_all_running(pods)
 
 
@@ -106,7 +101,7 @@ def test_the_kubelet_restarts_with_an_ended_init_container(node: Node) -> None:
         node.wait_freed("stages")
         node.run([gpu_pod("all", 800)])
     else:
-        assert books(before) == books(node.agent.ledger())
+        assert set(before) == set(node.agent.ledger())
         node.run([gpu_pod("others", 700)])
         node.check_all_running([stages()])
 
@@ -119,7 +114,7 @@ def test_both_restart_at_once(node: Node) -> None:
     node.cluster.kubelet_restart()
     node.agent.start()
     node.cluster.wait_ready()
-    assert books(node.agent.ledger()) == books(before)
+    assert set(node.agent.ledger()) == set(before)
     node.run([gpu_pod("later", 25, 10)])
     node.check_all_running(pods)
 

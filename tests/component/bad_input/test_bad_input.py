@@ -1,4 +1,4 @@
-"""Input that no healthy kubelet, disk or host gives: each is met with a sentence, and the books stay as they were.
+"""Input that no healthy kubelet, disk or host gives: the agent answers each with a sentence, and the ledger does not change.
 
 What people write wrongly is tested with the part that reads it: settings in tests/unit/settings/test_load_settings.py and
 test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in

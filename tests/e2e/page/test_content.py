@@ -129,8 +129,8 @@ async def test_an_unreadable_gpu_is_listed_once(browser: Browser, stage: Stage) 
 async def test_full_gpus_are_in_service(browser: Browser, stage: Stage) -> None:
     full = tuple(whole(f"{n:016x}", ("team", f"pod-{n}"), n) for n in range(2))
     found = report((), count=2)
-    books = replace(found.view, ledger=Ledger(found.view.ledger.gpu_registry, {a.id: a for a in full}))
-    stage.show(builtins(node_state(replace(found, view=books), [])))
+    view = replace(found.view, ledger=Ledger(found.view.ledger.gpu_registry, {a.id: a for a in full}))
+    stage.show(builtins(node_state(replace(found, view=view), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#stats div").first).to_have_text("GPUs2 of 2in service")
         assert "new containers" not in await seen.page.locator("#stats").inner_text()

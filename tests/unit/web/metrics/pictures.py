@@ -106,7 +106,7 @@ def view_of(
 ) -> AgentView:
     """`shown`: how many of the `count` GPUs that the node ever had the driver shows now, the first ones (None: all).
 
-    `broken` and `named` as in `with_hole`; `known` are the GPUs that the books know from before (None: all of `count`).
+    `broken` and `named` as in `with_hole`; `known` are the GPUs that the ledger knows from before (None: all of `count`).
     """
     before = snapshot_of(count) if known is None else with_hole(snapshot_of(count), *(set(range(count)) - set(known)))
     gpu_registry = Inventory(snapshot=before).register(GpuRegistry())
