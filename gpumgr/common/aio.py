@@ -134,7 +134,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs."""
+        """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs or the
+        system starts no further thread."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -156,8 +157,12 @@ class DaemonCalls:
                 loop.call_soon_threadsafe(end, settle)
 
         if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(target=_run_calls, args=(self._calls,), name=self._name, daemon=True).start()
+            calls = queue.SimpleQueue[Callable[[], None]]()
+            try:
+                threading.Thread(target=_run_calls, args=(calls,), name=self._name, daemon=True).start()
+            except RuntimeError as error:
+                raise TimeoutError(f"{self._name}: {error}") from error
+            self._calls = calls
         self._busy = True
         self._calls.put(run)
         async with asyncio.timeout(timeout_seconds):

@@ -240,6 +240,20 @@ async def test_while_a_call_hangs_others_fail_at_once_and_afterwards_all_is_well
                 await asyncio.sleep(0.001)
 
 
+async def test_a_thread_that_can_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of tasks is reached for a while."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    calls = DaemonCalls("test")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TimeoutError, match="test: can't start new thread"):
+            await calls.call(int, timeout_seconds=10)
+    assert await calls.call(int, timeout_seconds=10) == 0
+
+
 async def test_a_caller_that_is_cancelled_leaves_the_call_alone() -> None:
     calls, released = DaemonCalls("test"), threading.Event()
     task = asyncio.create_task(calls.call(released.wait, timeout_seconds=3600))
