@@ -2,9 +2,10 @@
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpumgr.common.units import Process
 
@@ -85,6 +86,37 @@ def mount_tables(root: Path = PROC) -> Iterator[str]:
         else:
             if namespace is not None:
                 seen.add(namespace)
+
+
+class Mount(NamedTuple):
+    """`root`: the part of the file system that is mounted at `point`. `shared`: mounts below it propagate to its peers. `receives`: later
+    mounts of its peers, or of its master, propagate to it."""
+
+    root: str
+    point: Path
+    shared: bool
+    receives: bool
+
+
+def mount_of(mountinfo: str, path: Path) -> Mount | None:
+    """The mount in which the absolute path lies: the nearest one above it, and the last of several at one point.
+
+    Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7). Lines that cannot be parsed are skipped.
+    """
+    found: Mount | None = None
+    for line in mountinfo.splitlines():
+        fields = [_plain(field) for field in line.partition(" - ")[0].split()]
+        if len(fields) < 5 or not path.is_relative_to(fields[4]):
+            continue
+        point, shared = Path(fields[4]), any(field.startswith("shared:") for field in fields[6:])
+        if found is None or point.is_relative_to(found.point):
+            found = Mount(fields[3], point, shared, shared or any(field.startswith("master:") for field in fields[6:]))
+    return found
+
+
+def _plain(field: str) -> str:
+    """Decodes blanks, tabs and backslashes, which mountinfo writes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _mount_namespace(process: Path) -> str | None:

@@ -13,6 +13,7 @@ from gpumgr.cli.examination.examine import CheckResult, aside, error, ok, skippe
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import NvmlError
+from gpumgr.common.proc import mount_of
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.backend import Backend, Unlimited
 from gpumgr.enforcement.driver_memory import DriverMemory
@@ -94,8 +95,10 @@ class NodeBackends:
         with contextlib.suppress(OSError):  # only root may list it
             if plain := unbounded(run_dir / FOLDER):
                 return f"the regions of {len(plain)} containers lie in plain folders, such as {run_dir / FOLDER / plain[0]}"
-        if self._in_pod and not propagates((self._proc_root / "self/mountinfo").read_text(), run_dir):
-            return f"mounts below {run_dir} do not reach the host, so regions lie in plain folders"
+        if self._in_pod:
+            mount = mount_of((self._proc_root / "self/mountinfo").read_text(), run_dir)
+            if mount is None or not mount.shared:
+                return f"mounts below {run_dir} do not reach the host, so regions lie in plain folders"
         return None
 
     async def look_at_choice(self) -> CheckResult:
@@ -127,14 +130,6 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Check
 
 def _listed(obstacles: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
-
-
-def propagates(mountinfo: str, folder: Path) -> bool:
-    """Whether mounts below the folder reach the mount namespaces with which it is shared. Source: proc(5), /proc/PID/mountinfo."""
-    lines = [line.split() for line in mountinfo.splitlines()]
-    mounts = {Path(fields[4]): fields[6 : fields.index("-")] for fields in lines if "-" in fields[6:]}
-    nearest = next((mounts[at] for at in (folder, *folder.parents) if at in mounts), ())
-    return any(field.startswith("shared:") for field in nearest)
 
 
 def _version(library: Path) -> str:

@@ -5,14 +5,14 @@ shared-memory index (-shm) after a killed agent, as the next agent would.
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import CheckpointError
+from gpumgr.common.proc import mount_of
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.settings import Settings
@@ -88,12 +88,11 @@ async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in
     if not in_pod:
         return skipped("not in a pod")
     text = await aside((proc_root / "self/mountinfo").read_text)
-    return judge_host_paths(folders, parse_mounts(text))
+    return judge_host_paths(folders, text)
 
 
-def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> CheckResult:
-    """`mounts`: by the mount point, the part of the file system that is mounted there."""
-    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mounts)]
+def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult:
+    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mountinfo)]
     if not own:
         return ok(f"{len(folders)} folders are mounted from the host")
     return error(
@@ -102,22 +101,7 @@ def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> 
     )
 
 
-def parse_mounts(text: str) -> Mapping[str, str]:
-    """Maps each mount point to the part of the file system that is visible there. The last mount at a point hides the earlier mounts.
-
-    Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped.
-    """
-    lines = (line.split() for line in text.splitlines())
-    return {_plain(fields[4]): _plain(fields[3]) for fields in lines if len(fields) >= 5}
-
-
-def _is_own(path: Path, mounts: Mapping[str, str]) -> bool:
+def _is_own(path: Path, mountinfo: str) -> bool:
     """Whether the folder is in the container's own file system, or in a volume of its pod."""
-    places = [str(path), *map(str, PurePosixPath(path).parents)]
-    point = next((place for place in places if place in mounts), "/")
-    return point == "/" or _EMPTY_DIR in f"{mounts[point]}/"
-
-
-def _plain(text: str) -> str:
-    """Decodes blanks, tabs and backslashes, which mountinfo writes as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    mount = mount_of(mountinfo, path)
+    return mount is None or mount.point == Path("/") or _EMPTY_DIR in f"{mount.root}/"

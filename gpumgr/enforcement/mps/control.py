@@ -7,7 +7,6 @@ host makes later must propagate into the pod.
 import asyncio
 import contextlib
 import os
-import re
 import select
 import shutil
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
-from gpumgr.common.proc import start_time_ticks
+from gpumgr.common.proc import mount_of, start_time_ticks
 from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
@@ -265,31 +264,15 @@ def parse_probe(output: str) -> Mapping[str, str]:
     return {name: value for name, _, value in lines if name in ("mounts", "systemd-run", "program", "folder")}
 
 
-def receives_mounts(mountinfo: str, folder: Path) -> bool:
-    """Whether later mounts below this folder propagate from its original namespace. Source: mount_namespaces(7), "shared"
-    and "master" in the optional fields of /proc/PID/mountinfo."""
-    found = (len("/"), False)
-    for line in mountinfo.splitlines():
-        fields, _, _ = line.partition(" - ")
-        point, *options = [_plain(field) for field in fields.split()[4:]]
-        if folder.is_relative_to(point) and len(point) >= found[0]:  # the last mount at a point hides the earlier mounts
-            found = len(point), any(option.startswith(("shared:", "master:")) for option in options)
-    return found[1]
-
-
 def _own_view(folder: Path) -> OwnView:
     """Raises OSError."""
     try:
         status = folder.stat()
     except FileNotFoundError:
         status = None
+    mount = mount_of(Path("/proc/self/mountinfo").read_text(), folder.resolve())
     return OwnView(
         mounts=os.readlink("/proc/self/ns/mnt"),
         folder=f"{status.st_dev}:{status.st_ino}" if status else None,
-        receives_mounts=receives_mounts(Path("/proc/self/mountinfo").read_text(), folder.resolve()),
+        receives_mounts=mount is not None and mount.receives,
     )
-
-
-def _plain(text: str) -> str:
-    """Blanks, tabs and backslashes are octal in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

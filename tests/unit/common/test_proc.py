@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.proc import HostProcesses, environment
+from gpumgr.common.proc import HostProcesses, Mount, environment, mount_of
 
 
 def stat_line(state: str, threads: int, started: int, name: str = "python") -> str:
@@ -58,3 +58,44 @@ def test_the_environment_of_a_real_process() -> None:
             assert environment(process.pid).startswith(b"CUDA_VERSION=12.4\0")
         finally:
             process.kill()
+
+
+#: As runc leaves it: all private but what asks for more.
+MOUNTS = """1022 940 0:310 / / ro,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b
+1023 1022 0:312 / /proc rw,nosuid - proc proc rw
+garbage
+
+1030 1022 0:26 /gpumgr /run/gpumgr {options}- tmpfs tmpfs rw,size=1607124k
+1031 1022 0:26 /a\\040b /run/with\\040blank\\134 rw master:5 - tmpfs tmpfs rw
+1 2 3 /
+"""
+RUN_DIR = Path("/run/gpumgr")
+
+
+@pytest.mark.parametrize(
+    ("options", "shared", "receives"),
+    [
+        ("rw ", False, False),
+        ("rw master:12 ", False, True),
+        ("rw shared:310 ", True, True),
+        ("rw shared:310 master:12 ", True, True),
+        ("rw unbindable ", False, False),
+    ],
+)
+def test_propagation_of_the_mount_that_a_folder_lies_in(options: str, *, shared: bool, receives: bool) -> None:
+    for folder in (RUN_DIR, RUN_DIR / "mps"):
+        assert mount_of(MOUNTS.format(options=options), folder) == Mount("/gpumgr", RUN_DIR, shared, receives)
+
+
+def test_the_mount_next_above_counts_and_the_last_of_several() -> None:
+    text = MOUNTS.format(options="rw master:12 ")
+    root = Mount("/", Path("/"), shared=False, receives=False)
+    assert mount_of(text, Path("/run/gpumgr-other")) == root
+    assert mount_of(text + "1040 1030 0:40 / /run/gpumgr rw - tmpfs tmpfs rw\n", RUN_DIR) == root._replace(point=RUN_DIR)
+    assert mount_of(text + "1041 1022 0:41 / /run rw - tmpfs tmpfs rw\n", RUN_DIR) == mount_of(text, RUN_DIR)
+    assert mount_of("", RUN_DIR) is None
+
+
+def test_mount_points_are_read_as_the_kernel_writes_them() -> None:
+    found = mount_of(MOUNTS, Path("/run/with blank\\/mps"))
+    assert found == Mount("/a b", Path("/run/with blank\\"), shared=False, receives=True)

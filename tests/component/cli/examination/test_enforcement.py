@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice, propagates
+from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver.driver import Nvml
@@ -160,11 +160,6 @@ async def test_regions_that_can_fill_run_dir_are_shown(
     found = await node.backends(in_pod=in_pod, **node.library()).look_at_hami_core()
     assert (found.state, (fault or "SHA-256").format(run_dir) in found.message) == ("warning" if fault else "ok", True)
     assert ("Bidirectional" in (found.remedy or "")) == (fault is not None)
-
-
-def test_the_nearest_mount_counts() -> None:
-    assert propagates(SHARED.format("/run"), Path("/run/gpumgr"))
-    assert not propagates("", Path("/run/gpumgr"))
 
 
 async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(node: Node) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.examination.examine import CheckResult
-from gpumgr.cli.examination.folders import judge_host_paths, parse_mounts
+from gpumgr.cli.examination.folders import judge_host_paths
 
 FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
 OVERLAY = "641 540 0:53 / / rw,relatime master:1 - overlay overlay rw,lowerdir=/a:/b"
@@ -15,7 +15,7 @@ EMPTY = "662 641 8:1 /var/lib/kubelet/pods/4d/volumes/kubernetes.io~empty-dir/st
 
 
 def judged(*lines: str) -> CheckResult:
-    return judge_host_paths(FOLDERS, parse_mounts("\n".join(lines)))
+    return judge_host_paths(FOLDERS, "\n".join(lines))
 
 
 def test_all_are_mounted_or_lie_in_what_is_mounted() -> None:
@@ -30,10 +30,3 @@ def test_what_is_the_containers_or_the_pods_own_is_named(lines: tuple[str, ...])
     assert found.state == "error"
     assert found.message.startswith("not mounted from the host: /var/lib/gpumgr (checkpoint.dir); ")
     assert "hostPath" in (found.remedy or "")
-
-
-def test_mounts_are_read_as_the_kernel_writes_them() -> None:
-    assert parse_mounts(f"garbage\n\n{LEDGER}\n1 2 8:1 /a\\040b /c\\134d rw - ext4 dev rw\n1 2 3 /") == {
-        "/var/lib/gpumgr": "/var/lib/gpumgr",
-        "/c\\d": "/a b",
-    }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.mps.control import OwnView, obstacle, receives_mounts
+from gpumgr.enforcement.mps.control import OwnView, obstacle
 
 RUN_DIR = Path("/run/gpumgr")
 NAME = "nvidia-cuda-mps-control"
@@ -46,27 +46,3 @@ def test_missing_requirements_are_reported_with_the_remedy(said: str, here: OwnV
     message, _, advice = str(obstacle(said, here, NAME, RUN_DIR)).partition("; ")
     assert told in message
     assert remedy in advice
-
-
-#: As runc leaves it: all private but what asks for more.
-POD = """1022 940 0:310 / / ro,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b
-1023 1022 0:312 / /proc rw,nosuid - proc proc rw
-1030 1022 0:26 /gpumgr /run/gpumgr {options}- tmpfs tmpfs rw,size=1607124k
-1031 1022 0:26 /odd /run/with\\040blank rw master:5 - tmpfs tmpfs rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "heard"), [("rw ", False), ("rw master:12 ", True), ("rw shared:310 master:12 ", True), ("rw unbindable ", False)]
-)
-def test_mount_propagation_of_a_folder_is_detected(options: str, heard: bool) -> None:
-    assert receives_mounts(POD.format(options=options), RUN_DIR) is heard
-    assert receives_mounts(POD.format(options=options), RUN_DIR / "mps") is heard
-
-
-def test_the_mount_next_above_counts_and_the_last_of_several() -> None:
-    text = POD.format(options="rw master:12 ")
-    assert not receives_mounts(text, Path("/run/gpumgr-other"))
-    assert receives_mounts(text, Path("/run/with blank"))
-    assert not receives_mounts(text + "1040 1030 0:40 / /run/gpumgr rw - tmpfs tmpfs rw\n", RUN_DIR)
-    assert not receives_mounts("", RUN_DIR)
