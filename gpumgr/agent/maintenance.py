@@ -224,7 +224,7 @@ class Maintenance:
         if cordon is None:
             raise Refusal(
                 "conflict",
-                f"{label} can't be reset: it is not cordoned, so somebody may be placed there any moment; drain it first",
+                f"{label} can't be reset: it is not cordoned, so a container may be placed there at any moment; drain it first",
             )
         if holders := self._agent_state.ledger.on(gpu.name):
             raise Refusal(

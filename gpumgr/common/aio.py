@@ -203,7 +203,7 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
 
 def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.warning("unheard_failure", task=task.get_name(), error=str(error), kind=type(error).__name__)
+        _log.warning("cancelled_call_failed", task=task.get_name(), error=str(error), kind=type(error).__name__)
 
 
 async def finish_shielded(timeout_seconds: float) -> bool:

@@ -93,7 +93,7 @@ MEANINGS: Final = {
     "daemon_failed": "A bug ended a part of the agent, which is restarted. Report it with the traceback.",
     "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results until it answers.",
     "background_call_failed": "A call that was running when the agent stopped has failed. Nothing depends on it.",
-    "unheard_failure": "A call failed after the kubelet had cancelled it.",
+    "cancelled_call_failed": "A call failed after the kubelet had cancelled it.",
     # limits
     "enforcement": "The mechanism for limits was chosen. `gpumgr doctor` says what the others need.",
     "not_enforced": "No mechanism enforces the limits of a share. Its pod has an event, too.",

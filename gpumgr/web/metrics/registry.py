@@ -103,7 +103,7 @@ class Metrics:
         self._updates = self._counter("listandwatch_updates_total", "Device lists that were sent to the kubelet.", "resource")
         for kind, resource in self._resources.items():
             self.add_resource(kind, resource, listed=served is _CALLS)
-        self._drift = self._counter("book_reconcile_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
+        self._drift = self._counter("ledger_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
         for drift in get_args(Drift):
             self._drift.labels(drift)
 

@@ -126,7 +126,7 @@ async def test_a_failure_without_a_waiter_is_logged() -> None:
         await asyncio.wait([caller])
         go_on.set()
         assert await finish_shielded(5)
-    assert [(line["event"], line["task"], line["error"]) for line in logs] == [("unheard_failure", "work", "too late")]
+    assert [(line["event"], line["task"], line["error"]) for line in logs] == [("cancelled_call_failed", "work", "too late")]
 
 
 async def test_a_daemon_that_returns_is_an_error() -> None:

@@ -77,7 +77,7 @@ def test_drift_is_counted_by_kind(metrics: Metrics) -> None:
     meter: Meter = metrics
     for kind in kinds:
         meter.drifted(kind, 2)
-    assert [value(metrics, "book_reconcile_drift_total", kind=kind) for kind in kinds] == [2.0] * 4
+    assert [value(metrics, "ledger_drift_total", kind=kind) for kind in kinds] == [2.0] * 4
 
 
 def test_registrations_never_count_back(metrics: Metrics) -> None:
