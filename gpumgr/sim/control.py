@@ -25,6 +25,8 @@ The library itself writes what callers have set; it is removed when the driver i
 
 import fcntl
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ from gpumgr.sim.nodes import NodeDescription
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
+_COUNT_BYTES: Final = 8
 _NO_INSTANCE: Final = 0xFFFFFFFF
 #: The memory of the MPS server of driver 580 on H200.
 _MPS_SERVER_BYTES: Final = 66 << 20
@@ -293,7 +296,7 @@ class SimControl:
         return _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
     def _change(self, change: Callable[[Facts], None]) -> None:
-        with _locked(self.path.with_suffix(".lock")):
+        with changing(self.path):
             facts = self._read()
             change(facts)
             replace_file(self.path, "".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), durable=False)
@@ -339,10 +342,16 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def changing(path: Path) -> Iterator[None]:
+    """A block that replaces the control file: one at a time, and counted in the lock file, where the library sees it without a call."""
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+        count = int.from_bytes(os.pread(lock, _COUNT_BYTES, 0), sys.byteorder)
+        os.pwrite(lock, (count + 1).to_bytes(_COUNT_BYTES, sys.byteorder), 0)
+    finally:
+        os.close(lock)
 
 
 #: How much warmer a fully used GPU is than an idle one, and by which factor its power is higher.

@@ -1,7 +1,8 @@
 /* A simulated libnvidia-ml.so.1: the NVML ABI over two text files in the folder of this library.
  *
  *   node.txt     the hardware of the node; read at nvmlInit (a node changes only when its driver is loaded again)
- *   control.txt  the present faults and load, and the settings of callers; read again whenever it is replaced
+ *   control.txt  the present faults and load, and the settings of callers; read again when it was changed
+ *   control.lock  held with flock for each change of control.txt; its first 8 bytes count the changes
  *   sessions.lock  held with a shared flock by each process that has NVML initialised
  *
  * Each line has a verb, a subject and a value (gpumgr/sim/library.py and control.py define and write them).
@@ -21,6 +22,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -323,12 +325,34 @@ static void read_fact(const char *verb, const char *rest) {
     } else read_gpu_fact(verb, rest);
 }
 
-/* Reads control.txt if it was replaced since the last read; otherwise a call costs one stat. */
+/* The number of changes of control.txt, in memory that all programs of this node share; NULL if that is not possible. */
+static volatile unsigned long long *changes(void) {
+    static void *shared;
+    if (shared) return shared == MAP_FAILED ? NULL : shared;
+    char path[PATH_MAX + 32];
+    struct stat s;
+    snprintf(path, sizeof path, "%s/control.lock", folder());
+    int file = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    int large = file >= 0 && !fstat(file, &s) && (s.st_size >= 8 || !ftruncate(file, 8));
+    shared = large ? mmap(NULL, 8, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    if (file >= 0) close(file);
+    return changes();
+}
+
+static double looked_at; /* when refresh() last looked at the file; 0 = it must look now */
+
+/* Reads control.txt if it was changed since the last read. Programs that change it count their changes, so a call makes no system call;
+ * the file itself is looked at a few times a second, for a person who edits it. */
 static void refresh(void) {
     static struct stat last;
     static int known;
+    static unsigned long long counted;
     char path[PATH_MAX + 32], line[MAX_LINE], verb[32];
     struct stat s;
+    volatile unsigned long long *count = changes();
+    if (count && *count == counted && looked_at && now() - looked_at < 0.25) return;
+    if (count) counted = *count; /* before the file, so that a change after this is seen by the next call */
+    looked_at = now();
     snprintf(path, sizeof path, "%s/control.txt", folder());
     if (stat(path, &s)) memset(&s, 0, sizeof s);
     if (known && s.st_ino == last.st_ino && s.st_size == last.st_size && s.st_mtim.tv_sec == last.st_mtim.tv_sec &&
@@ -353,6 +377,7 @@ static int take_turn(void) {
     snprintf(path, sizeof path, "%s/control.lock", folder());
     int turn = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0644);
     if (turn >= 0) flock(turn, LOCK_EX);
+    looked_at = 0;
     refresh();
     return turn;
 }
@@ -374,6 +399,7 @@ static result_t end_turn(int turn, result_t result, const char *const *subjects,
         if (fresh && fclose(fresh)) kept = 0;
         if (old) fclose(old);
         result = kept && !rename(fresh_path, path) ? OK : OPERATING_SYSTEM;
+        if (changes()) ++*changes();
     }
     close(turn);
     refresh();
@@ -1235,6 +1261,9 @@ static result_t wait_for_event(const char *function, void *set, event_t *event, 
         double left = deadline - now();
         if (left <= 0) return TIMEOUT;
         wait_for_change(watch, left * 1000);
+        pthread_mutex_lock(&lock);
+        looked_at = 0; /* the file was replaced; its writer may not have counted that yet */
+        pthread_mutex_unlock(&lock);
     }
 }
 

@@ -47,7 +47,8 @@ def tell_driver(gone: Iterable[int], fact: str = "") -> None:
     gpus = (line.split() for line in Path(folder, "node.txt").read_text().splitlines() if line.startswith("gpu "))
     index = next(words[1] for words in gpus if words[2] == os.environ["CUDA_VISIBLE_DEVICES"])
     control, fresh = Path(folder, "control.txt"), Path(folder, "control.mps")
-    with Path(folder, "control.lock").open("a") as lock:
+    Path(folder, "control.lock").touch()
+    with Path(folder, "control.lock").open("r+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines = control.read_text().splitlines() if control.exists() else []
         stale = {(kind, index, str(pid)) for kind in ("mpsserver", "mpsclient") for pid in gone}
@@ -55,6 +56,9 @@ def tell_driver(gone: Iterable[int], fact: str = "") -> None:
         kind, _, values = fact.partition(" ")
         fresh.write_text("".join(f"{line}\n" for line in [*kept, *([f"{kind} {index} {values}"] if fact else [])]))
         fresh.replace(control)
+        changes = int.from_bytes(lock.read(8), sys.byteorder)
+        lock.seek(0)
+        lock.write((changes + 1).to_bytes(8, sys.byteorder))
 
 
 @dataclass
