@@ -64,6 +64,5 @@ class UnreadableObjects:
         about = ObjectRef(kind=kind, namespace=namespace, name=name, uid=uid, api_version=version)
         text = f"gpumgr can't read this object ({why}) and continues with its last readable state; correct or delete it"
         event, now = Event(about=about, reason=REASON, message=text, warning=True), time.time()
-        series = EventSeries.once(event, now)
         with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object too
-            await self._server.send("POST", series.path, series.body("gpumgr"), but=(403, 404, 409))
+            await EventSeries.once(event, now).write(self._server, "gpumgr")

@@ -102,7 +102,7 @@ class ApiSide:
         self.pods.subscribe(grace_periods.pod_changed)
         node = components.settings.node.name
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
-        self.node = NodeReporter(self.publisher.node)
+        self.node = NodeReporter(self.publisher)
         self.apply(components.settings.kubernetes)
         reports = NodeReports(readers.report, {"node_reporter": self.node.report, **self._annotation_reporters(components)})
         daemons: dict[str, Callable[[], Awaitable[object]]] = {
@@ -122,7 +122,7 @@ class ApiSide:
         """None in mode dra: the scheduler extender must not choose GPUs that kube-scheduler gives to claims."""
         if components.dra is not None or self.publisher is None:
             return {}
-        annotate, settings = self.publisher.node.annotate, components.settings
+        annotate, settings = self.publisher.annotate, components.settings
         inventory = InventoryReporter(
             annotate,
             pods=self.pods,

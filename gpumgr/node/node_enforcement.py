@@ -163,7 +163,7 @@ class NodeEnforcement:
         self._hami_core.supply(*hami_core_library(self._settings))
         await self.limits.choose(self._snapshot.gpus)
         if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
-            self._publisher.node.annotate(NODE_ANNOTATION, description)
+            self._publisher.annotate(NODE_ANNOTATION, description)
             self._annotated = description
 
     async def recover(self) -> None:

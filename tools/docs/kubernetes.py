@@ -11,9 +11,11 @@ from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RES
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
 from gpumgr.kube.hami_mig import MIG_ALLOCATIONS
 from gpumgr.kube.hami_node import REGISTER, SCORES
-from gpumgr.kube.publisher import condition, event_texts
+from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
+from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
+from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
 from gpumgr.kube.replica_requests import HAMI_ALLOCATED
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.kube.unreadable import REASON
@@ -108,7 +110,7 @@ ANNOTATIONS: Final = (
     ("node", NODE_ANNOTATION, "written", "It has the strength of the limits of new shares on each GPU, and the mechanisms."),
     (
         "node",
-        condition.LABELS_ANNOTATION,
+        LABELS_ANNOTATION,
         "written",
         "It lists the label keys that the agent has written, so that it can remove them.",
     ),
@@ -144,7 +146,7 @@ CONDITION_REASONS: Final = (
         "True",
         "The kubelet has not had both resources (in mode dra: the driver) registered for 15 seconds or longer.",
     ),
-    (condition.NO_TROUBLE, "False", "None of the reasons above applies."),
+    (NO_TROUBLE, "False", "None of the reasons above applies."),
 )
 
 
@@ -234,7 +236,7 @@ def labels_table() -> str:
 
 def condition_table() -> str:
     rows: Iterator[tuple[str, ...]] = ((code(reason), status, about) for reason, status, about in CONDITION_REASONS)
-    return table((f"reason of `{condition.TYPE}`", "status", "meaning"), rows)
+    return table((f"reason of `{TYPE}`", "status", "meaning"), rows)
 
 
 def events_table() -> str:

@@ -1,4 +1,4 @@
-"""Kubernetes Events: values, the JSON bodies of their requests, and which of them become one object. Pure.
+"""Kubernetes Events: values, the requests that write them, and which of them become one object.
 
 Shape: core/v1 Event as `kubectl describe` reads it. Without `eventTime` the API server applies the validation of core/v1 and not that of
 events.k8s.io.
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from gpumgr.kube.publisher.work_queue import TokenBucket
+from gpumgr.kube.client import ApiServer
+from gpumgr.kube.publisher.desired import Desired, TokenBucket
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.pods import PodKey
 
@@ -76,9 +77,11 @@ class Event:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class EventSeries:
+class EventSeries(Desired):
     """All occurrences that the API server has as one Event object. Times are unix seconds; `created`: the object exists there."""
 
+    what = "event"
+    rights = "create and patch on events"
     event: Event
     text: str
     first_at: float
@@ -130,6 +133,19 @@ class EventSeries:
             "firstTimestamp": timestamp(self.first_at),
             **self.patch(),
         }
+
+    async def write(self, server: ApiServer, node: str) -> None:
+        """Creates the object, or increments its count. Raises what `ApiServer.send` raises.
+
+        404: the API server has removed the event, which it does after an hour. 409: an earlier request created it, but its response was
+        lost; the count may have been smaller.
+        """
+        path = f"{self.path}/{self.name}"
+        if self.created and await server.send("PATCH", path, self.patch(), but=(404,)):
+            return
+        if not await server.send("POST", self.path, self.body(node), but=(409,)):
+            await server.send("PATCH", path, self.patch(), but=(404,))
+        self.created = True
 
     def patch(self) -> Body:
         """A merge patch: what changes with each occurrence."""

@@ -32,7 +32,6 @@ from gpumgr.kube.hami_node import (
     encode_scores,
     reported,
 )
-from gpumgr.kube.publisher.node_reporter import Annotate, NodeAnnotationReporter
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.annotations import HAMI_PHASE
 from gpumgr.ledger.callers import next_container
@@ -49,28 +48,32 @@ _FINAL: Final = ("success", "failed")
 HANDSHAKE_SECONDS: Final = 30.0
 
 
-class RegisterReporter(NodeAnnotationReporter):
+class RegisterReporter:
     """`scheduler` "legacy": HAMi up to 2.4. `now` returns local time."""
 
     def __init__(
         self,
-        annotate: Annotate,
+        annotate: Callable[[str, str], None],
         *,
         scheduler: Literal["current", "legacy"],
         pods: Pods,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        super().__init__(annotate, pods=pods, clock=clock)
-        self._legacy, self._now = scheduler == "legacy", now
+        self._annotate, self._pods, self._clock, self._now = annotate, pods, clock, now
+        self._legacy, self._handshake_at = scheduler == "legacy", float("-inf")
 
-    def write(self, report: NodeReport) -> None:
-        gpus, snapshot = self._gpus(report), report.view.inventory.snapshot
-        self.annotate(REGISTER, (encode_register_csv if self._legacy else encode_register)(gpus))
+    def report(self, report: NodeReport) -> None:
+        """Publishes nothing before the GPUs and the pods of the node are known."""
+        snapshot = report.view.inventory.snapshot
+        if not snapshot.gpus or not self._pods.synced:
+            return
+        self._annotate(REGISTER, (encode_register_csv if self._legacy else encode_register)(self._gpus(report)))
         if len(snapshot.gpus) > 1:
-            self.annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
-        if self._legacy and self.age(HANDSHAKE) >= HANDSHAKE_SECONDS:
-            self.annotate(HANDSHAKE, reported(self._now()), HANDSHAKE_SECONDS)
+            self._annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
+        if self._legacy and self._clock() - self._handshake_at >= HANDSHAKE_SECONDS:
+            self._handshake_at = self._clock()
+            self._annotate(HANDSHAKE, reported(self._now()))
 
     def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
         view, registry = report.view, report.view.ledger.gpu_registry
@@ -111,7 +114,7 @@ class RegisterReporter(NodeAnnotationReporter):
 
     def _of_hami(self, allocation: Allocation) -> bool:
         """HAMi's scheduler counts it."""
-        pod = find_pod(self.pods, allocation.pod, allocation.uid)
+        pod = find_pod(self._pods, allocation.pod, allocation.uid)
         return pod is not None and pod.bound_by_hami
 
 
@@ -156,4 +159,4 @@ class HamiBindings:
         self._waiting.discard(view.uid)
         if failed:
             self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
-        self._publisher.node.remove_once(LOCK)
+        self._publisher.remove_annotation(LOCK)

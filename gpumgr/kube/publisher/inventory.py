@@ -27,7 +27,6 @@ from gpumgr.kube.cluster_annotations import (
     mig_rows,
     slices_of,
 )
-from gpumgr.kube.publisher.node_reporter import Annotate, NodeAnnotationReporter
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
 
@@ -36,19 +35,19 @@ ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 
 
-class InventoryReporter(NodeAnnotationReporter):
+class InventoryReporter:
     """`enforcement` returns the text of gpumgr.io/enforcement."""
 
     def __init__(
         self,
-        annotate: Annotate,
+        annotate: Callable[[str, str], None],
         *,
         pods: Pods,
         enforcement: Callable[[], str],
         topology_manager: TopologyManagerPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(annotate, pods=pods, clock=clock)
+        self._annotate, self._pods, self._clock = annotate, pods, clock
         self._enforcement, self._topology_manager = enforcement, topology_manager
         #: Allocation -> when a placement explained it last.
         self._explained: dict[AllocationId, float] = {}
@@ -56,10 +55,12 @@ class InventoryReporter(NodeAnnotationReporter):
         self._basis: Sequence[object] | None = None
         self._text = ""
 
-    def write(self, report: NodeReport) -> None:
-        """Makes the text only if what it depends on has changed."""
-        view, enforcement, now = report.view, self._enforcement(), self.clock()
-        pods = {a.id: find_pod(self.pods, a.pod, a.uid) for a in view.ledger.allocations.values()}
+    def report(self, report: NodeReport) -> None:
+        """Publishes nothing before the GPUs and the pods of the node are known. Makes the text only if what it depends on has changed."""
+        if not report.view.inventory.snapshot.gpus or not self._pods.synced:
+            return
+        view, enforcement, now = report.view, self._enforcement(), self._clock()
+        pods = {a.id: find_pod(self._pods, a.pod, a.uid) for a in view.ledger.allocations.values()}
         basis = (view, enforcement, pods)
         if basis == self._basis:
             self._explained = dict.fromkeys(self._explained, now)
@@ -67,7 +68,7 @@ class InventoryReporter(NodeAnnotationReporter):
             self._text = encode(self._inventory(view, enforcement, pods, now))
             pods_end = any(at < now for at in self._explained.values())
             self._basis = None if pods_end else basis
-        self.annotate(INVENTORY_ANNOTATION, self._text)
+        self._annotate(INVENTORY_ANNOTATION, self._text)
 
     def _inventory(self, view: AgentView, enforcement: str, pods: Mapping[AllocationId, PodView | None], now: float) -> Inventory:
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot

@@ -1,22 +1,23 @@
-"""Passes the node's state to its reporters once a second. `NodeReporter` publishes labels and the condition GpuTrouble; reporters of
-annotations are in `inventory` and `hami`."""
+"""Passes the node's state to the reporters once a second. `NodeReporter` publishes labels and the condition GpuTrouble; the reporters in
+`inventory` and `hami` publish annotations. A reporter may publish the same state each time: the publisher writes what has changed."""
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NoReturn, Protocol
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.agent.ports import Pods
 from gpumgr.common.aio import BugLog, until_tick
-from gpumgr.kube.publisher.condition import Condition, condition_of
+from gpumgr.kube.publisher.events import cut
+from gpumgr.kube.publisher.objects import Condition
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.labels import gpu_labels
 
 REPORT_SECONDS: Final = 1.0
-#: An unchanged annotation is written again this often: the Node may have been deleted and registered again.
-RESYNC_SECONDS: Final = 600.0
+#: The condition's reason while there is no trouble.
+NO_TROUBLE: Final = "GpusWork"
+#: Limit of the condition's message: the API server accepts 32 KiB, which is too long to read.
+MAX_MESSAGE_BYTES: Final = 2048
 #: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
 #: Why a GPU takes no new containers although it is healthy, as in the alert rules (config/prometheus/gpumgr.rules.yaml): leftovers of an
@@ -43,39 +44,8 @@ class NodeReports:
             await asyncio.sleep(until_tick(REPORT_SECONDS))
 
 
-#: Sets an annotation of the node.
-Annotate = Callable[[str, str | None], None]
-
-
-class NodeAnnotationReporter(ABC):
-    """Writes annotations of the node that have changed. `clock` is monotonic, in seconds."""
-
-    def __init__(self, annotate: Annotate, *, pods: Pods, clock: Callable[[], float]) -> None:
-        self._annotate, self.pods, self.clock = annotate, pods, clock
-        self._written: dict[str, tuple[str, float]] = {}
-
-    def report(self, report: NodeReport) -> None:
-        """Writes nothing before the GPUs and the node's pods are known."""
-        if report.view.inventory.snapshot.gpus and self.pods.synced:
-            self.write(report)
-
-    @abstractmethod
-    def write(self, report: NodeReport) -> None:
-        """Calls `annotate` for each annotation."""
-
-    def annotate(self, key: str, text: str, again_seconds: float = RESYNC_SECONDS) -> None:
-        """Sets the annotation if the text is another one, or was written so long ago."""
-        if text != self._written.get(key, ("", 0.0))[0] or self.age(key) >= again_seconds:
-            self._written[key] = text, self.clock()
-            self._annotate(key, text)
-
-    def age(self, key: str) -> float:
-        """Seconds since it was written."""
-        return self.clock() - self._written.get(key, ("", float("-inf")))[1]
-
-
 class NodeSink(Protocol):
-    """Both calls return at once and may be repeated (gpumgr.kube.publisher.node_status.NodeStatus)."""
+    """Both calls return at once and may be repeated (gpumgr.kube.publisher.publisher.Publisher)."""
 
     def label(self, labels: Mapping[str, str]) -> None: ...
 
@@ -141,6 +111,15 @@ class NodeReporter:
         number = len(report.view.ledger.gpu_registry.gpus)
         healthy = f"{number} GPU{'' if number == 1 else 's'}, none in trouble"
         return condition_of([*_troubles(report, not_ready=lasts)], healthy=healthy)
+
+
+def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condition:
+    """The condition for (reason, sentence) pairs, the most severe first: its reason is the condition's. `healthy` is the message if
+    there are none."""
+    if not troubles:
+        return Condition(trouble=False, reason=NO_TROUBLE, message=healthy)
+    message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)
+    return Condition(trouble=True, reason=troubles[0][0], message=message)
 
 
 def _troubles(report: NodeReport, *, not_ready: bool) -> Iterator[tuple[str, str]]:

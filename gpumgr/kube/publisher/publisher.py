@@ -1,76 +1,64 @@
 """Publishes desired state and events to the API server, from one queue.
 
 Invariants:
-1. No caller waits: a call changes the desired state of an object and queues it. Memory is bounded by the objects that exist and, for
-   events, by a capacity; what is dropped is counted.
+1. No caller waits: a call changes the desired state of an object and queues it. The objects that exist bound the memory and, for events, a
+   capacity does; what is dropped is counted.
 2. The latest desired state of an object is written before any event.
 3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. An answer that no retry
-   changes is logged with its remedy, and the job is given up until its state changes or is repeated after the resync interval.
+   changes is logged with its remedy, and the write is given up until its state changes or is wanted again after the resync interval.
 """
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import structlog
 
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.node_report import ApiQueueState
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
-from gpumgr.kube.publisher.events import Event, EventRecorder, EventSeries
-from gpumgr.kube.publisher.evictions import PodEvictions
-from gpumgr.kube.publisher.node_status import NodeStatus
-from gpumgr.kube.publisher.work_queue import Job, TokenBucket, What, WorkQueue
+from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired, TokenBucket, WorkQueue
+from gpumgr.kube.publisher.events import Event, EventRecorder
+from gpumgr.kube.publisher.objects import (
+    Condition,
+    NodeAnnotations,
+    NodeCondition,
+    NodeLabels,
+    NodePart,
+    PodAnnotations,
+    PodEviction,
+)
 from gpumgr.ledger.pods import PodKey
 
 _log = structlog.get_logger(__name__)
 
 #: Events that may wait.
 CAPACITY: Final = 512
+#: The limit of requests, with twice as many at once: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
+_REQUESTS_PER_SECOND: Final = 50.0
+#: The first and the longest pause after failures.
+_PAUSES_SECONDS: Final = (0.5, 30.0)
 #: Statuses below 500 that a retry may change. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another incarnation of the pod has the name.
 _MAX_CONFLICTS: Final = 5
-_OF_NODE: Final = frozenset[What]({"annotations", "labels", "condition"})
-#: A job that failed waits longer than the queue does, so that the others come first.
-_JOB_FACTOR: Final = 4.0
-#: While jobs wait for their time, new ones are noticed within this time.
+#: A write that failed waits longer than the queue does, so that the others are written first.
+_FAILED_FACTOR: Final = 4.0
+#: While writes wait for their time, new ones are noticed within this time.
 _POLL_SECONDS: Final = 0.25
 #: The longest pause of all writes that an API server can request by Retry-After.
 _LONGEST_PAUSE_SECONDS: Final = 120.0
-
 #: Refusals of the same kind, and dropped events, are logged once in this time.
 _LOG_AGAIN_SECONDS: Final = 3600.0
-#: The RBAC rules that each kind of job needs.
-RIGHTS: Final[dict[What, str]] = {
-    "event": "create and patch on events",
-    "eviction": "create on pods/eviction",
-    "pod": "patch on pods",
-    "annotations": "patch on nodes",
-    "labels": "get and patch on nodes",
-    "condition": "get on nodes and patch on nodes/status",
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """`per_second` is the limit of requests, with twice as many at once: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
-
-    `retry_seconds`: the first and the longest pause after failures. `resync_seconds`: how often unchanged state of the node is compared
-    and its condition's heartbeat written, and the longest Retry-After that is kept to.
-    """
-
-    per_second: float = 50.0
-    retry_seconds: tuple[float, float] = (0.5, 30.0)
-    resync_seconds: float = 600.0
-
-
-class DeliveryLog:
-    """`written` counts by what was written ("pod", "event", "node", "eviction") and outcome ("ok", "refused"), `dropped` counts events.
+class _DeliveryLog:
+    """Counts and logs what becomes of the writes. `written` counts by what was written ("pod", "event", "node", "eviction") and outcome
+    ("ok", "refused"), `dropped` counts events.
 
     The start and the end of an outage are one line each. `clock` is monotonic, in seconds.
     """
@@ -89,19 +77,25 @@ class DeliveryLog:
             _log.warning("announcements_wait", error=error)
 
     def answered(self, waiting: int) -> None:
-        """The API server answers; `waiting` jobs are left."""
+        """The API server answers; `waiting` writes are left."""
         if self.away:
             self.away = False
             _log.info("announcements_go_on", waiting=waiting, dropped=self.dropped)
 
-    def count(self, job: Job, outcome: str) -> None:
-        self.written[job.what if job.what in ("pod", "event", "eviction") else "node", outcome] += 1
+    def count(self, desired: Desired, outcome: str) -> None:
+        self.written["node" if isinstance(desired, NodePart) else desired.what, outcome] += 1
 
-    def refused(self, job: Job, error: AnswerError) -> None:
-        """A refusal that no retry changes; logged with its remedy, once an hour for each kind."""
-        self.count(job, "refused")
-        if "NamespaceTerminating" not in error.causes and self._is_new(job.what, error.status):
-            _log.warning("announcement_refused", what=job.what, error=str(error), remedy=self._remedy(job.what, error.status))
+    def refused(self, desired: Desired, error: AnswerError) -> str:
+        """A refusal that no retry changes; logged once an hour for each kind. Returns the remedy."""
+        remedy = "nothing; it is not tried again"
+        if error.status == 403:
+            remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
+        elif error.status == 404 and isinstance(desired, NodePart):
+            remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
+        self.count(desired, "refused")
+        if "NamespaceTerminating" not in error.causes and self._is_new(desired.what, error.status):
+            _log.warning("announcement_refused", what=desired.what, error=str(error), remedy=remedy)
+        return remedy
 
     def drop(self, waiting: int, because: str) -> None:
         """An event is dropped; logged once an hour for each reason."""
@@ -111,18 +105,11 @@ class DeliveryLog:
 
     def _is_new(self, what: str, status: int) -> bool:
         """False if the same was logged within the last hour."""
-        now, before = self._clock(), self._logged.get((what, status))
-        if before is not None and now - before < _LOG_AGAIN_SECONDS:
+        now, before = self._clock(), self._logged.get((what, status), -math.inf)
+        if now - before < _LOG_AGAIN_SECONDS:
             return False
         self._logged[what, status] = now
         return True
-
-    def _remedy(self, what: What, status: int) -> str:
-        if status == 403:
-            return f"allow it in the agent's ClusterRole: {RIGHTS[what]}"
-        if status == 404 and what in ("annotations", "labels", "condition"):
-            return f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
-        return "nothing; it is not tried again"
 
 
 class Publisher:
@@ -133,33 +120,24 @@ class Publisher:
         server: ApiServer,
         node: str,
         *,
-        rates: Rates = Rates(),
         capacity: int = CAPACITY,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._server, self._node_name, self._rates = server, node, rates
+        self._server, self._node = server, node
         self._clock, self._wall, self._sleep, self._jitter = clock, wall, sleep, jitter
         self._queue = WorkQueue(capacity)
-        self._bucket = TokenBucket(rates.per_second, round(2 * rates.per_second), clock())
-        self._recorder, self._log = EventRecorder(), DeliveryLog(node, clock)
-        resync = rates.resync_seconds
-        #: The desired state of the Node object.
-        self.node = NodeStatus(server, node, self._put, resync_seconds=resync, clock=clock, wall=wall)
-        self._evictions = PodEvictions(server, self._queue, resync_seconds=resync, clock=clock)
-        self._pods: dict[str, tuple[PodKey, Mapping[str, str | None]]] = {}
+        self._bucket = TokenBucket(_REQUESTS_PER_SECOND, round(2 * _REQUESTS_PER_SECOND), clock())
+        self._recorder, self._log = EventRecorder(), _DeliveryLog(node, clock)
+        self._annotations, self._labels = NodeAnnotations(), NodeLabels()
+        self._condition = NodeCondition(clock, wall)
+        self._pods: dict[str, PodAnnotations] = {}
+        self._evictions: dict[str, PodEviction] = {}
+        self._eviction_retries = 0
         self._refused_evictions: dict[str, tuple[Eviction, str]] = {}
         self._changed = asyncio.Event()
-        self._writers: Mapping[What, Callable[[Any], Awaitable[None]]] = {
-            "annotations": self.node.write_annotations,
-            "labels": self.node.write_labels,
-            "condition": self.node.write_condition,
-            "eviction": self._evictions.write,
-            "pod": self._write_pod,
-            "event": self._write_event,
-        }
 
     def state(self) -> ApiQueueState:
         return ApiQueueState(
@@ -168,36 +146,70 @@ class Publisher:
             dropped=self._log.dropped,
             written=dict(self._log.written),
             away=self._log.away,
-            eviction_retries=self._evictions.retries,
+            eviction_retries=self._eviction_retries,
         )
 
     # -- desired state -----------------------------------------------------------------------------------------------------
 
+    def annotate(self, key: str, value: str) -> None:
+        """Sets an annotation of the node. This call and the next two may be repeated: an unchanged state is written again only after the
+        resync interval."""
+        if self._annotations.set(key, value, self._clock()):
+            self._put(self._annotations)
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """Sets the agent's labels of the node; others that it wrote before are removed."""
+        if self._labels.set(labels, self._clock()):
+            self._put(self._labels)
+
+    def set_condition(self, condition: Condition | None) -> None:
+        """Sets the node's condition; None removes it."""
+        if (due := self._condition.set(condition, self._clock())) is not None:
+            self._put(self._condition, due)
+
+    def remove_annotation(self, key: str) -> None:
+        """Removes an annotation of the node once: another program sets it again and again."""
+        self._annotations.unwritten[key] = None
+        self._put(self._annotations)
+
     def record(self, event: Event) -> None:
         """Publishes an event; equal and similar ones share an object (gpumgr.kube.publisher.events)."""
-        now = self._clock()
-        series = self._recorder.record(event, now, self._wall())
+        series = self._recorder.record(event, self._clock(), self._wall())
         if series is None:
             self._log.drop(len(self._queue), "more events about one object than the spam filter allows")
         else:
-            self._put(Job("event", series), now)
+            self._put(series)
 
     def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
         """Sets annotations of this incarnation of the pod; None removes one. Replaces what is not written yet."""
-        self._pods[uid] = pod, dict(values)
-        self._put(Job("pod", uid), self._clock())
+        desired = self._pods.setdefault(uid, PodAnnotations(pod, uid))
+        desired.values = dict(values)
+        self._put(desired)
 
     def forget_pod(self, uid: str) -> None:
-        """The pod is deleted: nothing is written to it any more."""
-        self._pods.pop(uid, None)
-        self._queue.remove(Job("pod", uid))
-        self._evictions.gone(uid)
+        """The pod is deleted. Nothing more is written to it, although a requester may want its eviction until its allocation is freed."""
+        if (annotations := self._pods.pop(uid, None)) is not None:
+            self._queue.remove(annotations)
+        if (eviction := self._evictions.get(uid)) is not None:
+            self._queue.remove(eviction)
+            eviction.wanted_at = math.inf
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
         """Replaces the evictions of the requester. Each pod is evicted as soon as its PodDisruptionBudget allows it. A refused request is
         repeated by a call after the resync interval, or by any call with `immediately`."""
-        self._evictions.set(requester, evictions, immediately=immediately)
-        self._changed.set()
+        now, wanted = self._clock(), {each.uid: each for each in evictions}
+        for uid, eviction in wanted.items():
+            desired = self._evictions.setdefault(uid, PodEviction(eviction.pod, uid))
+            if now - desired.wanted_at >= (0.0 if immediately else RESYNC_SECONDS):
+                desired.wanted_at = now
+                self._put(desired)
+            desired.reasons[requester] = eviction.reason
+        for uid, desired in list(self._evictions.items()):
+            if uid in wanted or (reason := desired.reasons.pop(requester, None)) is None or desired.reasons:
+                continue
+            del self._evictions[uid]
+            if self._queue.remove(desired):
+                _log.info("eviction_cancelled", pod_uid=uid, was_because=reason)
 
     def take_refused_evictions(self) -> Iterable[tuple[Eviction, str]]:
         """Evictions that the API server has refused since the last call, each with the reason."""
@@ -205,11 +217,11 @@ class Publisher:
         return refused.values()
 
     def count_dropped(self) -> None:
-        """An event was dropped before it came here, because its pod is unknown."""
+        """An event was dropped before it reached the publisher, because its pod is unknown."""
         self._log.dropped += 1
 
-    def _put(self, job: Job, due: float) -> None:
-        if self._queue.put(job, due) is not None:
+    def _put(self, desired: Desired, due: float | None = None) -> None:
+        if self._queue.put(desired, self._clock() if due is None else due) is not None:
             self._log.drop(len(self._queue), "events arise faster than the API server accepts them")
         self._changed.set()
 
@@ -217,32 +229,34 @@ class Publisher:
 
     async def run(self) -> NoReturn:
         """Runs until it is cancelled."""
-        pause, longest = self._rates.retry_seconds
+        shortest, longest = _PAUSES_SECONDS
+        pause = shortest
         while True:
-            wanted = await self._attempt(await self._next_job())
+            wanted = await self._attempt(await self._next())
             if wanted is None:
-                pause = self._rates.retry_seconds[0]
+                pause = shortest
                 continue
             await self._sleep(max(wanted, pause * self._spread()))
             pause = min(pause * 2, longest)
 
     async def flush(self, seconds: float) -> None:
         """Writes what is due, until a request fails or the time has passed; to be called after `run` has ended. The node's own state is
-        not written: the next agent may have written a newer one already. Removals (`NodeStatus.remove_once`) are, as they would be lost."""
+        not written: the next agent may have written a newer one already. Annotations to remove are removed, as the next agent does not
+        know them."""
         try:
             async with asyncio.timeout(seconds):
-                while (job := self._queue.next(self._clock())) is not None:
-                    if job.what in _OF_NODE and not (job.what == "annotations" and self.node.keep_removals()):
-                        self._queue.remove(job)
-                    elif await self._attempt(job) is not None:
+                while (desired := self._queue.next(self._clock())) is not None:
+                    if isinstance(desired, NodePart) and not (desired is self._annotations and desired.keep_removals()):
+                        self._queue.remove(desired)
+                    elif await self._attempt(desired) is not None:
                         return
         except TimeoutError:
             _log.info("announcements_left", waiting=len(self._queue))
         except Exception as error:  # a bug must not turn an orderly stop into a failure
             _log.error("daemon_failed", daemon="publisher", error=repr(error), exc_info=error)
 
-    async def _next_job(self) -> Job:
-        """The next job, as soon as it is due and the rate allows its request. It is chosen last: until then it may be cancelled."""
+    async def _next(self) -> Desired:
+        """What to write next, as soon as it is due and the rate allows its request. It is chosen last: until then it may be cancelled."""
         while True:
             now = self._clock()
             if not self._queue:
@@ -252,71 +266,50 @@ class Publisher:
                 await self._sleep(min(seconds, _POLL_SECONDS))
             elif (seconds := self._bucket.take(now)) > 0:
                 await self._sleep(seconds)
-            elif (job := self._queue.next(now)) is not None:
-                return job
+            elif (desired := self._queue.next(now)) is not None:
+                return desired
 
-    async def _attempt(self, job: Job) -> float | None:
+    async def _attempt(self, desired: Desired) -> float | None:
         """Writes one object. None: continue with the next one; else a failure, with the seconds to wait that the API server requests."""
+        self._eviction_retries += desired.what == "eviction" and desired.requests > 0
+        desired.requests += 1
         try:
-            await self._writers[job.what](job.subject)
-            self._log.count(job, "ok")
+            await desired.write(self._server, self._node)
+            self._log.count(desired, "ok")
         except AnswerError as error:
-            conflict = error.status == 409
-            if (error.status in _RETRIED or error.status >= 500) and not (
-                conflict and self._queue.attempts(job) >= _MAX_CONFLICTS - 1
+            if error.status >= 500 or (
+                error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)
             ):
-                return self._retry(job, error)
-            self._refuse(job, error)
+                return self._retry(desired, error)
+            remedy = self._log.refused(desired, error)
+            if isinstance(desired, PodEviction):
+                why = f"{error}; {remedy}" if error.status == 403 else str(error)
+                self._refused_evictions[desired.uid] = desired.eviction, why
         except API_FAILURES as error:
             self._log.failed(f"{type(error).__name__}: {error}")
             return 0.0
-        except Exception:  # a bug: the other jobs go on without this one, and the supervisor logs it
-            self._queue.retry(job, self._clock() + self._backoff(job))
+        except Exception:  # a bug: the others are written without this one, and the supervisor logs it
+            self._queue.retry(desired, self._clock() + self._backoff(desired))
             raise
-        self._queue.done(job)
-        self._answered()
+        self._queue.done(desired)
+        self._log.answered(len(self._queue))
         return None
 
-    def _retry(self, job: Job, error: AnswerError) -> float | None:
+    def _retry(self, desired: Desired, error: AnswerError) -> float | None:
         wanted = min(error.retry_after_seconds, _LONGEST_PAUSE_SECONDS)
-        budget = job.what == "eviction" and error.status == 429
-        self._queue.retry(job, self._clock() + max(wanted, self._backoff(job)), held=budget)
-        if budget or error.status == 409:
-            self._answered()  # a PodDisruptionBudget, or another writer: the API server works
+        budget = desired.what == "eviction" and error.status == 429
+        self._queue.retry(desired, self._clock() + max(wanted, self._backoff(desired)), held=budget)
+        if budget or error.status == 409:  # a PodDisruptionBudget, or another writer: the API server works
+            self._log.answered(len(self._queue))
             return None
         self._log.failed(str(error))
         return wanted
 
-    def _refuse(self, job: Job, error: AnswerError) -> None:
-        self._log.refused(job, error)
-        if job.what == "eviction" and (eviction := self._evictions.eviction(str(job.subject))) is not None:
-            remedy = f"; allow it in the agent's ClusterRole: {RIGHTS['eviction']}" if error.status == 403 else ""
-            self._refused_evictions[eviction.uid] = eviction, f"{error}{remedy}"
-
-    async def _write_pod(self, uid: str) -> None:
-        """404: the pod is gone. With the UID in the patch, the API server refuses it (409) for another pod of the name."""
-        (namespace, name), values = self._pods[uid]
-        patch = {"metadata": {"uid": uid, "annotations": values}}
-        await self._server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
-
-    async def _write_event(self, series: EventSeries) -> None:
-        """404: the API server has removed the event, which it does after an hour. 409: an earlier request created it, but its
-        response was lost; the count may have been smaller."""
-        path = f"{series.path}/{series.name}"
-        if series.created and await self._server.send("PATCH", path, series.patch(), but=(404,)):
-            return
-        if not await self._server.send("POST", series.path, series.body(self._node_name), but=(409,)):
-            await self._server.send("PATCH", path, series.patch(), but=(404,))
-        series.created = True
-
-    def _backoff(self, job: Job) -> float:
-        """Seconds until a failed job is retried."""
-        shortest, longest = self._rates.retry_seconds
-        doublings: int = min(self._queue.attempts(job), 16)
-        return min(_JOB_FACTOR * shortest * float(2**doublings), 2 * longest) * self._spread()
-
-    def _answered(self) -> None:
-        self._log.answered(len(self._queue))
+    def _backoff(self, desired: Desired) -> float:
+        """Seconds until a write that failed is retried."""
+        shortest, longest = _PAUSES_SECONDS
+        doublings: int = min(desired.attempts, 16)
+        return min(_FAILED_FACTOR * shortest * float(2**doublings), 2 * longest) * self._spread()
 
     def _spread(self) -> float:
         return 0.8 + 0.4 * self._jitter()

@@ -47,7 +47,7 @@ class Stage:
         self.publisher = Publisher(
             server, "node-1", clock=time.clock, wall=time.wall, sleep=time.sleep, jitter=lambda: 0.5, **options
         )
-        self.node = self.publisher.node
+        self.node = self.publisher
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.kube.publisher.condition import Condition
+from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
 
 from .stage import Stage, staged
@@ -21,41 +21,27 @@ READY = {"type": "Ready", "status": "True"}
 # -- labels and annotations --------------------------------------------------------------------------------------------------
 
 
-async def test_annotations_of_the_node_are_set_and_removed(sim: SimApiServer, stage: Stage) -> None:
-    sim.written.annotations.update({"theirs": "kept", "gpumgr.io/old": "1"})
-    stage.begin()
-    stage.node.annotate("gpumgr.io/enforcement", "mps")
-    stage.node.annotate("gpumgr.io/old", None)
-    await stage.written()
-    assert sim.written.annotations == {"theirs": "kept", "gpumgr.io/enforcement": "mps"}
-    assert sim.requests == ["annotate"]
-
-
-async def test_an_annotation_of_another_program_is_removed_once(sim: SimApiServer, stage: Stage) -> None:
-    sim.written.annotations["hami.io/mutex.lock"] = "first"
-    stage.begin()
-    stage.node.remove_once("hami.io/mutex.lock")
-    await stage.written()
-    assert sim.written.annotations == {}
-    sim.written.annotations["hami.io/mutex.lock"] = "second"
-    stage.node.annotate("gpumgr.io/enforcement", "mps")
-    await stage.written()
-    assert sim.written.annotations == {"hami.io/mutex.lock": "second", "gpumgr.io/enforcement": "mps"}
-
-
-async def test_a_removal_does_not_write_the_other_annotations_again(sim: SimApiServer, stage: Stage) -> None:
+async def test_a_changed_annotation_is_written_alone_and_all_of_them_every_ten_minutes(sim: SimApiServer, stage: Stage) -> None:
     """The inventory has thousands of bytes, and HAMi's scheduler sets its lock for each pod."""
+    sim.written.annotations["theirs"] = "kept"
     stage.begin()
     stage.node.annotate("gpumgr.io/inventory", "long")
     await stage.written()
     sim.written.annotations |= {"gpumgr.io/inventory": "as another wrote it", "hami.io/mutex.lock": "first"}
-    stage.node.remove_once("hami.io/mutex.lock")
+    stage.node.remove_annotation("hami.io/mutex.lock")
     await stage.written()
-    assert sim.written.annotations == {"gpumgr.io/inventory": "as another wrote it"}
+    sim.written.annotations["hami.io/mutex.lock"] = "second"
+    stage.node.annotate("gpumgr.io/inventory", "long")
+    assert stage.waiting == 0
     stage.node.annotate("gpumgr.io/enforcement", "mps")
     await stage.written()
-    assert sim.written.annotations == {"gpumgr.io/inventory": "long", "gpumgr.io/enforcement": "mps"}
-    assert sim.requests == ["annotate"] * 3
+    lasting = {"theirs": "kept", "gpumgr.io/enforcement": "mps", "hami.io/mutex.lock": "second"}
+    assert sim.written.annotations == {**lasting, "gpumgr.io/inventory": "as another wrote it"}
+    stage.time.now += 600
+    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    await stage.written()
+    assert sim.written.annotations == {**lasting, "gpumgr.io/inventory": "long"}
+    assert sim.requests == ["annotate"] * 4
 
 
 async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:

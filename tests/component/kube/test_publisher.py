@@ -7,8 +7,8 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.kube.publisher.condition import Condition
 from gpumgr.kube.publisher.events import Event, node_ref, pod_ref
+from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
@@ -261,7 +261,7 @@ async def test_a_stop_still_removes_what_is_removed_once(sim: SimApiServer, stag
     """The next agent does not know that HAMi's lock is to be removed."""
     sim.written.annotations |= {"hami.io/mutex.lock": "2026-01-01T00:00:00Z,team,web", "a": "of the next agent"}
     stage.node.annotate("a", "1")
-    stage.node.remove_once("hami.io/mutex.lock")
+    stage.node.remove_annotation("hami.io/mutex.lock")
     await stage.publisher.flush(10.0)
     assert (sim.written.annotations, sim.requests, stage.waiting) == ({"a": "of the next agent"}, ["annotate"], 0)
 

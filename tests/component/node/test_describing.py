@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.kube.publisher.condition import Condition
 from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter, NodeReports
+from gpumgr.kube.publisher.objects import Condition
 from gpumgr.ledger.quarantine import Quarantine
 from tests.component.stage.stage import Clock
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.kube.publisher.condition import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.kube.publisher.event_texts import gpu_event, placement, pod_event, refusal
 from gpumgr.kube.publisher.events import pod_ref
+from gpumgr.kube.publisher.node_reporter import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation
 from tests.unit.web.metrics.pictures import allocation, view_of, whole

@@ -1,0 +1,116 @@
+"""What the publisher keeps at the API server: one desired state for each object, and the queue of those that are to be written."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, get_args
+
+from gpumgr.kube.client import ApiServer
+
+#: What is written, in order of priority. The annotations, the labels and the condition of the node are written on their own.
+What = Literal["annotations", "labels", "condition", "eviction", "pod", "event"]
+#: An unchanged state is written again this often: the Node may have been deleted and registered again, or a right granted.
+RESYNC_SECONDS: Final = 600.0
+_ORDER: Final[tuple[What, ...]] = get_args(What)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Desired(ABC):
+    """The desired state of an object, or of a part of it.
+
+    `rights` are the RBAC rules that the write needs. `wanted_at` is the last time at which a caller wanted a write. `requests` counts the
+    requests since the start. Times are seconds of one monotonic clock.
+
+    The other fields belong to the queue. `due`: when the next write is due. `since`: when it was due first, which a failure does not
+    change. `attempts` counts the failures. `again`: when a change that arrived during the write is due.
+    """
+
+    what: ClassVar[What]
+    rights: ClassVar[str]
+    wanted_at: float = -math.inf
+    requests: int = 0
+    due: float = 0.0
+    since: float = 0.0
+    attempts: int = 0
+    again: float | None = None
+
+    @abstractmethod
+    async def write(self, server: ApiServer, node: str) -> None:
+        """Writes the state that is desired now, for the node of this name. Raises what `ApiServer.send` raises."""
+
+
+class WorkQueue:
+    """Desired states that are to be written, in order of priority and then of arrival.
+
+    At most `capacity` events wait; the oldest is dropped for the next one. The number of objects bounds the rest.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._waiting: dict[Desired, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, desired: Desired, due: float) -> Desired | None:
+        """Adds a state, or brings forward one that waits; one that failed keeps its time. A state that is being written is due again at
+        `due`. Returns the event that was dropped, if any."""
+        desired.again = due
+        if desired in self._waiting:
+            if not desired.attempts and due < desired.due:
+                desired.due = desired.since = due
+            return None
+        self._waiting[desired] = None
+        desired.due, desired.since, desired.attempts = due, due, 0
+        events = [each for each in self._waiting if each.what == "event"] if desired.what == "event" else []
+        if len(events) <= self._capacity:
+            return None
+        del self._waiting[events[0]]
+        return events[0]
+
+    def next(self, now: float) -> Desired | None:
+        """The state to write now. It waits until it is `done`."""
+        due = (each for each in self._waiting if each.due <= now)
+        desired = min(due, key=lambda each: _ORDER.index(each.what), default=None)
+        if desired is not None:
+            desired.again = None
+        return desired
+
+    def next_due(self) -> float:
+        """When the next write is due; something must wait."""
+        return min(each.due for each in self._waiting)
+
+    def oldest_seconds(self, now: float) -> float:
+        """How long the oldest write has been due; 0.0 if none is."""
+        return max((now - each.since for each in self._waiting if each.since <= now), default=0.0)
+
+    def done(self, desired: Desired) -> None:
+        """The state that `next` returned is written, or is given up. It waits again if it has changed in the meantime."""
+        if self.remove(desired) and desired.again is not None:
+            self.put(desired, desired.again)
+
+    def remove(self, desired: Desired) -> bool:
+        """Cancels a write. False if it does not wait."""
+        return desired in self._waiting and self._waiting.pop(desired) is None
+
+    def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
+        """The write failed and is due again. `held`: it does not count as late until then."""
+        desired.attempts += 1
+        desired.due, desired.since = due, due if held else desired.since
+
+
+class TokenBucket:
+    """Allows `burst` at once and `per_second` in the long run. Times are seconds of one clock."""
+
+    def __init__(self, per_second: float, burst: int, now: float) -> None:
+        self._per_second, self._burst = per_second, burst
+        self._tokens, self._at = float(burst), now
+
+    def take(self, now: float) -> float:
+        """Takes a token and returns 0.0; if there is none, returns the seconds until there is one."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
+        self._at = now
+        if self._tokens < 1 - 1e-6:  # rounding must not cost another wait
+            return (1 - self._tokens) / self._per_second
+        self._tokens -= 1
+        return 0.0

@@ -1,0 +1,264 @@
+"""The objects that the publisher writes, beside events: annotations and evictions of pods; the node's annotations, labels and condition.
+
+The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of the last change of the status; changes of reason and message
+do not count.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import structlog
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired
+from gpumgr.kube.publisher.events import Body, timestamp
+from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.topology.labels import NVIDIA
+
+_log = structlog.get_logger(__name__)
+
+#: The type of the condition.
+TYPE: Final = "GpuTrouble"
+#: Annotation of the node: the keys of the agent's labels, joined by ",". Obsolete labels are removed, also after a restart.
+LABELS_ANNOTATION: Final = "gpumgr.io/labels"
+_DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
+_DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
+#: A condition with an unchanged status is written at most this often: the kubelet's own interval (nodeStatusUpdateFrequency).
+_CONDITION_SECONDS: Final = 10.0
+_BY_HAND: Final = "if an earlier agent described the node, remove that by hand: docs/operations.md, Remove, has the commands"
+
+
+@dataclass(eq=False, slots=True)
+class PodAnnotations(Desired):
+    """Annotations of one incarnation of a pod; None removes one."""
+
+    what = "pod"
+    rights = "patch on pods"
+    pod: PodKey
+    uid: str
+    values: Mapping[str, str | None] = field(default_factory=dict)
+
+    async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
+        """404: the pod is gone. With the UID in the patch, the API server refuses it (409) for another pod of the name."""
+        namespace, name = self.pod
+        patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
+        await server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
+
+
+@dataclass(eq=False, slots=True)
+class PodEviction(Desired):
+    """The eviction of one incarnation of a pod. `reasons` has the reason of each requester: a drain and the memory limit may both want the
+    pod evicted. `wanted_at` is infinity once the pod is gone."""
+
+    what = "eviction"
+    rights = "create on pods/eviction"
+    pod: PodKey
+    uid: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def eviction(self) -> Eviction:
+        return Eviction(uid=self.uid, pod=self.pod, reason="; ".join(self.reasons.values()))
+
+    async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
+        """404 and 409: the pod is gone, or another pod has its name."""
+        (namespace, name), reason = self.pod, self.eviction.reason
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": {"uid": self.uid}},
+        }
+        if await server.send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", body, but=(404, 409)):
+            _log.info("pod_evicted", pod=f"{namespace}/{name}", pod_uid=self.uid, reason=reason)
+
+
+@dataclass(eq=False, slots=True)
+class NodePart(Desired):
+    """A part of the Node object. Callers may want the same state again and again: it is written on change and every RESYNC_SECONDS."""
+
+    def _is_due(self, now: float, *, changed: bool) -> bool:
+        """Whether a state that is wanted now is to be written."""
+        due = changed or now - self.wanted_at >= RESYNC_SECONDS
+        self.wanted_at = now if due else self.wanted_at
+        return due
+
+    @contextmanager
+    def _without_right(self, *, removing: bool) -> Iterator[None]:
+        """A removal without the right to it is no failure: usually there is nothing to remove, so the right is not required."""
+        try:
+            yield
+        except AnswerError as error:
+            if error.status != 403 or not removing:
+                raise
+            _log.info("node_description_left", what=self.what, error=str(error), remedy=_BY_HAND)
+
+
+@dataclass(eq=False, slots=True)
+class NodeAnnotations(NodePart):
+    """`unwritten` has the annotations that the next patch sets or removes (None)."""
+
+    what = "annotations"
+    rights = "patch on nodes"
+    values: dict[str, str] = field(default_factory=dict)
+    unwritten: dict[str, str | None] = field(default_factory=dict)
+
+    def set(self, key: str, value: str, now: float) -> bool:
+        """True if a write is due: of a changed annotation alone, after the resync interval of all."""
+        changed = self.values.get(key) != value
+        self.values[key] = value
+        if now - self.wanted_at >= RESYNC_SECONDS:
+            self.wanted_at = now
+            self.unwritten |= self.values
+        elif changed:
+            self.unwritten[key] = value
+        else:
+            return False
+        return True
+
+    def keep_removals(self) -> bool:
+        """Gives up the annotations that are not written yet, but not the removals. False: there are none."""
+        self.unwritten = {key: None for key, value in self.unwritten.items() if value is None}
+        return bool(self.unwritten)
+
+    async def write(self, server: ApiServer, node: str) -> None:
+        taken, self.unwritten = self.unwritten, {}
+        try:
+            await server.send("PATCH", f"/api/v1/nodes/{node}", {"metadata": {"annotations": taken}})
+        except BaseException:
+            self.unwritten = taken | self.unwritten
+            raise
+
+
+@dataclass(eq=False, slots=True)
+class NodeLabels(NodePart):
+    """All labels that the agent writes; others that it wrote before are removed."""
+
+    what = "labels"
+    rights = "get and patch on nodes"
+    labels: Mapping[str, str] | None = None
+
+    def set(self, labels: Mapping[str, str], now: float) -> bool:
+        """True if a write is due."""
+        changed, self.labels = labels != self.labels, labels
+        return self._is_due(now, changed=changed)
+
+    async def write(self, server: ApiServer, node: str) -> None:
+        """Other components write labels, too: the present ones are read each time."""
+        path, labels = f"/api/v1/nodes/{node}", self.labels or {}
+        with self._without_right(removing=not labels):
+            if (patch := labels_patch(await server.read("GET", path), labels)) is not None:
+                await server.send("PATCH", path, patch)
+                if not labels:
+                    _log.info("node_description_removed", what="labels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """`reason` is one CamelCase word."""
+
+    trouble: bool
+    reason: str
+    message: str
+
+
+@dataclass(eq=False, slots=True)
+class NodeCondition(NodePart):
+    """The condition GpuTrouble; None: the Node has none. `clock` is monotonic, `wall` unix seconds."""
+
+    what = "condition"
+    rights = "get on nodes and patch on nodes/status"
+    clock: Callable[[], float]
+    wall: Callable[[], float]
+    condition: Condition | None = None
+    sent_at: float = -math.inf
+    #: What the API server has, and since when (unix seconds) with this status; None until the Node was read.
+    written: tuple[Condition, float] | None = None
+
+    def set(self, condition: Condition | None, now: float) -> float | None:
+        """When a write is due, or None: a new status at once, a new message _CONDITION_SECONDS after the last write."""
+        before, self.condition = self.condition, condition
+        if not self._is_due(now, changed=condition != before):
+            return None
+        same_status = condition is not None and before is not None and condition.trouble == before.trouble
+        return max(now, self.sent_at + _CONDITION_SECONDS) if same_status else now
+
+    async def write(self, server: ApiServer, node: str) -> None:
+        """The Node is read once: an earlier process may have written the same condition."""
+        condition, path, now = self.condition, f"/api/v1/nodes/{node}", self.wall()
+        self.sent_at = self.clock()
+        with self._without_right(removing=condition is None):
+            if condition is None:
+                self.written = None
+                if _find_condition(await server.read("GET", path)) is not None:
+                    await server.send("PATCH", f"{path}/status", _condition_patch({"$patch": "delete"}), patch="strategic")
+                    _log.info("node_description_removed", what="condition")
+                return
+            if self.written is None and (found := _parse_condition(await server.read("GET", path))) is not None:
+                self.written = found[:2]
+                if found[0] == condition and now - found[2] < RESYNC_SECONDS:
+                    return
+            before = self.written
+            since = before[1] if before is not None and before[0].trouble == condition.trouble else now
+            fields = {
+                "status": "True" if condition.trouble else "False",
+                "reason": condition.reason,
+                "message": condition.message,
+                "lastHeartbeatTime": timestamp(now),
+                "lastTransitionTime": timestamp(since),
+            }
+            await server.send("PATCH", f"{path}/status", _condition_patch(fields), patch="strategic")
+            self.written = (condition, since)
+
+
+def _condition_patch(fields: Mapping[str, str]) -> Body:
+    """A strategic merge patch: conditions are merged by their type, and `$patch: delete` removes one (source: the Kubernetes
+    documentation, "Update API Objects in Place Using kubectl patch", and apimachinery's strategicpatch)."""
+    return {"status": {"conditions": [{"type": TYPE, **fields}]}}
+
+
+def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: Iterator[Mapping[str, Any]] = iter((node.get("status") or {}).get("conditions") or ())
+    return next((each for each in found if each.get("type") == TYPE), None)
+
+
+def _parse_condition(node: Mapping[str, Any]) -> tuple[Condition, float, float] | None:
+    """The condition, with the times (unix seconds) of its last transition and heartbeat; None if it is missing or malformed."""
+    found = _find_condition(node)
+    if found is None or found.get("status") not in ("True", "False"):
+        return None
+    try:
+        since, at = (datetime.fromisoformat(found[key]).timestamp() for key in ("lastTransitionTime", "lastHeartbeatTime"))
+    except (KeyError, ValueError, TypeError):
+        return None
+    reason, message = str(found.get("reason") or ""), str(found.get("message") or "")
+    return Condition(trouble=found["status"] == "True", reason=reason, message=message), since, at
+
+
+def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
+    """A merge patch of the Node's labels and of the annotation that lists the agent's; None if nothing changes.
+
+    Labels below `nvidia.com/` that the agent did not write are not changed, nor any of them where NVIDIA's gpu-feature-discovery runs.
+    """
+    metadata = node.get("metadata") or {}
+    present: Mapping[str, str] = metadata.get("labels") or {}
+    listed: str = (metadata.get("annotations") or {}).get(LABELS_ANNOTATION) or ""
+    before = set(filter(None, listed.split(",")))
+    managers = (each.get("manager") or "" for each in metadata.get("managedFields") or ())
+    discovered = _DISCOVERY_LABEL in present or any(manager.startswith(_DISCOVERY_MANAGER) for manager in managers)
+
+    def foreign(key: str) -> bool:
+        return key.startswith(NVIDIA) and (discovered or (key in present and key not in before))
+
+    ours = {key: value for key, value in wanted.items() if not foreign(key)}
+    changes: dict[str, str | None] = {key: value for key, value in ours.items() if present.get(key) != value}
+    changes |= {key: None for key in sorted(before - ours.keys()) if key in present and not foreign(key)}
+    patch: Body = {"labels": changes} if changes else {}
+    if (keys := ",".join(sorted(ours))) != listed:
+        patch["annotations"] = {LABELS_ANNOTATION: keys or None}
+    return {"metadata": patch} if patch else None
