@@ -1,8 +1,9 @@
 """The credential files of the web server: bearer token, certificate and key, CA of the clients. They are read again when they change,
 never on the event loop.
 
-A changed file that cannot be used is logged once. A token is invalid until its file can be read again, since removing the file revokes
-the token. Certificates stay in use: they are replaced file by file, and in between certificate and key do not match.
+A changed file that can't be used is logged once for each reason, and is read again until it can be used. A token is invalid until then,
+since removing the file revokes the token. Certificates stay in use: they are replaced file by file, and in between certificate and key do
+not match.
 """
 
 import asyncio
@@ -34,10 +35,10 @@ _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(Generic[T]):
-    """A value made from the files `paths`, and made again on a thread when they have changed, since a file system may hang.
+    """A value that `make` returns for the files `paths`. It is made again when they have changed, on a thread: a file system may hang.
 
-    The constructor raises what `make` raises. `read_again` is called after each change. `unusable` gets the reason and the
-    earlier value, and returns what holds from now on.
+    The constructor raises what `make` raises. `read_again` is called after each change. `unusable` gets the reason and the earlier value,
+    and returns the value to use from then on.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class _Files(Generic[T]):
         self._paths, self._make, self._read_again, self._unusable = paths, make, read_again, unusable
         self._calls = DaemonCalls("web-credentials")
         self._looking: asyncio.Task[None] | None = None
-        #: None: the file system did not answer.
+        #: None: the files could not be used at the last look, because of `_error`.
         self._stamp: _Stamp | None = _stamp(*paths)
+        self._error: str | None = None
         self._value = make()
 
     async def current(self) -> T:
@@ -67,29 +69,26 @@ class _Files(Generic[T]):
         try:
             found = await self._calls.call(lambda: self._changed(before), timeout_seconds=LOOK_SECONDS)
         except TimeoutError:
-            if before is not None:
-                self._stamp = None
-                paths = " and ".join(map(str, self._paths))
-                error = SettingsError(f"{paths} can't be read: the file system does not answer")
-                self._value = self._unusable(error, self._value)
-            return
+            paths = " and ".join(map(str, self._paths))
+            found = None, SettingsError(f"{paths} can't be read: the file system does not answer")
         if found is None:
             return
         self._stamp, made = found
-        if isinstance(made, SettingsError):
-            self._value = self._unusable(made, self._value)
-        else:
-            self._value = made
+        if not isinstance(made, SettingsError):
+            self._value, self._error = made, None
             self._read_again()
+        elif str(made) != self._error:
+            self._error, self._value = str(made), self._unusable(made, self._value)
 
-    def _changed(self, before: _Stamp | None) -> tuple[_Stamp, T | SettingsError] | None:
-        """On the thread."""
+    def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
+        """On the thread. After an error the stamp is None, so that the files are read again at the next look: the error may be one of the
+        file system, which ends without a change of the files."""
         if (stamp := _stamp(*self._paths)) == before:
             return None
         try:
             return stamp, self._make()
         except SettingsError as error:
-            return stamp, error
+            return None, error
 
 
 class TokenFile:

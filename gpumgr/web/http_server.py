@@ -18,6 +18,7 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
+from gpumgr.common.aio import BugLog
 from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import AuthPolicy, CurrentPolicy
@@ -88,6 +89,7 @@ class HttpServer:
         self._daemons: list[asyncio.Task[None]] = []
         #: Connections before the end of their TLS handshake.
         self._starting: set[asyncio.Task[None]] = set()
+        self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
         #: Connections on which no request has arrived yet, and until when it must (the event loop's clock).
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
@@ -183,10 +185,14 @@ class HttpServer:
                 ssl=await tls.context() if tls is not None and secure else None,
                 ssl_handshake_timeout=limits.request_seconds if secure else None,
             )
+        except OSError:  # the client has gone, or the handshake failed
+            connected.close()
+            return
         except BaseException as error:
             connected.close()
-            if not isinstance(error, OSError):  # the client has gone, or the handshake failed
+            if not isinstance(error, Exception):
                 raise
+            self._bugs.record(error)
             return
         self._open.add(transport)
         self._silent[transport] = loop.time() + limits.request_seconds

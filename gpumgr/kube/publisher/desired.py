@@ -1,4 +1,4 @@
-"""What the publisher keeps at the API server: one desired state for each object, and the queue of those that are to be written."""
+"""What the publisher keeps at the API server: one desired state for each object, and the queue of desired states to write."""
 
 import math
 from abc import ABC, abstractmethod

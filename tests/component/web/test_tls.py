@@ -1,17 +1,21 @@
 """TLS and client certificates over real connections; the certificates' files while they change, and when they are wrong."""
 
 import asyncio
+import gc
 import os
 import shutil
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.errors import SettingsError
+from gpumgr.web import credentials
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.conftest import HangingFiles, Serve
 from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, page_server, say
@@ -108,6 +112,28 @@ async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_pa
     assert await status(server, "/healthz", context(ca="stranger")) == 200
     with pytest.raises(aiohttp.ClientConnectorError):
         await status(server, "/healthz", context())
+
+
+@pytest.mark.parametrize("fault", [SettingsError("http.tls_key_file can't be read: Input/output error"), RuntimeError("a bug")])
+async def test_after_a_fault_certificates_are_read_again_although_their_files_stay(
+    fault: Exception, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {key: Path(shutil.copy(path, tmp_path / path.name)) for key, path in TLS.items()}
+    server = await serve(**files)
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    for name in ("crt", "key"):
+        shutil.copy(CERTIFICATES / f"stranger.{name}", tmp_path / f"server.{name}")
+    with capture_logs() as logs, monkeypatch.context() as patch:
+        patch.setattr(credentials, "_read", Mock(side_effect=fault))
+        for _ in range(2):
+            with suppress(aiohttp.ClientError):
+                await status(server, "/healthz", context())
+    lines = [(line["event"], line.get("daemon")) for line in logs]
+    assert lines == [("daemon_failed", "web_connection") if isinstance(fault, RuntimeError) else ("certificates_unusable", None)]
+    assert await status(server, "/healthz", context(ca="stranger")) == 200
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hangs(
