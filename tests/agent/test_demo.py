@@ -12,23 +12,11 @@ from asyncio.subprocess import PIPE
 from io import FileIO
 from pathlib import Path
 
-import pytest
-
 from gpumgr.sim.demo.node import open_node
 from gpumgr.sim.demo.runner import SIM
 from gpumgr.sim.demo.workload import Activity, Workload
 
 from .stage import app
-
-
-async def test_every_step_comes_out_as_scripted() -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", "--output", "json", stdout=PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 90)
-    document = json.loads(out)
-    assert [step for step in document["steps"] if not step["ok"]] == []
-    assert (document["ok"], process.returncode) == (True, 0)
-    assert len(document["steps"]) >= 16
-    assert "usage is reported" in [step["name"] for step in document["steps"]]
 
 
 async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() -> None:
@@ -53,6 +41,8 @@ async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() 
                 told += some
             assert await process.wait() == 0, told.decode()
     assert b"FAIL" not in told
+    assert told.count(b"ok    ") >= 16
+    assert b"ok    usage is reported" in told
     assert b"ok    the agent stops" in told
 
 
@@ -66,8 +56,7 @@ async def _some(terminal: FileIO) -> bytes:
         raise
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) -> None:
     command = (sys.executable, "-m", "gpumgr", "demo")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**os.environ, "TMPDIR": str(folder)})
     assert process.stdout is not None
@@ -80,7 +69,7 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path, nu
         (child,) = _children(process.pid)
         (used,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
         assert used.parent == folder
-        process.send_signal(number)
+        process.send_signal(signal.SIGHUP)
         out, _ = await process.communicate()
     assert b"not reached" in out
     assert process.returncode == 1

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.demo.node import SimulatedNode
 
@@ -70,10 +68,9 @@ async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Pat
         assert node.disagreements() == []
 
 
-@pytest.mark.parametrize("api_server", [True, False], ids=["API server", "standalone"])
-async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path, api_server: bool) -> None:
+async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path) -> None:
     """It offers all ids again."""
-    async with running(folder, api_server=api_server) as node:
+    async with running(folder, api_server=False) as node:
         first = node.pod("first", app(300))
         assert (await node.run(first)).phase == "Running"
         before = node.ledger()

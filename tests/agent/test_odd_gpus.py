@@ -35,7 +35,7 @@ async def test_gpus_without_memory_information_are_granted_whole(folder: Path) -
     async with stage(folder, sim=str(without_memory(folder))) as node:
         await node.agent.start()
         await node.agent.while_running(node.kubelet.until_allocatable(CORE_RESOURCE))
-        await node.agent.while_running(node.agent_log.until("ready"))
+        await node.agent.while_running(node.kubelet.until(lambda: MEMORY_RESOURCE in node.kubelet.node_status()))
         status = node.kubelet.node_status()
         assert (status[CORE_RESOURCE].allocatable, status[MEMORY_RESOURCE].allocatable) == (400, 0)
         share = await node.run(node.pod("share", app(30, 4)))

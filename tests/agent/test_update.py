@@ -14,7 +14,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimKubeletError
-from gpumgr.sim.kubelet_shape import V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.sim.kubelet_shape import V1_20, V1_35, KubeletShape
 
 from .stage import SIM, app, stage
 
@@ -60,7 +60,7 @@ async def until_served_by(node: SimulatedNode, agent: AgentProcess) -> None:
         await agent.while_running(node.kubelet.until_allocatable(RESOURCE_NAMES[kind]))
 
 
-@pytest.mark.parametrize("shape", [V1_20, V1_25, V1_35], ids=lambda shape: str(shape.version))
+@pytest.mark.parametrize("shape", [V1_20, V1_35], ids=lambda shape: str(shape.version))
 async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_ended(folder: Path, shape: KubeletShape) -> None:
     """A kubelet before 1.36 takes a stream that ends later for the new one's, and disconnects that."""
     async with updating(folder, shape=shape) as node:
@@ -132,12 +132,13 @@ async def test_a_version_with_bad_settings_never_replaces_the_agent(folder: Path
         assert node.agent_log.find("stopping") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_waiting_agent_that_ends_leaves_the_other_one_as_it_is(folder: Path, number: signal.Signals) -> None:
-    async with updating(folder) as node, beside(node) as new:
-        await until_it_waits(new)
-        new.signal(number)
-        assert await new.ended() == (0 if number is signal.SIGTERM else -number)
+async def test_a_waiting_agent_that_ends_leaves_the_other_one_as_it_is(folder: Path) -> None:
+    async with updating(folder) as node:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            async with beside(node) as new:
+                await until_it_waits(new)
+                new.signal(number)
+                assert await new.ended() == (0 if number is signal.SIGTERM else -number)
         assert (folder / "agent.sock").is_socket()
         assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
         assert node.agent_log.find("registration_lost") == []

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+
+from gpumgr.cli import group
 
 from .cluster import Cluster
 from .manifests import CORE, MEMORY
@@ -135,15 +137,7 @@ class Agent:
         tests.e2e.dying_agent."""
         simulated = ["--sim", SIM, "--sim-dir", str(AGENT_STATE / "sim")]
         module = ["tests.e2e.dying_agent", dies_at] if dies_at else ["tests.e2e.slow_agent" if slow else "gpumgr"]
-        command = [
-            sys.executable,
-            "-m",
-            *module,
-            "run",
-            "--config",
-            str(self._config),
-            *simulated,
-        ]
+        command = [sys.executable, "-m", *module, "run", "--config", str(self._config), *simulated]
         self._cluster.processes.start(self._name, command, cwd=PROJECT)
         self.running = True
         if wait:
@@ -207,9 +201,11 @@ class Agent:
         self.offer = self.offer or offered
 
     def ledger(self) -> list[Holding]:
-        """The ledger, read by the agent's own command from the checkpoint."""
-        command = [sys.executable, "-m", "gpumgr", "checkpoint", "show", "--config", str(self._config), "--output", "json"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT)
+        """The ledger, which the agent's own command reads from the checkpoint. It runs in this process: the tests ask very often, and a
+        process of its own would spend most of a second on imports."""
+        arguments = ["checkpoint", "show", "--config", str(self._config), "--output", "json"]
+        done = CliRunner().invoke(group, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
         return read_ledger(json.loads(done.stdout))
 
     def wait_empty(self) -> None:

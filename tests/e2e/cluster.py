@@ -69,6 +69,8 @@ class Cluster:
     def __init__(self, gpus: int = 8) -> None:
         self._gpus = gpus
         self._lock: IO[str] | None = None
+        #: The runtime's folder, and the archive of an image that is in it.
+        self._imported: set[tuple[Path, Path]] = set()
         self._etcd, self._peer, self._server, self._kubelet = free_ports(4)
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "node", "gpumgr")}
         self.processes = Processes(STATE / "logs", traces.RECORD)
@@ -190,15 +192,18 @@ class Cluster:
             wait_until("the container runtime", answers, timeout)
 
     def import_image(self, archive: Path) -> None:
-        """Gives the container runtime an image."""
+        """Gives the container runtime an image, unless this run has done it before: images outlive the runtime's process."""
         self.wait_containerd()
-        self.ctr("images", "import", str(archive))
+        if (self._software.state, archive) not in self._imported:
+            self.ctr("images", "import", str(archive))
+            self._imported.add((self._software.state, archive))
 
     def _import_image(self) -> None:
+        """The image of the tests' pods."""
         archive = STATE / "image.tar"
-        image.write_image(archive, IMAGE, ["/bin/sh", "-c", manifests.SLEEP])
+        if not archive.exists():
+            image.write_image(archive, IMAGE, ["/bin/sh", "-c", manifests.SLEEP])
         self.import_image(archive)
-        archive.unlink()
 
     def _start_control_plane(self) -> None:
         key = STATE / "pki" / "accounts.key"

@@ -1,5 +1,6 @@
 """What the tests do with the node: create pods, wait for them, and compare pods, the kubelet's list and the ledger."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from .cluster import Cluster
 from .manifests import CORE, MEMORY, Json
 from .podresources import Held, PodResources
 from .processes import wait_until
+
+#: The annotation of the node object in which the agent describes its GPUs.
+INVENTORY = "gpumgr.io/inventory"
 
 
 class Node:
@@ -131,6 +135,30 @@ class Node:
         names = [each["metadata"]["name"] for each in pods]
         assert {name: phase(now[name]) for name in names} == dict.fromkeys(names, "Running")
         self.check()
+
+
+def shown(node: Node, name: str, container: str = "main") -> tuple[dict[str, str], set[str]]:
+    """The environment and the NVIDIA device nodes that a container with the command SHOW found."""
+    node.wait_log(name, "shown", container)
+    lines = node.cluster.log_of(name, container).splitlines()
+    environment = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    return environment, {line for line in lines if line.startswith("/dev/nvidia")}
+
+
+def gpu_nodes(devices: set[str]) -> set[str]:
+    """The device nodes of GPUs among these."""
+    return {each for each in devices if re.fullmatch(r"/dev/nvidia\d+", each)}
+
+
+def inventory(node: Node) -> Json:
+    """What the node object says of its GPUs and their pods; empty before the agent has written it."""
+    found: Json = json.loads(node.cluster.node()["metadata"].get("annotations", {}).get(INVENTORY, "{}"))
+    return found
+
+
+def name_of(uuid: str) -> str:
+    """The ledger's name of a GPU."""
+    return uuid.removeprefix("GPU-")[:8]
 
 
 @contextmanager

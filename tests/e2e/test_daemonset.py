@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sqlite3
 import subprocess
 import time
 import uuid
@@ -21,7 +20,7 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, RUN, Installed
 from .gaps import Gap, keep_figures
-from .manifests import SHOW, Json, container, gpu_pod
+from .manifests import SHOW, SLEEP, Json, container, gpu_pod
 from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
 from .processes import wait_until, whole_lines
@@ -105,43 +104,28 @@ def residents(node: Node) -> list[str]:
     return ["share", "whole", "pair", *(each["metadata"]["name"] for each in of(node, "resident"))]
 
 
-def test_the_image_holds_only_the_agent(agent: Installed) -> None:
+def test_the_image(agent: Installed) -> None:
+    """It holds the agent alone, and the client of vcuda, which containers run without any library beside it. Docker and podman run its
+    health check, which uses the settings: they have a port other than the default."""
     alien = "find / -xdev -name pip -o -xdev -name cc1 -o -xdev -name conftest.py"
     found = agent.run_inside("/bin/sh", "-c", f"ls /opt/gpumgr/bin; {alien}")
     assert found.split() == ["gpumgr", "python", "python3", "python3.11"]
-
-
-def test_the_image_brings_the_client_of_vcuda(agent: Installed) -> None:
-    """There is no compiler in it, and containers run this program without any library beside it."""
     build = "import pathlib, gpumgr.compat.gpu_manager.vcuda.client as c; print(c.build_client(pathlib.Path('/nowhere')))"
     client = agent.run_inside("/opt/gpumgr/bin/python3", "-c", build).strip()
     assert "--addr, --pod-uid and one of" in agent.run_inside("/bin/sh", "-c", f"{client} 2>&1 || true")
+    agent.run_inside(*image_agent.healthcheck_command())
 
 
-def test_the_images_healthcheck(agent: Installed) -> None:
-    """Kubernetes has its probes; Docker and podman run this. It uses the settings, which have a port other than the default."""
-    command = image_agent.healthcheck_command()
-    agent.run_inside(*command)
-
-
-def test_it_registers_soon_after_its_container_starts(node: Node, agent: Installed) -> None:
-    took = []
-    for _ in range(3):
-        with Gap(agent.offers) as gap:
-            agent.renew()
-            agent.wait_offered()
-            time.sleep(0.1)
-        took.append(round(gap.longest[1] - agent.started(), 3))
-    keep_figures({"container_start_to_registered_seconds": sorted(took)})
-    node.check()
-
-
-def test_pods_get_gpus(node: Node) -> None:
+def test_pods_get_gpus_and_keep_them_in_the_next_pod_of_the_agent(node: Node, agent: Installed) -> None:
     node.offer_all()
     node.run([gpu_pod("share", 30, 16, command=SHOW), gpu_pod("whole", 100), gpu_pod("pair", 200)])
-    node.check()
     node.wait_log("share", "shown")
     assert "NVIDIA_VISIBLE_DEVICES=GPU-" in node.cluster.log_of("share")
+    with Gap(agent.offers) as gap:
+        agent.renew()
+        agent.wait_offered()
+        time.sleep(0.1)
+    keep_figures({"container_start_to_registered_seconds": round(gap.longest[1] - agent.started(), 3)})
     deploy(node, deployment("scheduled", 3, 25, 20))
     wait_replicas(node, "scheduled", 3)
     node.check()
@@ -182,88 +166,6 @@ def created(pod: Json) -> float:
     """When a pod was created (monotonic clock); the API server writes whole seconds."""
     stamp = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
     return stamp - (time.time() - time.monotonic())
-
-
-def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) -> None:
-    """What Kubernetes itself takes for the same update: the floor under the agent's gap."""
-    folder = STATE / "idle"
-    folder.mkdir(exist_ok=True)
-    beat = folder / "beat"
-    applied = idle(str(folder), "first")
-    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(applied))
-    wait_until("a first beat", beat.exists, 120)
-    seen = [0]
-
-    def fresh() -> bool:
-        last, seen[0] = seen[0], beat.stat().st_mtime_ns
-        return seen[0] != last
-
-    try:
-        with Gap(fresh) as gap:
-            time.sleep(1)
-            cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(idle(str(folder), "second")))
-            wait_until("the second round", lambda: (folder / "second").exists(), 120)
-            time.sleep(1)
-        keep_figures({"rolling_update_gap_of_idle_seconds": round(gap.seconds, 3)})
-        assert gap.signs > 0
-    finally:
-        cluster.kubectl("delete", "daemonset", "idle")
-        wait_until("no pod of it", lambda: not of(node, "idle"))
-
-
-def idle(folder: str, marker: str) -> Json:
-    """A DaemonSet that shows that it lives, and does nothing else."""
-    labels = {"app": "idle"}
-    beating = f"trap 'exit 0' TERM; : > /beat/{marker}; while :; do : > /beat/beat; usleep 10000; done"
-    main = container(command=beating, volumeMounts=[{"name": "beat", "mountPath": "/beat"}])
-    spec = {"hostNetwork": True, "containers": [main], "volumes": [{"name": "beat", "hostPath": {"path": folder}}]}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "DaemonSet",
-        "metadata": {"name": "idle", "namespace": "default"},
-        "spec": {
-            "selector": {"matchLabels": labels},
-            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-            "template": {"metadata": {"labels": labels}, "spec": spec},
-        },
-    }
-
-
-def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> None:
-    """Reported in its pod's log; nothing is changed, pods continue, and with the right version the agent works as before."""
-    node.run([gpu_pod("share", 20, 20)])
-    ledger = agent.ledger()
-    agent.stop()
-    known = schema_version(agent, None)
-    try:
-        schema_version(agent, known + 1)
-        agent.start(wait=False)
-        wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads {known} only)"
-        wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
-        wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
-        assert exit_codes(agent) == {4}
-        assert lives(node, ["share"])
-    finally:  # all other tests use this checkpoint
-        agent.stop()
-        left = schema_version(agent, known)
-    assert left == known + 1
-    agent.start()
-    assert set(agent.ledger()) == set(ledger)
-    node.check()
-
-
-def exit_codes(agent: Installed) -> set[int]:
-    """How the lives of its newest pod ended."""
-    return {int(line["exit_code"]) for line in agent.log() if line["event"] == "ended"}
-
-
-def schema_version(agent: Installed, new: int | None) -> int:
-    """The checkpoint's version, before it is set to `new`."""
-    with contextlib.closing(sqlite3.connect(agent.checkpoint())) as connection, connection:
-        (version,) = connection.execute("SELECT version FROM schema").fetchone()
-        if new is not None:
-            connection.execute("UPDATE schema SET version = ?", (new,))
-    return int(version)
 
 
 @contextlib.contextmanager
@@ -439,19 +341,31 @@ def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Inst
     agent.start()
 
 
-def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
-    """The capabilities that the chart keeps are enough. Device nodes are made where NVIDIA's container runtime would make them."""
-    node.offer_all()
-    nodes = sorted(path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device())
-    volumes = [{"name": name, "hostPath": {"path": f"/dev/{name}", "type": "CharDevice"}} for name in nodes]
-    mounts = [{"name": name, "mountPath": f"/dev/{name}"} for name in nodes]
+def rights_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def test_one_capability_is_enough_to_place_pods_and_to_limit_them(node: Node, agent: Installed) -> None:
+    """`privileged: false`. The files of a running container are kept when the agent is killed, those of an ended one are removed."""
+    tenants.build_programs()
+    agent.configure({"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1.0}, "hami_core": tenants.library()})
     try:
-        agent.start(privileged=False, more_volumes=volumes, more_mounts=mounts)
-        status = Path(f"/proc/{agent.pid()}/status").read_text()
-        assert "NoNewPrivs:\t1" in status
-        assert f"CapEff:\t{1 << CAP_SYS_PTRACE:016x}" in status
-        node.run([gpu_pod("share", 30, 16, command=SHOW), gpu_pod("whole", 100)])
+        agent.start(privileged=False)
+        node.run([tenants.tenant("stays", f"/programs/region_client show; {SLEEP}"), tenants.tenant("goes", SLEEP)])
+        rights = rights_of(agent.pid())
+        assert {int(rights[key], 16) for key in ("CapPrm", "CapEff", "CapBnd")} == {1 << CAP_SYS_PTRACE}
+        assert (rights["NoNewPrivs"], rights["Seccomp"]) == ("1", "2")
+        tenants.wait_line(node, "stays", f"memory={16 * tenants.BLOCK} cores=30 ")
+        kept, left = (RUN / "hami-core" / tenants.allocation(node, name) for name in ("stays", "goes"))
+        assert kept.is_dir()
+        node.delete(["goes"])
+        agent.kill()  # the next agent finds one folder that a container has mounted, and one without a mount
+        wait_until("the ended pod's files gone", lambda: not left.exists(), 120)
+        assert kept.is_dir()
         node.check()
-        node.wait_log("share", "shown")
+        node.delete(["stays"])
+        agent.wait_empty()
     finally:
+        agent.configure({})
         agent.start()

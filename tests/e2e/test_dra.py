@@ -1,75 +1,66 @@
-"""Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, limited, freed, and survive restarts."""
+"""Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, refused and freed, and outlive restarts and faults."""
 
 import json
+import os
+import random
 import shutil
+import signal
+import time
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
+from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
+from . import traces
 from .agent import Agent
+from .api import PODS
 from .bench_kube_scheduler import node as api_node
 from .cluster import Cluster
-from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using, vcuda_by_claims
-from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
-from .places import CDI_SPECS, NODE, PROJECT
+from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
+from .manifests import SHOW, SLEEP, Json, container, pod
+from .node import gpu_nodes, shown
+from .places import AGENT_STATE, CDI_SPECS, KUBELET_ROOT, NODE, PROJECT
 from .processes import wait_until
 from .tenants import control
 from .test_dra_slices import devices as devices_of_a_slice
-from .test_pods import gpu_nodes, shown
+
+#: The kubelet's record of claims: written before it calls the driver.
+RECORD = KUBELET_ROOT / "dra_manager_state"
+#: The reason of the kubelet's event.
+FAILED = "FailedPrepareDynamicResources"
+#: Steps of tests.e2e.dying_agent, and those after a commit.
+PREPARE = ("claim-read", "grant-decided", "grant-saved", "prepared")
+UNPREPARE = ("unprepare-called", "release-decided", "release-saved", "unprepared")
+SAVED = ("grant-saved", "prepared", "release-saved", "unprepared")
 
 
 @pytest.fixture(scope="module")
 def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
-    with in_mode_dra(cluster, running_agent, {"enforcement": {"backend": "none"}}) as node:
+    changes = {"enforcement": {"backend": "none"}, "node": {"unhealthy_taint_effect": "NoExecute"}}
+    with in_mode_dra(cluster, running_agent, changes) as node:
         yield node
 
 
 @pytest.fixture
 def node(dra_node: DraNode) -> DraNode:
+    """Without pods and claims, and with a template for shares of 10 cores."""
     dra_node.cluster.delete_all()
     dra_node.cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
+    dra_node.delete_claims()
     dra_node.agent.wait_empty()
+    dra_node.make(template("share", request("gpu", 10, "1Gi")))
     return dra_node
 
 
-def test_the_slice_has_every_gpu_with_its_capacity(node: DraNode) -> None:
-    (found,) = node.slices()
-    assert found["spec"]["nodeName"] == NODE
-    assert len(found["spec"]["devices"]) == 8
-    for device in found["spec"]["devices"]:
-        assert device["allowMultipleAllocations"] is True
-        assert device["capacity"]["cores"]["value"] == "100"
-
-
-def test_metrics_page_and_state_have_the_driver(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    node.run([claiming("counted", "share")])
-    metrics, resource = node.agent.metrics(), ("resource", DRIVER)
-    assert metrics["gpumgr_kubelet_registered", frozenset({resource})] == 1
-    assert metrics["gpumgr_prepare_requests_total", frozenset({resource, ("outcome", "ok")})] >= 1
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
-        state = json.load(answer)
-    assert (state["mode"], state["ready"], state["health"]["registered"]) == ("dra", True, {DRIVER: True})
-
-
-def test_shares_are_packed_and_see_one_gpu(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    names = ["a", "b", "c"]
-    node.run([claiming(name, "share") for name in names])
-    holdings = [node.ledger_of(name)[0] for name in names]
-    assert len({holding.gpus for holding in holdings}) == 1
-    environment, devices = shown(node, "a")
-    assert environment["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
-    assert len(gpu_nodes(devices)) == 1
-    node.delete(names)
-    node.agent.wait_empty()
+# -- claims ------------------------------------------------------------------------------------------------------------------
 
 
 def four_gpus(name: str, **selector: str) -> tuple[Json, Json]:
@@ -77,10 +68,6 @@ def four_gpus(name: str, **selector: str) -> tuple[Json, Json]:
     shipped, body = yaml.safe_load_all((PROJECT / "config" / "examples" / "dra-four-gpus.yaml").read_text())
     main = {**container(command=SHOW), "resources": body["spec"]["containers"][0]["resources"]}
     return shipped, pod(name, [main], bound=False, resourceClaims=body["spec"]["resourceClaims"], nodeSelector=selector)
-
-
-def wait_bound(node: DraNode, name: str) -> None:
-    node.cluster.pods.wait(f"{name} bound", lambda now: "nodeName" in now.get(name, {}).get("spec", {}), 60)
 
 
 def allocated(node: DraNode, name: str) -> tuple[str, list[str]]:
@@ -95,19 +82,33 @@ def attribute(published: Json, devices: Sequence[str], name: str) -> set[str]:
     return {json.dumps(each["attributes"][name]) for each in published["spec"]["devices"] if each["name"] in devices}
 
 
-def test_four_whole_gpus_of_one_island(node: DraNode) -> None:
-    shipped, body = four_gpus("four")
+def test_shares_are_packed_and_whole_gpus_are_of_one_island(node: DraNode) -> None:
+    (published,) = node.slices()
+    assert published["spec"]["nodeName"] == NODE
+    assert len(published["spec"]["devices"]) == 8
+    for device in published["spec"]["devices"]:
+        assert device["allowMultipleAllocations"] is True
+        assert device["capacity"]["cores"]["value"] == "100"
+    shipped, four = four_gpus("four")
     node.make(shipped)
-    node.run([body])
+    names = ["a", "b", "c"]
+    node.run([*(claiming(name, "share") for name in names), four])
+    assert len({node.ledger_of(name)[0].gpus for name in names}) == 1
+    environment, seen = shown(node, "a")
+    assert environment["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
+    assert len(gpu_nodes(seen)) == 1
     (holding,) = node.ledger_of("four")
-    assert len(holding.gpus) == 4
     chosen, devices = allocated(node, "four")
     assert (chosen, devices) == ("gpus/island", sorted(f"gpu-{gpu}" for gpu in holding.gpus))
-    (published,) = node.slices()
     assert len(attribute(published, devices, "island")) == 1
-    environment, shown_devices = shown(node, "four")
-    assert len(gpu_nodes(shown_devices)) == 4
-    assert environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 4
+    environment, seen = shown(node, "four")
+    assert len(gpu_nodes(seen)) == environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 4
+    metrics, resource = node.agent.metrics(), ("resource", DRIVER)
+    assert metrics["gpumgr_kubelet_registered", frozenset({resource})] == 1
+    assert metrics["gpumgr_prepare_requests_total", frozenset({resource, ("outcome", "ok")})] >= 1
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
+        state = json.load(answer)
+    assert (state["mode"], state["ready"], state["health"]["registered"]) == ("dra", True, {DRIVER: True})
 
 
 def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: DraNode) -> None:
@@ -140,11 +141,8 @@ def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: Dr
         api.request("DELETE", f"/api/v1/nodes/{name}")
 
 
-def test_what_fits_nowhere_stays_pending(node: DraNode) -> None:
-    node.make(template("huge", request("gpu", 10, "800Gi")))
-    node.cluster.create([claiming("huge", "huge")])
-    node.event("huge", "FailedScheduling", "cannot allocate all claims")
-    assert not node.agent.ledger()
+def wait_bound(node: DraNode, name: str) -> None:
+    node.cluster.pods.wait(f"{name} bound", lambda now: "nodeName" in now.get(name, {}).get("spec", {}), 60)
 
 
 def test_init_containers_and_sidecars(node: DraNode) -> None:
@@ -162,81 +160,166 @@ def test_init_containers_and_sidecars(node: DraNode) -> None:
         assert len(gpu_nodes(shown(node, "stages", name)[1])) == 1
 
 
-def test_pods_share_one_claim(node: DraNode) -> None:
-    node.claim("ours", request("gpu", 30, "5Gi"))
+def test_pods_of_one_claim_and_a_pod_with_several(node: DraNode) -> None:
+    for name in ("ours", "mine"):
+        node.claim(name, request("gpu", 20, "2Gi"), request("more", 10, "1Gi"))
+    main, other = (container(name, command=SHOW) for name in ("main", "other"))
+    main["resources"]["claims"] = [{"name": "a", "request": "gpu"}]
+    other["resources"]["claims"] = [{"name": "b"}]
+    several = using(claiming("several", "unused", main, other), a="ours", b="mine")
+    node.run([*(using(claiming(f"shared-{number}", "unused"), gpu="ours") for number in range(4)), several])
+    assert len(node.agent.ledger()) == 4, "two requests of two claims"
+    assert shown(node, "shared-0")[1] == shown(node, "shared-3")[1] == shown(node, "several", "main")[1]
+    assert shown(node, "several", "other")[0]["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
+    node.delete(["several", "shared-0", "shared-1", "shared-2"])
+    wait_until(
+        "the claim of one pod freed", lambda: len(node.agent.ledger()) == 2, every=0.3
+    )  # shared-3 still uses the other claim
+    node.delete(["shared-3"])
+    node.agent.wait_empty()
+
+
+def test_admin_access_sees_every_gpu_and_counts_nothing(node: DraNode) -> None:
+    node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access=true")
+    every = request("gpu")
+    del every["exactly"]["count"]
+    every["exactly"] |= {"adminAccess": True, "allocationMode": "All"}
+    node.make(template("all", every), template("eight", request("gpu", count=8)))
     try:
-        for name in ("one", "other"):
-            node.run([using(claiming(name, "unused"), gpu="ours")])
-        assert len(node.agent.ledger()) == 1
-        assert shown(node, "one")[1] == shown(node, "other")[1]
-        node.delete(["one"])
-        assert len(node.agent.ledger()) == 1, "the other pod still uses it"
-        node.delete(["other"])
-        node.agent.wait_empty()
+        node.run([claiming("monitor", "all")])
+        node.run([claiming("whole", "eight")])
+        assert len(gpu_nodes(shown(node, "monitor")[1])) == len(gpu_nodes(shown(node, "whole")[1])) == 8
+        node.delete(["whole"])
+        assert [holding.place[1] for holding in node.agent.ledger()] == ["monitor"]
     finally:
-        node.cluster.api.request("DELETE", f"{CLAIMS}/ours")
+        node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access-")
 
 
-def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> None:
-    """Written by hand past kube-scheduler. The other pod on the GPU keeps what it has."""
-    node.make(template("share", request("gpu", 60, "5Gi")))
+@pytest.mark.timeout(600, func_only=True)
+def test_many_pods_at_once(node: DraNode) -> None:
+    names = [f"many-{index}" for index in range(40)]
+    node.run([claiming(name, "share", container(command=SLEEP)) for name in names], timeout=400)
+    holdings = node.agent.ledger()
+    assert sorted(holding.place[1] for holding in holdings) == sorted(names)
+    assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
+
+
+def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node: DraNode) -> None:
+    """Written by hand past kube-scheduler: a device that the node never had, and more cores than the GPU has left. Two more claims are
+    deleted or replaced between the kubelet's request for the claim and the agent's."""
     node.run([claiming("resident", "share")])
     before = node.agent.ledger()
-    result = dict(node.claim_of("resident")["status"]["allocation"]["devices"]["results"][0], shareID=str(uuid.uuid4()))
-    node.forge("greedy", {"devices": {"results": [result]}})
+    (result,) = node.claim_of("resident")["status"]["allocation"]["devices"]["results"]
+
+    def forged(**changes: object) -> Json:
+        return {"devices": {"results": [{**result, "shareID": str(uuid.uuid4()), **changes}]}}
+
+    node.forge("unknown", forged(device="gpu-ffffffff"))
+    node.forge("greedy", forged(consumedCapacity={**result["consumedCapacity"], "cores": "95"}))
+    node.refused("unknown", "which this node never had")
     node.refused("greedy", "kube-scheduler counted otherwise")
+    wanted = {"gone": "does not exist any more", "replaced": "the present one has another UID"}
+    with stopped(node, "gpumgr"):
+        for name in wanted:
+            node.forge(name, forged())
+        wait_called(node, {name: str(node.cluster.api.request("GET", f"{CLAIMS}/{name}")["metadata"]["uid"]) for name in wanted})
+        for name in wanted:
+            node.cluster.api.request("DELETE", f"{CLAIMS}/{name}")
+        node.claim("replaced", request("gpu", 10, "1Gi"))
+    for name, text in wanted.items():
+        node.event(name, FAILED, text)
     assert node.agent.ledger() == before
+    assert len(gpu_nodes(shown(node, "resident")[1])) == 1
 
 
-def test_a_container_starts_again_after_its_spec_was_lost(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    command = f"if test -e /tmp/x/seen; then {SHOW}; fi; touch /tmp/x/seen; while ! test -e /tmp/x/go; do sleep 0.1; done; exit 1"
-    main = container(command=command)
-    main["volumeMounts"] = [{"name": "x", "mountPath": "/tmp/x"}]
-    body = claiming("again", "share", main)
-    body["spec"] |= {
-        "restartPolicy": "OnFailure",
-        "volumes": [{"name": "x", "hostPath": {"path": str(CDI_SPECS.parent / "x"), "type": "DirectoryOrCreate"}}],
-    }
-    node.run([body])
-    shutil.rmtree(CDI_SPECS)
-    wait_until("the spec is back", lambda: CDI_SPECS.is_dir() and any(CDI_SPECS.iterdir()))
-    (CDI_SPECS.parent / "x" / "go").touch()
-    assert len(gpu_nodes(shown(node, "again")[1])) == 1
-    shutil.rmtree(CDI_SPECS.parent / "x")
+# -- faults ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kubelet_restart_brings_the_slice_back(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    node.run([claiming("before", "share")])
-    held = node.agent.ledger()
-    (slice_before,) = node.slices()
-    node.cluster.kubelet_restart()
-    wait_until(
-        "another slice",
-        lambda: [each["metadata"]["uid"] for each in node.slices()] not in ([], [slice_before["metadata"]["uid"]]),
-    )
-    assert node.agent.ledger() == held
+@contextmanager
+def stopped(node: DraNode, name: str) -> Iterator[None]:
+    """SIGSTOP to a process, and SIGCONT afterwards."""
+    pid = node.cluster.processes.pid(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
+    """Waits until the kubelet has read the claim (UID) of each pod and is about to call the driver.
+
+    The API server may refuse it a claim of a pod that was just bound. It tries again after a minute, or when the pod changes: the agent,
+    which is stopped here, changes such pods. A change before the refusal would make the kubelet try once more after this call.
+    """
+    refusals = dict.fromkeys(claims, 0)
+
+    def called() -> bool:
+        missing = [name for name, uid in claims.items() if uid not in RECORD.read_text()]
+        for name in missing:
+            before, refusals[name] = refusals[name], sum(each["count"] for each in node.events(name, FAILED))
+            if refusals[name] > before:
+                node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(refusals[name])}}})
+        return not missing
+
+    wait_until("the kubelet's record of the claims", called, every=0.2)
+
+
+def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back(node: DraNode) -> None:
+    """It stops between the binding of a pod and the agent's request for the claim. The kubelet would try again after 60 to 90 s."""
+    text = "can't be read from the API server"
+    with ExitStack() as server:
+        with stopped(node, "gpumgr"):
+            node.cluster.create([claiming("late", "share")])
+            wait_bound(node, "late")
+            wait_called(node, {"late": str(node.claim_of("late")["metadata"]["uid"])})
+            server.enter_context(stopped(node, "kube-apiserver"))
+        wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), every=0.3)
+    node.wait_running(["late"])
+    assert RETRY_ANNOTATION in node.cluster.pods.all()["late"]["metadata"]["annotations"]
+    node.event("late", FAILED, text)
+
+
+def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(node: DraNode) -> None:
+    """The kubelet's state is deleted, with the pod, while it is away: it never unprepares the claim. The starting kubelet deletes the
+    node's slice, which is back with the registration."""
+    pods = node.run([claiming("leaked", "share")])
+    (before,) = node.slices()
+    node.cluster.processes.stop("kubelet")
+    try:
+        node.cluster.delete(["leaked"], grace=0)
+        wait_until("the claim gone", lambda: not node.cluster.api.request("GET", CLAIMS)["items"])
+        RECORD.unlink()
+        shutil.rmtree(KUBELET_ROOT / "pods" / pods["leaked"]["metadata"]["uid"])
+    finally:
+        node.cluster.start_kubelet()
+    assert node.agent.ledger()
+    wait_until("another slice", lambda: bool({each["metadata"]["uid"] for each in node.slices()} - {before["metadata"]["uid"]}))
+    wait_until("the leaked claim freed", lambda: not node.agent.ledger(), 120, every=0.5)
+    assert any(line["event"] == "claim_reclaimed" for line in node.agent.log())
     node.run([claiming("after", "share")])
-    assert len(node.agent.ledger()) == 2
 
 
-def test_the_agent_is_killed_with_claims_prepared(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 10, "1Gi")))
-    names = [f"rush-{number}" for number in range(20)]
-    node.cluster.create([claiming(name, "share") for name in names])
-    node.cluster.pods.wait("some are Running", lambda now: node.count(now, names, "Running") >= 5, 60)
-    node.agent.kill()
-    before = {holding.allocation: holding for holding in node.agent.ledger()}
-    node.agent.start(wait=False)
-    node.wait_running(names)
-    after = {holding.allocation: holding for holding in node.agent.ledger()}
-    assert before.items() <= after.items()
-    assert sorted(holding.place[1] for holding in after.values()) == sorted(names)
+def test_an_xid_taints_the_gpu_and_its_pods_are_evicted(node: DraNode) -> None:
+    node.run([claiming("victim", "share")])
+    (gpu,) = node.ledger_of("victim")[0].gpus
+
+    def taints() -> list[Json]:
+        (found,) = node.slices()
+        return [taint for each in found["spec"]["devices"] if each["name"] == f"gpu-{gpu}" for taint in each.get("taints", ())]
+
+    control().xid(node.agent.gpu_index(gpu), 79)
+    wait_until("the taint", taints, every=0.02)
+    assert {(taint["key"], taint["effect"]) for taint in taints()} == {(f"{DRIVER}/unhealthy", "NoExecute")}
+    wait_until("the eviction", lambda: "victim" not in node.cluster.pods.all(), 60)
+    node.agent.wait_empty()
+    wait_until("no taint", lambda: not taints(), 120)
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_agent_lets_pods_wait_and_serves_them_at_once(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 10, "1Gi")))
     assert node.agent.stop() == 0
     assert not node.slices()
     node.cluster.create([claiming("patient", "share")])
@@ -245,67 +328,88 @@ def test_a_stopped_agent_lets_pods_wait_and_serves_them_at_once(node: DraNode) -
     node.wait_running(["patient"])
 
 
-def test_a_force_deleted_pod_frees_its_claim(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    node.run([claiming("gone", "share")])
-    node.cluster.delete(["gone"], grace=0)
-    node.agent.wait_empty()
-
-
-def test_a_failed_gpu_is_tainted_and_shown_in_the_pod(node: DraNode) -> None:
-    node.make(template("share", request("gpu", 30, "5Gi")))
-    node.run([claiming("victim", "share")])
-    (holding,) = node.ledger_of("victim")
-    (gpu,) = holding.gpus
-
-    def taints() -> Sequence[Json]:
-        (found,) = node.slices()
-        return [
-            taint for device in found["spec"]["devices"] if device["name"] == f"gpu-{gpu}" for taint in device.get("taints", ())
-        ]
-
-    assert not taints()
-    simulated = control()
-    simulated.lose_gpu(node.agent.gpu_index(gpu))
-    try:
-        wait_until("a taint", taints)
-        node.run([claiming("elsewhere", "share")])
-        assert gpu not in node.ledger_of("elsewhere")[0].gpus
-
-        def unhealthy() -> bool:
-            status = node.cluster.pods.all()["victim"]["status"]["containerStatuses"][0]
-            return any(
-                resource["health"] == "Unhealthy"
-                for each in status.get("allocatedResourcesStatus", ())
-                for resource in each["resources"]
-            )
-
-        wait_until("the pod's status shows it", unhealthy)
-    finally:
-        simulated.restore_gpu(node.agent.gpu_index(gpu))
-        wait_until("no taint", lambda: not taints())
-
-
-@pytest.mark.timeout(600, func_only=True)
-@pytest.mark.parametrize("number", [40, 80])
-def test_many_pods_at_once(node: DraNode, number: int) -> None:
-    """80 fill the node. A pod that kube-scheduler found no room for, because of an allocation that then failed, waits five minutes."""
-    node.make(template("tenth", request("gpu", 10, "1Gi")))
-    names = [f"many-{index}" for index in range(number)]
-    node.run([claiming(name, "tenth", container(command=SLEEP)) for name in names], timeout=400)
-    holdings = node.agent.ledger()
-    assert sorted(holding.place[1] for holding in holdings) == sorted(names)
-    assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
-
-
-def test_a_vcuda_pod_runs_unchanged(node: DraNode) -> None:
-    """In a namespace of mode dra the same manifest as in plugin mode gets the same GPU parts, by policy, template, claim and driver."""
-    with vcuda_by_claims(node.cluster):
-        node.run([gpu_pod("old", 30, 20, command=SHOW, bound=False), gpu_pod("old-whole", 200, command=SHOW, bound=False)])
-        (share,), (pair,) = node.ledger_of("old"), node.ledger_of("old-whole")
-        assert (len(share.gpus), len(pair.gpus)) == (1, 2)
-        assert set(share.gpus).isdisjoint(pair.gpus)
-        environment, devices = shown(node, "old")
-        assert environment["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
+def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode) -> None:
+    """What a step has saved holds afterwards, and what it has not saved is done anew: the kubelet repeats calls without an answer."""
+    node.run([claiming("resident", "share")])
+    resident, former = node.agent.ledger(), "none"
+    node.agent.kill()
+    for prepare, unprepare in zip(PREPARE, UNPREPARE, strict=True):
+        node.agent.start(wait=False, dies_at=prepare)
+        node.cluster.wait_gone([former])  # its Unprepare may be repeated, and must not be what ends the next agent
+        node.cluster.create([claiming(prepare, "share")])
+        node.agent.wait_died()
+        saved = node.ledger_of(prepare)
+        assert bool(saved) == (prepare in SAVED)
+        node.agent.start(wait=False, dies_at=unprepare)
+        node.wait_running([prepare])
+        held = node.ledger_of(prepare)
+        assert len(held) == 1
+        assert saved in ([], held)
+        environment, devices = shown(node, prepare)
+        assert held[0].gpus[0] in environment["NVIDIA_VISIBLE_DEVICES"]
         assert len(gpu_nodes(devices)) == 1
-        assert len(gpu_nodes(shown(node, "old-whole")[1])) == 2
+        node.cluster.delete([prepare])
+        node.agent.wait_died()
+        assert bool(node.ledger_of(prepare)) == (unprepare not in SAVED)
+        former = prepare
+    node.agent.start(wait=False)
+    node.cluster.wait_gone([former])
+    assert node.agent.ledger() == resident
+
+
+def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> None:
+    """Each kill hits another moment of Prepare or Unprepare. At last the ledger is lost, and rebuilt with the same allocations."""
+    chance = random.Random(14)
+    kept = [f"kept-{number}" for number in range(6)]
+    node.run([claiming(name, "share") for name in kept])
+    before = set(node.agent.ledger())
+    names = [f"other-{number}" for number in range(8)]
+    node.cluster.create([claiming(name, "share") for name in names])
+    time.sleep(chance.uniform(0.2, 1.5))
+    node.agent.kill()
+    node.agent.start(wait=False)
+    node.cluster.delete(names[:4])
+    time.sleep(chance.uniform(0.2, 1.5))
+    node.agent.kill()
+    node.agent.start(wait=False)
+    node.wait_running(names[4:])
+    assert before <= set(node.agent.ledger())
+    node.delete(names)
+    wait_until("only what is kept", lambda: set(node.agent.ledger()) == before, every=0.3)
+    node.agent.kill()
+    shutil.rmtree(AGENT_STATE / "checkpoint")
+    node.agent.start(wait=False)
+    wait_until("the claims", lambda: (AGENT_STATE / "checkpoint").exists() and len(node.agent.ledger()) == 6, every=0.3)
+    kinds = ({(each.allocation, each.place, each.gpus) for each in ledger} for ledger in (node.agent.ledger(), before))
+    assert next(kinds) == next(kinds)
+    node.delete(kept)
+    node.agent.wait_empty()
+    wait_until("no CDI spec", lambda: not any(CDI_SPECS.glob("gpumgr.io-gpu-*")))
+
+
+def test_after_a_loss_of_power_pods_keep_their_gpus_and_get_new_specs(node: DraNode) -> None:
+    """The CDI folder is on a tmpfs; the kubelet starts the containers of the pods that it knows again."""
+    body = claiming("lasting", "share", container(command=SHOW))
+    body["spec"]["restartPolicy"] = "Always"
+    node.run([body])
+    before = node.agent.ledger()
+    processes = node.cluster.processes
+    processes.kill("kubelet")
+    processes.kill("containerd")
+    node.agent.kill()
+    traces.lose_power()
+    shutil.rmtree(CDI_SPECS)
+    node.cluster.start_containerd()
+    node.cluster.wait_containerd()
+    node.cluster.start_kubelet()
+    node.agent.start(wait=False)
+
+    def runs_again() -> bool:
+        (status,) = node.cluster.pods.all()["lasting"]["status"]["containerStatuses"]
+        return bool(status["restartCount"]) and "running" in status["state"]
+
+    wait_until("the container again", runs_again, 120)
+    assert node.agent.ledger() == before
+    assert any(CDI_SPECS.glob("gpumgr.io-gpu-*"))
+    assert node.cluster.log_of("lasting").count("shown") == 2
+    node.run([claiming("later", "share")])

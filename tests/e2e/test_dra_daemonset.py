@@ -9,10 +9,9 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import Installed
 from .dra import DRIVER, DraNode, claiming, request, template
-from .node import cleared
+from .node import cleared, gpu_nodes, shown
 from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import wait_until
-from .test_pods import gpu_nodes, shown
 
 RESOURCES = "/apis/resource.k8s.io/v1"
 REGISTRY = KUBELET_ROOT / "plugins_registry"

@@ -1,17 +1,14 @@
 """The same manifests with vcuda limits run in both modes, and their containers see the same limits of the backend hami-core."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-
-import pytest
+from collections.abc import Mapping, Sequence
 
 from .agent import Agent
 from .cluster import Cluster
 from .dra import in_mode_dra, vcuda_by_claims
 from .manifests import SLEEP, Json, container, pod
-from .node import Node
+from .node import Node, gpu_nodes
 from .tenants import BLOCK, build_programs, library, limited, mounted
-from .test_pods import gpu_nodes
 
 LOOK = "env | sort; find /dev -maxdepth 1 -name 'nvidia*' | sort; cut -d' ' -f2 /proc/mounts; /programs/region_client show; echo shown"
 #: Container -> what it sees of its GPUs and limits.
@@ -65,34 +62,17 @@ def run_suite(node: Node) -> Seen:
     return found
 
 
-@pytest.fixture(scope="module")
-def both(cluster: Cluster, running_agent: Agent) -> Iterator[tuple[Seen, Seen]]:
-    """What the containers see in mode plugin, and in mode dra."""
+def test_containers_see_the_same_in_both_modes(cluster: Cluster, running_agent: Agent) -> None:
+    """And their limits are those of the manifests."""
     settings = {"enforcement": {"backend": "hami-core"}, "hami_core": library()}
     with limited(cluster, running_agent, settings) as node:
         by_plugin = run_suite(node)
     build_programs()
     with in_mode_dra(cluster, running_agent, settings) as node, vcuda_by_claims(cluster):
-        yield by_plugin, run_suite(node)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"{each['metadata']['name']}/{one['name']}"
-        for each in SUITE
-        for one in (*each["spec"].get("initContainers", ()), *each["spec"]["containers"])
-    ],
-)
-def test_a_container_sees_the_same_in_both_modes(both: tuple[Seen, Seen], name: str) -> None:
-    by_plugin, by_claim = both
-    assert by_claim[name] == by_plugin[name]
-
-
-def test_the_limits_are_those_of_the_manifests(both: tuple[Seen, Seen]) -> None:
-    for each in both:
-        assert each["share/main"]["environment"]["CUDA_DEVICE_MEMORY_LIMIT_0"] == "4096m"
-        assert f"memory={16 * BLOCK} cores=30 " in each["share/main"]["region"][0]
-        assert f"memory={20 * BLOCK} cores=40 " in each["pair/two"]["region"][0]
-        assert (each["whole/main"]["gpus"], each["whole/main"]["region"]) == (2, [])
-        assert (each["none/main"]["gpus"], each["none/main"]["nodes"]) == (0, 0)
+        by_claim = run_suite(node)
+    assert by_claim == by_plugin
+    assert by_claim["share/main"]["environment"]["CUDA_DEVICE_MEMORY_LIMIT_0"] == "4096m"
+    assert f"memory={16 * BLOCK} cores=30 " in by_claim["share/main"]["region"][0]
+    assert f"memory={20 * BLOCK} cores=40 " in by_claim["pair/two"]["region"][0]
+    assert (by_claim["whole/main"]["gpus"], by_claim["whole/main"]["region"]) == (2, [])
+    assert (by_claim["none/main"]["gpus"], by_claim["none/main"]["nodes"]) == (0, 0)

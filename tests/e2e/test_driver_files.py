@@ -85,27 +85,22 @@ def check_loaded(node: Node, name: str, visible: str) -> None:
     assert "LD_LIBRARY_PATH" not in environment
 
 
-@pytest.fixture(params=["mounts", "cdi"])
-def node(request: pytest.FixtureRequest, cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    injection = {"backend": "none", "injection": request.param, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
-    changes = settings(node={"profile": "both"}, enforcement=injection)
-    with limited(cluster, running_agent, changes) as node:
-        yield node
+LIMITS: Final[Mapping[str, Mapping[str, str]]] = {
+    "share": {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "16"},
+    "whole": {"tencent.com/vcuda-core": "100"},
+    "hami": {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "4096"},
+    "mig": {RESOURCE: "1"},
+}
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "16"},
-        {"tencent.com/vcuda-core": "100"},
-        {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "4096"},
-    ],
-    ids=["share", "whole", "hami"],
-)
-def test_a_container_without_a_toolkit_loads_the_driver(node: Node, limits: Mapping[str, str]) -> None:
-    node.clear()
-    node.run([loading("loads", limits)])
-    check_loaded(node, "loads", "GPU-")
+@pytest.mark.parametrize("injection", ["mounts", "cdi"])
+def test_containers_without_a_toolkit_load_the_driver(injection: str, cluster: Cluster, running_agent: Agent) -> None:
+    enforcement = {"backend": "none", "injection": injection, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
+    changes = settings(node={"profile": "both", "mig_strategy": "mixed"}, enforcement=enforcement)
+    with limited(cluster, running_agent, changes) as node, with_mig_device(running_agent, node):
+        node.run([loading(name, limits) for name, limits in LIMITS.items()])
+        for name in LIMITS:
+            check_loaded(node, name, "MIG-" if name == "mig" else "GPU-")
 
 
 @contextmanager
@@ -122,13 +117,7 @@ def with_mig_device(agent: Agent, node: Node) -> Iterator[None]:
     finally:
         control.set_mig(GPU, enabled=False)
         control.set_mig_instances(GPU, {})
-
-
-def test_a_mig_device_s_container_loads_the_driver(cluster: Cluster, running_agent: Agent) -> None:
-    changes = settings(node={"mig_strategy": "mixed"}, enforcement={"backend": "none"})
-    with limited(cluster, running_agent, changes) as node, with_mig_device(running_agent, node):
-        node.run([loading("mig", {RESOURCE: "1"})])
-        check_loaded(node, "mig", "MIG-")
+    node.wait_offered(agent.offer)
 
 
 def test_a_claim_s_container_loads_the_driver(cluster: Cluster, running_agent: Agent) -> None:

@@ -24,27 +24,33 @@ def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
     wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == said)
 
 
-def test_memory_over_the_limit_and_unattributed_processes_are_reported(cluster: Cluster, running_agent: Agent) -> None:
-    changes = {"enforcement": {"over_limit_samples": 2, "over_limit_slack_mebibytes": 0}}
+def test_memory_over_the_limit_is_reported_and_its_pod_evicted_if_configured(cluster: Cluster, running_agent: Agent) -> None:
+    changes = {"enforcement": {"over_limit_samples": 2, "over_limit_slack_mebibytes": 0, "evict": True}}
     with limited(cluster, running_agent, changes) as node:
         node.run([tenant("greedy", SLEEP, 30, 16), tenant("modest", SLEEP, 30, 16)])
         gpu = gpu_index(node, "greedy")
         greedy, modest = pids(node, "greedy")[-1], pids(node, "modest")[-1]
-        control().set_processes(
-            gpu,
-            [
-                SimProcess(pid=greedy, memory_bytes=20 * BLOCK, sm_percent=40),
-                SimProcess(pid=modest, memory_bytes=2 * BLOCK, sm_percent=10),
-                SimProcess(pid=1, memory_bytes=BLOCK, sm_percent=0),
-            ],
-        )
+        uid = cluster.pods.all()["greedy"]["metadata"]["uid"]
+        others = [
+            SimProcess(pid=modest, memory_bytes=2 * BLOCK, sm_percent=10),
+            SimProcess(pid=1, memory_bytes=BLOCK, sm_percent=0),
+        ]
         try:
-            node.event("greedy", "GpuMemoryOverLimit", "MiB")
-            wait_until("the page of metrics with it", lambda: used(node) == {"greedy": 20 * BLOCK, "modest": 2 * BLOCK})
+            control().set_processes(gpu, [SimProcess(pid=greedy, memory_bytes=15 * BLOCK, sm_percent=40), *others])
+            wait_until("the page of metrics with it", lambda: used(node) == {"greedy": 15 * BLOCK, "modest": 2 * BLOCK})
             wait_until("the unattributed process in the log", lambda: 1 in unattributed(node))
+            control().set_processes(gpu, [SimProcess(pid=greedy, memory_bytes=20 * BLOCK, sm_percent=40), *others])
+            cluster.wait_gone(["greedy"])
+            wait_until("its event", lambda: "MiB" in over_limit(node, uid))
             assert not node.events("modest", "GpuMemoryOverLimit")
         finally:
             control().clear()
+
+
+def over_limit(node: Node, uid: str) -> str:
+    """The message of the event of the pod that was evicted."""
+    found = node.cluster.api.events("greedy", uid)
+    return "".join(each["message"] for each in found if each["reason"] == "GpuMemoryOverLimit")
 
 
 def used(node: Node) -> dict[str | None, float]:
@@ -59,14 +65,3 @@ def used(node: Node) -> dict[str | None, float]:
 def unattributed(node: Node) -> set[int]:
     """The process ids that the log calls so."""
     return {int(line["pid"]) for line in node.agent.log() if line["event"] == "gpu_process_unattributed"}
-
-
-def test_a_pod_over_its_limit_is_evicted_if_configured(cluster: Cluster, running_agent: Agent) -> None:
-    changes = {"enforcement": {"over_limit_samples": 2, "over_limit_slack_mebibytes": 0, "evict": True}}
-    with limited(cluster, running_agent, changes) as node:
-        node.run([tenant("greedy", SLEEP)])
-        control().set_processes(gpu_index(node, "greedy"), [SimProcess(pid=pids(node, "greedy")[-1], memory_bytes=20 * BLOCK)])
-        try:
-            cluster.wait_gone(["greedy"])
-        finally:
-            control().clear()

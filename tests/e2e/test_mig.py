@@ -11,10 +11,9 @@ from .agent import Agent
 from .api import phase
 from .cluster import Cluster
 from .manifests import SHOW, Json, gpu_pod
-from .node import Node, cleared
+from .node import Node, cleared, shown
 from .places import AGENT_STATE
 from .processes import wait_until
-from .test_pods import shown
 
 RESOURCE = "nvidia.com/mig-1g.10gb"
 LARGE = "nvidia.com/mig-2g.20gb"

@@ -3,18 +3,10 @@
 import json
 
 from .api import PODS
-from .manifests import Json, gpu_pod
-from .node import Node
+from .manifests import gpu_pod
+from .node import Node, inventory, name_of
 from .places import NODE
 from .processes import wait_until
-
-INVENTORY = "gpumgr.io/inventory"
-
-
-def inventory(node: Node) -> Json:
-    """The node's annotation; empty before it is written."""
-    found: Json = json.loads(node.cluster.node()["metadata"].get("annotations", {}).get(INVENTORY, "{}"))
-    return found
 
 
 def bind(node: Node, name: str, uuid: str, cores: int, blocks: int) -> None:
@@ -31,10 +23,6 @@ def bind(node: Node, name: str, uuid: str, cores: int, blocks: int) -> None:
         "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
     }
     node.cluster.api.request("POST", f"{PODS}/{name}/binding", binding)
-
-
-def name_of(uuid: str) -> str:
-    return uuid.removeprefix("GPU-")[:8]
 
 
 def test_a_bound_pod_gets_the_gpu_that_its_placement_names(node: Node) -> None:

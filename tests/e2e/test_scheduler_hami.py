@@ -14,12 +14,10 @@ from gpumgr.sim.control import SimControl
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
-from .node import Node, cleared
+from .node import Node, cleared, inventory, name_of, shown
 from .places import AGENT_STATE, NODE, PROJECT
 from .processes import free_ports, wait_until
 from .test_hami_admission import policies
-from .test_placement import inventory, name_of
-from .test_pods import shown
 from .test_scheduler import (
     NODES,
     SCHEDULER,
@@ -122,13 +120,6 @@ def test_several_shares_percentages_and_init_containers_are_followed(node: Node)
         assert sorted({gpu for holding in node.ledger_of(name) for gpu in holding.gpus}) == sorted(set(placed(node, name)))
     alone = placed(node, "whole")
     assert not any(gpu in alone for name in ("pair", "percent", "steps") for gpu in placed(node, name))
-
-
-def test_a_pod_that_fits_nowhere_or_can_not_be_read_says_why(node: Node) -> None:
-    node.cluster.create([hami_pod("bytes", gpumem="16Gi"), hami_pod("nine", gpus=9, gpumem=1000)])
-    node.event("bytes", "FailedScheduling", "the number is in MiB, so that 16 GiB are 16384 and not 16Gi")
-    node.event("nine", "FailedScheduling", "no room for 9 GPUs with 1000 MiB")
-    node.run([hami_pod("fits", gpumem=1000)])
 
 
 def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node: Node) -> None:

@@ -8,10 +8,9 @@ import pytest
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import Json, gpu_pod
-from .node import Node, cleared
+from .node import Node, cleared, inventory, name_of
 from .places import NODE
 from .processes import free_ports, wait_until
-from .test_placement import inventory, name_of
 from .test_scheduler import (
     COUNTS,
     NODES,

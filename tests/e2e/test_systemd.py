@@ -120,24 +120,31 @@ def journal(host: Machine, *matches: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_the_unit_is_sound_and_leaves_little_exposed(host: Machine) -> None:
-    assert host.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
+def test_an_installation_is_sound_is_repeated_and_is_removed(host: Machine) -> None:
+    unit = Path("/etc/systemd/system") / UNIT
+    assert host.run("systemd-analyze", "verify", unit) == ""
     said = host.run("systemd-analyze", "security", "--no-pager", UNIT)
     overall = next(line for line in said.splitlines() if "Overall exposure level" in line)
     assert float(overall.partition(f"{UNIT}: ")[2].split()[0]) <= EXPOSURE, said
-
-
-def test_installing_again_changes_nothing_and_takes_root(host: Machine) -> None:
-    unit = host.run("cat", f"/etc/systemd/system/{UNIT}")
-    assert unit == (PROJECT / "systemd" / UNIT).read_text()
+    assert host.run("cat", unit) == (PROJECT / "systemd" / UNIT).read_text()
     said = host.run(GPUMGR, "install", "systemd")
-    assert said.startswith(f"unchanged  /etc/systemd/system/{UNIT}\nunchanged  {CONFIG}\nrun        systemctl daemon-reload\n")
+    assert said.startswith(f"unchanged  {unit}\nunchanged  {CONFIG}\nrun        systemctl daemon-reload\n")
     assert said.endswith(f"  {GPUMGR} doctor\n  systemctl enable --now --no-block gpumgr\n")
     said = host.run("setpriv", "--reuid=65534", "--clear-groups", GPUMGR, "install", "systemd", check=False)
     assert said == "gpumgr: only root may install a service: run it with sudo, or see with --dry-run what it would do\n"
+    host.write(CONFIG, SETTINGS)
+    assert f"remove     {unit}\n" in host.run(GPUMGR, "install", "systemd", "--uninstall")
+    assert host.run("cat", CONFIG) == SETTINGS
+    host.run("systemctl", "mask", UNIT)
+    said = host.run(GPUMGR, "install", "systemd", check=False)
+    assert said == f"gpumgr: {UNIT} is masked; unmask it first: systemctl unmask gpumgr\n"
+    host.run("systemctl", "unmask", UNIT)
+    host.run(GPUMGR, "install", "systemd")
 
 
-def test_ready_comes_with_the_registration(service: Machine) -> None:
+def test_the_service_from_its_start_to_its_stop(service: Machine) -> None:
+    """READY comes with the registration. Sockets, state and journal are in place; a reload and a restart keep the ledger; a stop is clean
+    and leaves what running pods need."""
     service.run("systemctl", "start", "--no-block", UNIT)
     wait_until("a status", lambda: "registered 0/2" in service.show(UNIT, "StatusText"), every=0.1)
     assert service.show(UNIT, "ActiveState") == "activating"
@@ -146,18 +153,36 @@ def test_ready_comes_with_the_registration(service: Machine) -> None:
         assert set(kubelet.sim.registrations) == {CORE_RESOURCE, MEMORY_RESOURCE}
         said = "registered 2/2, 8 of 8 GPUs offered"
         wait_until(said, lambda: service.show(UNIT, "StatusText") == said, every=0.1)
-
-
-def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, kubelet: Kubelet) -> None:
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("resnet")
-    for path in ("/run/gpumgr/agent.sock", "/run/gpu-manager.sock", PLUGINS / "gpumgr-core.sock", PLUGINS / "gpumgr-memory.sock"):
-        service.run("test", "-S", path)
-    assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
-    wait_until("the pod in the usage", lambda: "demo" in service.run(GPUMGR, "usage"), every=0.2)
-    # There is no container runtime.
-    wait_until("the one warning", lambda: "cri_unavailable" in warnings(service), every=0.2)
-    assert warnings(service) == ["cri_unavailable"]
+        kubelet.run("seen")
+        kubelet.run("other")
+        for path in (
+            "/run/gpumgr/agent.sock",
+            "/run/gpu-manager.sock",
+            PLUGINS / "gpumgr-core.sock",
+            PLUGINS / "gpumgr-memory.sock",
+        ):
+            service.run("test", "-S", path)
+        assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
+        wait_until("the pod in the usage", lambda: "demo" in service.run(GPUMGR, "usage"), every=0.2)
+        # There is no container runtime.
+        wait_until("the one warning", lambda: "cri_unavailable" in warnings(service), every=0.2)
+        assert warnings(service) == ["cri_unavailable"]
+        check_journal(service)
+        agent = service.show(UNIT, "MainPID")
+        service.run("systemctl", "reload", UNIT)
+        wait_until("the settings read", lambda: journal(service, "GPUMGR_EVENT=config_reloaded"), every=0.1)
+        assert service.show(UNIT, "MainPID") == agent
+        before = ledger(service)
+        service.run("systemctl", "restart", UNIT)
+        assert ledger(service) == before
+        kubelet.run("next")
+        assert {each["pod"] for each in ledger(service)} == {"seen", "other", "next"}
+        service.run("systemctl", "stop", UNIT)
+        state = {name: service.show(UNIT, name) for name in ("ActiveState", "Result", "ExecMainStatus")}
+        assert state == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
+        assert not list(kubelet.sim.plugin_folder.glob("gpumgr-*.sock"))
+        assert "mps" in service.run("ls", "/run/gpumgr")
+        assert len(ledger(service)) == 3
 
 
 def warnings(host: Machine) -> list[str]:
@@ -166,10 +191,8 @@ def warnings(host: Machine) -> list[str]:
     return [event for event in found if event != "background_call_takes_long"]
 
 
-def test_journal_entries_of_a_pod(service: Machine, kubelet: Kubelet) -> None:
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("seen")
-    kubelet.run("other")
+def check_journal(service: Machine) -> None:
+    """The entries of demo/seen have fields to find them by."""
     granted = ("GPUMGR_POD=demo/seen", "GPUMGR_EVENT=allocation_granted")
     wait_until("both in the journal", lambda: len(journal(service, *granted)) > 1, every=0.2)
     entries = journal(service, *granted)
@@ -177,19 +200,8 @@ def test_journal_entries_of_a_pod(service: Machine, kubelet: Kubelet) -> None:
     (allocation,) = {each["GPUMGR_ALLOCATION"] for each in entries}
     assert {(each["PRIORITY"], each["SYSLOG_IDENTIFIER"], each["_SYSTEMD_UNIT"]) for each in entries} == {("6", "gpumgr", UNIT)}
     assert json.loads(entries[0]["MESSAGE"])["allocation"] == allocation
-    told = journal(service, f"GPUMGR_ALLOCATION={allocation}")
-    assert {each["GPUMGR_POD"] for each in told if "GPUMGR_POD" in each} == {"demo/seen"}
-
-
-def test_a_restart_keeps_the_ledger(service: Machine, kubelet: Kubelet) -> None:
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("kept")
-    before = ledger(service)
-    assert [each["pod"] for each in before] == ["kept"]
-    service.run("systemctl", "restart", UNIT)
-    assert ledger(service) == before
-    kubelet.run("next")
-    assert {each["pod"] for each in ledger(service)} == {"kept", "next"}
+    found = journal(service, f"GPUMGR_ALLOCATION={allocation}")
+    assert {each["GPUMGR_POD"] for each in found if "GPUMGR_POD" in each} == {"demo/seen"}
 
 
 def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kubelet) -> None:
@@ -207,27 +219,43 @@ def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kub
     assert ledger(service) == before
 
 
-def test_a_stop_is_clean_and_leaves_what_running_pods_need(service: Machine, kubelet: Kubelet) -> None:
+def test_the_sandbox_lets_the_agent_do_its_work_and_no_more(service: Machine, kubelet: Kubelet) -> None:
+    """MPS daemons are units of their own. The files of a running container are kept, a GPU is reset, secrets of pods are hidden, and a
+    drop-in allows the folders of the settings."""
+    elsewhere = "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/agent.lock}\ncontainer: {allocation_dir: /srv/vm}\n"
+    service.write(CONFIG, SETTINGS.replace("{backend: mps}", "{backend: mps, orphan_grace_seconds: 1}") + elsewhere)
+    assert "the unit does not allow /data/ledger (checkpoint.dir), " in service.run(GPUMGR, "install", "systemd")
+    service.write(Path(f"/etc/systemd/system/{UNIT}.d/folders.conf"), FOLDERS)
+    service.run("systemctl", "daemon-reload")
+    assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
+    secret = PLUGINS.parent / "pods/uid/volumes/secret/token"
+    service.write(secret, "s3cret")
+    living, gone = "00112233445566ff", "ffeeddccbbaa9988"
+    for each in (living, gone):
+        service.write(Path("/run/cdi") / cdi.file_name(each), "{}")
+    service.run("mkdir", f"/opt/{living}")
+    # Type=exec: it is back when the process has its mounts.
+    of_another_user = ("--property=Type=exec", "--property=User=nobody", f"--property=BindReadOnlyPaths=/opt/{living}:/mnt")
+    service.run("systemd-run", "--unit=tenant", *of_another_user, "/usr/bin/sleep", "infinity")
     service.run("systemctl", "start", UNIT)
-    kubelet.run("running")
-    service.run("systemctl", "stop", UNIT)
-    shown = {name: service.show(UNIT, name) for name in ("ActiveState", "Result", "ExecMainStatus")}
-    assert shown == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
-    assert not list(kubelet.sim.plugin_folder.glob("gpumgr-*.sock"))
-    assert "mps" in service.run("ls", "/run/gpumgr")
-    assert [each["pod"] for each in ledger(service)] == ["running"]
-
-
-def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubelet: Kubelet) -> None:
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("tenant")
+    wait_until("the removal", lambda: cdi.file_name(gone) not in service.run("ls", "/run/cdi"), every=0.2)
+    assert service.run("ls", "/run/cdi") == f"{cdi.file_name(living)}\n"
+    kubelet.run("far")
+    assert service.run("ls", "/data", "/data/ledger").split()[:3] == ["/data:", "agent.lock", "ledger"]
+    service.run("test", "-f", "/data/ledger/gpumgr.sqlite3")
+    assert len(service.run("ls", "/srv/vm").split()) == 1
+    inside = ("nsenter", f"--target={service.show(UNIT, 'MainPID')}", "--mount", "--")
+    assert service.run(*inside, "ls", PLUGINS.parent / "pods") == ""
+    assert service.run("cat", secret) == "s3cret"
     listed = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
-    (unit,) = (service.run(*listed)).splitlines()
-    agent = service.show(UNIT, "MainPID")
-    assert "gpumgr-mps /run/gpumgr/mps/" in service.run("nsenter", f"--target={agent}", "--mount", "--", "cat", "/proc/mounts")
+    (daemon,) = service.run(*listed).splitlines()
+    assert "gpumgr-mps /run/gpumgr/mps/" in service.run(*inside, "cat", "/proc/mounts")
     service.run("systemctl", "restart", UNIT)
     kubelet.run("second")
-    assert (service.run(*listed)).splitlines() == [unit]
+    assert service.run(*listed).splitlines() == [daemon]
+    service.run(GPUMGR, "gpu", "cordon", "3", "--reason", "ECC errors")
+    assert "successfully reset" in service.run(GPUMGR, "gpu", "reset", "3")
+    assert service.show(UNIT, "ActiveState") == "active"
 
 
 def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(
@@ -250,75 +278,3 @@ def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(
 def regions(host: Machine) -> list[str]:
     """Lines of the mount table that a container runtime on the host uses."""
     return [line for line in host.run("cat", "/proc/1/mountinfo").splitlines() if " /run/gpumgr/hami-core/" in line]
-
-
-@pytest.mark.usefixtures("kubelet")
-def test_mounted_files_of_a_running_container_are_kept(service: Machine) -> None:
-    service.write(CONFIG, SETTINGS.replace("{backend: mps}", "{backend: mps, orphan_grace_seconds: 1}"))
-    living, gone = "00112233445566ff", "ffeeddccbbaa9988"
-    for each in (living, gone):
-        service.write(Path("/run/cdi") / cdi.file_name(each), "{}")
-    service.run("mkdir", f"/opt/{living}")
-    # Type=exec: it is back when the process has its mounts.
-    of_another_user = ("--property=Type=exec", "--property=User=nobody", f"--property=BindReadOnlyPaths=/opt/{living}:/mnt")
-    service.run("systemd-run", "--unit=tenant", *of_another_user, "/usr/bin/sleep", "infinity")
-    service.run("systemctl", "start", UNIT)
-    wait_until("the removal", lambda: cdi.file_name(gone) not in service.run("ls", "/run/cdi"), every=0.2)
-    assert service.run("ls", "/run/cdi") == f"{cdi.file_name(living)}\n"
-
-
-def test_folders_of_the_settings_are_allowed_by_a_drop_in(service: Machine, kubelet: Kubelet) -> None:
-    elsewhere = "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/agent.lock}\ncontainer: {allocation_dir: /srv/vm}\n"
-    service.write(CONFIG, SETTINGS + elsewhere)
-    assert "the unit does not allow /data/ledger (checkpoint.dir), " in service.run(GPUMGR, "install", "systemd")
-    service.write(Path(f"/etc/systemd/system/{UNIT}.d/folders.conf"), FOLDERS)
-    service.run("systemctl", "daemon-reload")
-    assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("far")
-    assert service.run("ls", "/data", "/data/ledger").split()[:3] == ["/data:", "agent.lock", "ledger"]
-    service.run("test", "-f", "/data/ledger/gpumgr.sqlite3")
-    assert len(service.run("ls", "/srv/vm").split()) == 1
-
-
-@pytest.mark.usefixtures("kubelet")
-def test_a_gpu_is_reset_from_within_the_sandbox(service: Machine) -> None:
-    service.run("systemctl", "start", UNIT)
-    service.run(GPUMGR, "gpu", "cordon", "3", "--reason", "ECC errors")
-    assert "successfully reset" in service.run(GPUMGR, "gpu", "reset", "3")
-    assert service.show(UNIT, "ActiveState") == "active"
-
-
-@pytest.mark.usefixtures("kubelet")
-def test_a_reload_reads_the_settings_again(service: Machine) -> None:
-    service.run("systemctl", "start", UNIT)
-    agent = service.show(UNIT, "MainPID")
-    service.run("systemctl", "reload", UNIT)
-    wait_until("the settings read", lambda: journal(service, "GPUMGR_EVENT=config_reloaded"), every=0.1)
-    assert service.show(UNIT, "MainPID") == agent
-
-
-@pytest.mark.usefixtures("kubelet")
-def test_the_agent_sees_no_pods_secrets(service: Machine) -> None:
-    secret = PLUGINS.parent / "pods/uid/volumes/secret/token"
-    service.write(secret, "s3cret")
-    service.run("systemctl", "start", UNIT)
-    agent = service.show(UNIT, "MainPID")
-    look = ("nsenter", f"--target={agent}", "--mount", "--", "ls", str(PLUGINS.parent / "pods"))
-    assert service.run(*look) == ""
-    assert service.run("cat", secret) == "s3cret"
-
-
-def test_an_uninstall_leaves_settings_and_state(service: Machine, kubelet: Kubelet) -> None:
-    service.run("systemctl", "start", UNIT)
-    kubelet.run("left")
-    said = service.run(GPUMGR, "install", "systemd", "--uninstall")
-    assert f"remove     /etc/systemd/system/{UNIT}\n" in said
-    assert service.show(UNIT, "ActiveState") == "inactive"
-    assert [each["pod"] for each in ledger(service)] == ["left"]
-    assert service.run("cat", CONFIG) == SETTINGS
-    service.run("systemctl", "mask", UNIT)
-    said = service.run(GPUMGR, "install", "systemd", check=False)
-    assert said == f"gpumgr: {UNIT} is masked; unmask it first: systemctl unmask gpumgr\n"
-    service.run("systemctl", "unmask", UNIT)
-    service.run(GPUMGR, "install", "systemd")
