@@ -54,6 +54,12 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
+#: Structures of nvmlDeviceSetMemoryLimits_v1 and nvmlDeviceGetMemoryLimits_v1.
+SetMemoryLimits: Final = pynvml.c_nvmlSetMemoryLimits_v1_t
+GetMemoryLimits: Final = pynvml.c_nvmlGetMemoryLimits_v1_t
+
+#: How often a list is fetched that grows between the query of its size and its fetch.
+_LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 
 Handle = Any
@@ -131,15 +137,23 @@ class Binding:
                 return None
             raise
 
-    def invoke(self, function: str, *arguments: Any) -> None:
-        """Like `call`, with C arguments, for functions that only newer versions of the binding have.
-
-        The binding has no public way to call a function that it does not wrap, so this uses two of its internals.
-        """
-        try:
-            pynvml._nvmlCheckReturn(pynvml._nvmlGetFunctionPointer(function)(*arguments))
-        except pynvml.NVMLError as exc:
-            raise self._translated(function, exc) from exc
+    def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
+        """The list of the first of these functions that this driver has; None if it has none of them, or if the list grew too fast to be
+        read. Raises CallError."""
+        for function in functions:
+            for _ in range(_LIST_TRIES):
+                try:
+                    answer = self.ask(function, *arguments)
+                except CallError as exc:
+                    if exc.code == INSUFFICIENT_SIZE:
+                        continue
+                    if exc.code in (SUCCESS, NOT_FOUND):
+                        return []
+                    raise
+                if answer is not None:
+                    return list(answer)
+                break
+        return None
 
     def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         """The result of `fn` for this GPU's handle. A CallError names the GPU."""

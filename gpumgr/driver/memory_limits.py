@@ -1,19 +1,25 @@
 """The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer).
 
-The structures are nvmlSetMemoryLimits_v1_t and nvmlGetMemoryLimits_v1_t of NVML's reference (r615); unlike most newer ones they have
-no version field. They are defined here because the Python binding has them only since 13.615. The layouts agree with that binding's;
-none of this has been tried with a real driver yet.
+None of this has been tried with a real driver yet.
 
 Source of the behaviour: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
 """
 
-import ctypes
 import os
 from pathlib import Path
 from typing import Final
 
 from gpumgr.common.errors import NvmlError
-from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
+from gpumgr.driver.binding import (
+    FUNCTION_NOT_FOUND,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    Binding,
+    CallError,
+    GetMemoryLimits,
+    Handle,
+    SetMemoryLimits,
+)
 from gpumgr.driver.mig import read_mig_enabled
 from gpumgr.placement.topology.devices import MemoryLimit
 
@@ -23,22 +29,10 @@ UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 _LIMIT_FILE: Final = "dmem.max"
 
 
-class SetLimits(ctypes.Structure):
-    """nvmlSetMemoryLimits_v1_t. `namespace` is the full path of the cgroup's folder."""
-
-    _fields_ = (("namespace", ctypes.c_char_p), ("soft_bytes", ctypes.c_ulonglong), ("hard_bytes", ctypes.c_ulonglong))
-
-
-class GetLimits(ctypes.Structure):
-    """nvmlGetMemoryLimits_v1_t."""
-
-    _fields_ = (*SetLimits._fields_, ("used_bytes", ctypes.c_ulonglong))
-
-
 def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) -> None:
     hard_bytes = UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
-    wanted = SetLimits(os.fsencode(cgroup), limit.soft_bytes, hard_bytes)
-    nvml.invoke("nvmlDeviceSetMemoryLimits_v1", handle, ctypes.byref(wanted))
+    wanted = SetMemoryLimits(nameSpace=os.fsencode(cgroup), softLimit=limit.soft_bytes, hardLimit=hard_bytes)
+    nvml.call("nvmlDeviceSetMemoryLimits_v1", handle, wanted)
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
@@ -52,9 +46,9 @@ def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    found = GetLimits(os.fsencode(cgroup))
-    nvml.invoke("nvmlDeviceGetMemoryLimits_v1", handle, ctypes.byref(found))
-    return MemoryLimit(soft_bytes=found.soft_bytes, hard_bytes=None if found.hard_bytes == UNLIMITED else found.hard_bytes)
+    found = GetMemoryLimits(nameSpace=os.fsencode(cgroup))
+    nvml.call("nvmlDeviceGetMemoryLimits_v1", handle, found)
+    return MemoryLimit(soft_bytes=found.softLimit, hard_bytes=None if found.hardLimit == UNLIMITED else found.hardLimit)
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:

@@ -8,9 +8,7 @@ from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import (
     FIELD_RECOVERY_ACTION,
     GPU_IS_LOST,
-    INSUFFICIENT_SIZE,
     MEMORY_V2,
-    NOT_FOUND,
     RESET_REQUIRED,
     Binding,
     CallError,
@@ -25,8 +23,6 @@ from gpumgr.placement.topology.devices import GpuProcess, GpuSample
 _SENSOR_DIE: Final = 0
 _UNCORRECTED: Final = 1
 _VOLATILE: Final = 0
-#: A list that grows between the query of its size and its fetch is fetched again, this often.
-_LIST_TRIES: Final = 3
 
 _COMPUTE: Final = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 _MPS_CLIENTS: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2")
@@ -125,21 +121,9 @@ def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float
 
 
 def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Listed | None:
-    """One of NVML's lists of processes through the first function that this driver has: used bytes by pid."""
-    for function in functions:
-        for _ in range(_LIST_TRIES):
-            try:
-                processes = nvml.ask(function, handle)
-            except CallError as exc:
-                if exc.code == INSUFFICIENT_SIZE:
-                    continue
-                if exc.code == NOT_FOUND:
-                    return {}
-                raise
-            if processes is not None:
-                return {int(process.pid): process.usedGpuMemory for process in processes}
-            break
-    return None
+    """One of NVML's lists of processes: used bytes by pid. None if the driver does not have it."""
+    processes = nvml.list_first(functions, handle)
+    return None if processes is None else {int(process.pid): process.usedGpuMemory for process in processes}
 
 
 def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpumgr.driver.binding import INSUFFICIENT_SIZE, NOT_FOUND, SUCCESS, Binding, CallError, Handle
+from gpumgr.driver.binding import Binding, CallError, Handle
 
 #: The driver's longest sampling period; also how far back the first query of a GPU goes.
 _PERIOD_MICROSECONDS: Final = 1_000_000
-#: An answer that grows between the query of its size and its fetch is fetched again, this often.
-_TRIES: Final = 3
 #: The second one, of drivers 550 and newer, is used where the first one is not supported.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
@@ -45,9 +43,9 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
     percents: dict[int, list[int]] = {}
     for (pid, _), percent in new.items():
         percents.setdefault(pid, []).append(percent)
-    standing = {pid: (ratio, at) for pid, (ratio, at) in state.values.items() if 0 <= now - at < _PERIOD_MICROSECONDS}
+    recent = {pid: (ratio, at) for pid, (ratio, at) in state.values.items() if 0 <= now - at < _PERIOD_MICROSECONDS}
     fresh = {pid: (sum(each) / len(each) / 100, now) for pid, each in percents.items()}
-    return UtilizationState(newest=max((instant for _, instant in new), default=since), values=standing | fresh)
+    return UtilizationState(newest=max((instant for _, instant in new), default=since), values=recent | fresh)
 
 
 class ProcessUtilization:
@@ -60,34 +58,18 @@ class ProcessUtilization:
         """The utilization (0..1) by pid, without idle processes; None if the driver can't report it."""
         now = int(time.time() * 1_000_000)
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
-        samples = _fetch(nvml, handle, before.since(now))
+        try:
+            samples = nvml.list_first(_FUNCTIONS, handle, before.since(now))
+        except (
+            CallError
+        ):  # a failing statistic must not cost the GPU's whole sample; it is counted, and a lost GPU shows in other calls
+            samples = None
         if samples is None:
             return None
-        after = self._states[uuid] = advance(before, samples, now)
+        after = advance(before, ((each.pid, each.timeStamp, each.smUtil) for each in samples), now)
+        self._states[uuid] = after
         return {pid: ratio for pid, (ratio, _) in after.values.items()}
 
     def forget(self) -> None:
         """Drops the state, which is outdated after a pause."""
         self._states.clear()
-
-
-def _fetch(nvml: Binding, handle: Handle, since: int) -> list[Sample] | None:
-    for function in _FUNCTIONS:
-        if (samples := _fetch_by(nvml, function, handle, since)) is not None:
-            return samples
-    return None
-
-
-def _fetch_by(nvml: Binding, function: str, handle: Handle, since: int) -> list[Sample] | None:
-    for _ in range(_TRIES):
-        try:
-            samples = nvml.ask(function, handle, since)
-        except CallError as exc:
-            if exc.code in (SUCCESS, NOT_FOUND):
-                return []
-            if exc.code == INSUFFICIENT_SIZE:
-                continue
-            # A failing statistic must not cost the GPU's whole sample. It is counted, and a lost GPU shows in other calls.
-            return None
-        return None if samples is None else [(sample.pid, sample.timeStamp, sample.smUtil) for sample in samples]
-    return None

@@ -1,15 +1,12 @@
 """What may be set on a GPU, and how busy single processes keep it, through the real binding and the simulated library."""
 
-import ctypes
 import re
 from pathlib import Path
 
-import pynvml
 import pytest
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.driver import Nvml
-from gpumgr.driver.memory_limits import GetLimits, SetLimits
 from gpumgr.placement.topology.devices import GpuProcess, MemoryLimit
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
@@ -135,12 +132,6 @@ async def test_errors_name_the_function_and_the_gpu(node: Prepare) -> None:
 # -- memory limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_layouts_agree_with_the_binding_of_13_615() -> None:
-    for ours, theirs in ((SetLimits, pynvml.c_nvmlSetMemoryLimits_v1_t), (GetLimits, pynvml.c_nvmlGetMemoryLimits_v1_t)):
-        assert [kind for _, kind in ours._fields_] == [kind for _, kind in theirs._fields_]
-        assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
-
-
 async def test_limits_are_set_and_read_back(new_node: SimNode, cgroups: Path) -> None:
     uuid, cgroup = new_node.description.uuid_of(1), str(cgroups / "kubepods/container")
     limit = MemoryLimit(soft_bytes=256 * MIB, hard_bytes=512 * MIB)
@@ -173,36 +164,20 @@ async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, cgroups: Path
         assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(1), "the GPU that works"
 
 
-async def test_an_old_driver_has_no_limits(node: Prepare, cgroups: Path) -> None:
-    sim = node("hgx-h100-8")
-    uuid, cgroup = sim.description.uuid_of(0), str(cgroups / "kubepods")
-    async with opened(sim) as nvml:
-        said = (
-            r"^the NVIDIA driver 550\.90\.07 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: .*install driver 615 or newer$"
-        )
-        with pytest.raises(NvmlError, match=said):
-            await nvml.gpu_with_memory_limits()
-        with pytest.raises(NvmlError, match=r"nvmlDeviceSetMemoryLimits_v1 .*Function Not Found"):
-            await nvml.set_memory_limit(uuid, cgroup, 0, MIB)
-        assert nvml.call_errors == {}
-
-
-@pytest.fixture
-def node_without_symbols(new_node: SimNode) -> SimNode:
-    """Its library does not export the functions at all."""
-    library = Path(new_node.library_path)
+def hide_memory_limits(library: Path) -> None:
     library.write_bytes(library.read_bytes().replace(b"MemoryLimits_v1", b"MemoryLimits_v0"))
-    return new_node
 
 
-async def test_a_library_without_the_symbols(node_without_symbols: SimNode) -> None:
-    uuid = node_without_symbols.description.uuid_of(0)
-    async with opened(node_without_symbols) as nvml:
-        said = r"driver 615.71.09 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: Function Not Found"
+async def test_a_library_without_the_functions(new_node: SimNode) -> None:
+    """As of older drivers."""
+    hide_memory_limits(Path(new_node.library_path))
+    async with opened(new_node) as nvml:
+        said = r"driver 615.71.09 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: Function Not Found.*install driver 615"
         with pytest.raises(NvmlError, match=said):
             await nvml.gpu_with_memory_limits()
         with pytest.raises(NvmlError, match="Function Not Found"):
-            await nvml.set_memory_limit(uuid, "/", 0, MIB)
+            await nvml.set_memory_limit(new_node.description.uuid_of(0), "/", 0, MIB)
+        assert nvml.call_errors == {}
 
 
 async def test_a_driver_whose_limits_are_off(new_node: SimNode, cgroups: Path) -> None:
