@@ -13,7 +13,7 @@ pkg/kubelet/cm/topologymanager/policy.go. One simplification: among merged hints
 kubelet uses the one with the width closest to the widest minimum).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -249,11 +249,6 @@ class DeviceManager:
         elsewhere = self._any({device_id for device_id in available - aligned if nodes_of[device_id]})
         nowhere = self._any({device_id for device_id in available - aligned if not nodes_of[device_id]})
         return aligned, elsewhere + nowhere
-
-    def healthy_ids(self) -> Iterator[tuple[str, Mapping[int, tuple[str, ...]]]]:
-        """Every resource with its healthy ids by NUMA node."""
-        for resource, ids in self.healthy.items():
-            yield resource, self._by_node(resource, ids)
 
     def _by_node(self, resource: str, ids: Iterable[str]) -> Mapping[int, tuple[str, ...]]:
         by_node: dict[int, list[str]] = {}

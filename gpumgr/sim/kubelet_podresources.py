@@ -1,4 +1,5 @@
-"""The simulated PodResources service: the calls of the kubelet's version, with the kubelet's rate limit for all clients together."""
+"""The simulated PodResources service: List and Get, as far as the kubelet's version has them, with its rate limit for all clients
+together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -29,7 +30,6 @@ class PodResourcesService:
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
         self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
             "List": self._list,
-            "GetAllocatableResources": self._allocatable,
             "Get": self._get,
         }
         self._tokens = _BURST
@@ -63,8 +63,6 @@ class PodResourcesService:
         self.calls += 1
         if self._shape.limits_rate:
             self._take_token()
-        if call in self._shape.calls_off:
-            raise GRPCError(Status.UNKNOWN, f"Pod Resources API {call} disabled")
 
     def _take_token(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -79,16 +77,6 @@ class PodResourcesService:
 
     def _list(self, _request: bytes) -> bytes:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
-
-    def _allocatable(self, _request: bytes) -> bytes:
-        """The healthy ids."""
-        return b"".join(
-            [
-                wire.field(1, entry)
-                for resource, ids_by_node in self._devices.healthy_ids()
-                for entry in self._encode_ids(resource, ids_by_node)
-            ]
-        )
 
     def _get(self, request: bytes) -> bytes:
         """Unlike List it frees nothing."""

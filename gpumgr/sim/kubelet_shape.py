@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-Call = Literal["List", "GetAllocatableResources", "Get"]
+Call = Literal["List", "Get"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,7 @@ class KubeletShape:
 
     # PodResources v1; without any call there is no such service
 
-    calls: frozenset[Call] = frozenset({"List", "GetAllocatableResources", "Get"})
-    #: Calls that a feature gate disables: they are answered with an error.
-    calls_off: frozenset[Call] = frozenset()
+    calls: frozenset[Call] = frozenset({"List", "Get"})
     #: 100 calls a second for all clients together.
     limits_rate: bool = True
     #: List includes pods that ended or were refused, without ids, until they are deleted (before 1.34).
@@ -61,7 +59,7 @@ V1_25: Final = replace(
     clears_folder=True,
     authority_is_path=True,
     knows_cdi=False,
-    calls=frozenset({"List", "GetAllocatableResources"}),
+    calls=frozenset({"List"}),
     limits_rate=False,
     lists_ended=True,
 )
@@ -69,9 +67,9 @@ V1_24: Final = replace(
     V1_25, version="1.24", connects_in_register=False, stream_end_hits_successor=False, checks_health_first=False
 )
 V1_23: Final = replace(V1_24, version="1.23")
-V1_22: Final = replace(V1_23, version="1.22", no_node=0, calls_off=frozenset({"GetAllocatableResources"}))
+V1_22: Final = replace(V1_23, version="1.22", no_node=0)
 V1_21: Final = replace(V1_22, version="1.21")
-V1_20: Final = replace(V1_21, version="1.20", calls=frozenset({"List"}), calls_off=frozenset(), groups_ids=True)
+V1_20: Final = replace(V1_21, version="1.20", groups_ids=True)
 #: Too old for gpumgr: it has PodResources v1alpha1 only.
 V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 

@@ -36,18 +36,6 @@ async def test_calls_of_one_container(make_node: Any) -> None:
     assert kubelet.held("uid-a", "app", CORE_RESOURCE) == {"a-c00", "a-c01"}
 
 
-async def test_the_order_of_resources_is_random_and_repeatable(make_node: Any) -> None:
-    async def orders() -> list[str]:
-        kubelet, _ = await make_node(CORE, MEMORY, seed=3)
-        for number in range(8):
-            await kubelet.admit(pod(str(number), app(1, 1)))
-        return [call.resource for call in kubelet.calls if call.rpc == "Allocate"][::2]
-
-    first = await orders()
-    assert first == await orders()
-    assert set(first) == {CORE_RESOURCE, MEMORY_RESOURCE}
-
-
 async def test_a_short_preference_is_filled_up_and_a_foreign_id_ignored(make_node: Any) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY)
     plugin.core.prefer = lambda _available, _must, _size: ["a-c07", "b-c00"]
@@ -236,12 +224,6 @@ async def test_numa_aligned_ids_are_all_that_is_offered(make_node: Any) -> None:
     nodes = {NUMA_CORE[device_id] for device_id in kubelet.held("uid-a", "app", CORE_RESOURCE)}
     nodes |= {NUMA_MEMORY[device_id] for device_id in kubelet.held("uid-a", "app", MEMORY_RESOURCE)}
     assert len(nodes) == 1
-
-
-async def test_no_preference_is_requested_when_exactly_the_aligned_ids_are_needed(make_node: Any) -> None:
-    kubelet, _ = await make_node(NUMA_CORE, NUMA_MEMORY, numa_aligned=True)
-    await kubelet.admit(pod("a", app(5)))
-    assert [call.rpc for call in kubelet.calls] == ["Allocate"]
 
 
 async def test_aligned_ids_must_be_included_when_they_are_too_few(make_node: Any) -> None:

@@ -13,7 +13,6 @@ from h2.connection import H2Connection
 from h2.events import RequestReceived
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
-from gpumgr.common.rpc import wire
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import parse_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimKubeletError, SimPod
@@ -22,9 +21,6 @@ from gpumgr.sim.kubelet_shape import (
     SUPPORTED,
     V1_19,
     V1_20,
-    V1_21,
-    V1_22,
-    V1_23,
     V1_24,
     V1_25,
     V1_35,
@@ -105,14 +101,6 @@ async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_no
     [
         (V1_19, "List", "UNIMPLEMENTED", "unknown service v1.PodResourcesLister"),
         (V1_19, "Get", "UNIMPLEMENTED", "unknown service v1.PodResourcesLister"),
-        (
-            V1_20,
-            "GetAllocatableResources",
-            "UNIMPLEMENTED",
-            "unknown method GetAllocatableResources for service v1.PodResourcesLister",
-        ),
-        (V1_21, "GetAllocatableResources", "UNKNOWN", "Pod Resources API GetAllocatableResources disabled"),
-        (V1_22, "GetAllocatableResources", "UNKNOWN", "Pod Resources API GetAllocatableResources disabled"),
         (V1_25, "Get", "UNIMPLEMENTED", "unknown method Get for service v1.PodResourcesLister"),
         (V1_35, "Get", "UNKNOWN", "pod  in namespace  not found"),
     ],
@@ -122,26 +110,6 @@ async def test_calls_that_fail(make_node: MakeNode, shape: KubeletShape, call: s
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(kubelet, call)
     assert (caught.value.code().name, caught.value.details()) == (code, text)
-
-
-@versions(V1_23, V1_24, V1_25, V1_35)
-async def test_what_is_allocatable(make_node: MakeNode, shape: KubeletShape) -> None:
-    kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
-    answer = await ask(kubelet, "GetAllocatableResources")
-    entries = [
-        podresources.ContainerDevices.FromString(answer[start:end]) for _, start, end in wire.spans(answer, 0, len(answer))
-    ]
-    assert {tuple(entry.device_ids) for entry in entries} == {("c0",), ("c1",), ("c2",), ("c3",), ("m0",)}
-
-
-async def test_get_has_one_pod(make_node: MakeNode) -> None:
-    kubelet, _ = await make_node(CORE, MEMORY)
-    await kubelet.admit(pod("a", 4))
-    await kubelet.admit(pod("b", 0))
-    request = b"\x0a\x01a\x12\x07default"
-    answer = podresources.ListPodResourcesResponse.FromString(await ask(kubelet, "Get", request))
-    assert [each.name for each in answer.pod_resources] == ["a"]
-    assert len(answer.pod_resources[0].containers[0].devices) == 4
 
 
 @pytest.mark.parametrize(("shape", "some"), [(V1_25, False), (V1_35, True)], ids=["1.25", "1.35"])
@@ -177,14 +145,6 @@ async def test_which_options_count(make_node: MakeNode, shape: KubeletShape) -> 
     await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == 3)
     await kubelet.run(pod("b", 1))
     assert [call.rpc for call in kubelet.calls[count:]] == ["GetPreferredAllocation", "Allocate", "PreStartContainer"]
-
-
-@versions(V1_20, V1_24)
-async def test_register_is_answered_although_the_plugin_can_not_be_dialled(make_node: MakeNode, shape: KubeletShape) -> None:
-    kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
-    kubelet._dial_timeout_seconds = 0.05  # from now on
-    await plugin.register_one(kubelet.plugin_folder / "nobody.sock", CORE_RESOURCE)
-    assert kubelet.node_status()[CORE_RESOURCE].allocatable == 4
 
 
 @versions(V1_20, V1_24, V1_35)

@@ -80,10 +80,5 @@ def test_a_gpus_readings_follow_from_its_processes(tmp_path: Path, load: SimLoad
     assert facts(tmp_path, 0) == {"process 0 1 500 30", "utilization 0 30 15", "temperature 0 44", "power 0 259000"}
 
 
-def test_a_gpu_is_never_more_than_busy(tmp_path: Path, load: SimLoad) -> None:
-    load.put([(1, SimProcess(pid=pid, sm_percent=80)) for pid in (1, 2)])
-    assert "utilization 1 100 50" in facts(tmp_path, 1)
-
-
 def facts(folder: Path, gpu: int) -> set[str]:
     return {line for line in (folder / "control.txt").read_text().splitlines() if line.split()[1] == str(gpu)}

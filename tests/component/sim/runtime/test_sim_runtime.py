@@ -109,9 +109,3 @@ async def test_an_outage_loses_nothing(runtime: SimRuntime, client: CriClient) -
         await client.list()
     await runtime.start()
     assert [each.name for each in await client.list()] == ["main", "side"]
-
-
-async def test_the_folder_may_have_any_name(tmp_path: Path) -> None:
-    processes = SimProcesses(tmp_path / "a folder")
-    pid = processes.start("/kubepods/x")
-    assert Cgroups(processes.cgroup_root, processes.proc_root).pids("/kubepods") == (pid,)
