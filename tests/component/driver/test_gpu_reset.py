@@ -110,26 +110,6 @@ async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, smi: Smi
     assert listener.outages == []
 
 
-async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, smi: Smi) -> None:
-    """A shared lock represents every process that has NVML open: a second one holds it, as DCGM would."""
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
-    program = smi(sim)
-    other = await asyncio.create_subprocess_exec(
-        *("flock", "--shared", str(sim.sysfs_root.parent / "sessions.lock"), "-c", "echo here; read line"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert other.stdout is not None
-    await other.stdout.readline()
-    async with watched(sim) as (monitor, listener):
-        await listener.rounds(1)
-        with pytest.raises(NvmlError, match="In use by another client"):
-            await reset_gpu(monitor, uuid, program=program)
-        await other.communicate(b"\n")
-        assert "successfully" in await reset_gpu(monitor, uuid, program=program)
-
-
 async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
     node: Prepare, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from gpumgr.agent.inventory import Inventory
 from gpumgr.common.proc import HostProcesses
 from gpumgr.driver.hardware_events import HardwareEvents
@@ -83,25 +85,35 @@ async def test_a_snapshot_is_one_list_with_the_health_of_its_gpus(tmp_path: Path
     assert healthy == [[100, 0]]
 
 
-async def test_a_gpu_that_fails_and_comes_back_is_two_entries() -> None:
-    node = await started()
-    await node.turn("suspect", "error", "a doubt")
-    await node.turn("unhealthy", "xid", "XID 79")
-    await node.turn("unhealthy", "xid", "XID 79 again")
-    await node.turn("probation", "xid", "XID 79 again")
-    await node.turn("healthy")
-    await node.turn("healthy")
-    assert node.told == [
-        ("unhealthy", ("00000001",), "XID 79"),
-        ("back", ("00000001",), "it is healthy again and takes pods"),
-    ]
+BACK = ("back", ("00000001",), "it is healthy again and takes pods")
 
 
-async def test_a_change_to_the_worse_is_reported_again() -> None:
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        (
+            [
+                ("suspect", "error", "a doubt"),
+                ("unhealthy", "xid", "XID 79"),
+                ("unhealthy", "xid", "XID 79 again"),
+                ("probation", "xid", "XID 79 again"),
+                ("healthy", None, ""),
+                ("healthy", None, ""),
+            ],
+            [("unhealthy", ("00000001",), "XID 79"), BACK],
+        ),
+        (
+            [("unhealthy", "ecc", "memory errors"), ("unhealthy", "lost", "the GPU is lost")],
+            [("unhealthy", ("00000001",), "memory errors"), ("lost", ("00000001",), "the GPU is lost")],
+        ),
+        ([("unhealthy", "mig", "MIG is enabled"), ("healthy", None, "")], []),  # a setting
+    ],
+)
+async def test_changes_of_health_are_entries(turns: list[tuple[State, Reason | None, str]], told: list[Told]) -> None:
     node = await started()
-    await node.turn("unhealthy", "ecc", "memory errors")
-    await node.turn("unhealthy", "lost", "the GPU is lost")
-    assert [code for code, _, _ in node.told] == ["unhealthy", "lost"]
+    for turn in turns:
+        await node.turn(*turn)
+    assert node.told == told
 
 
 async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
@@ -122,13 +134,6 @@ async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
     await node.turn("probation", "operator", "released by the operator")
     await node.turn("healthy")
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
-
-
-async def test_mig_is_a_setting_and_no_illness() -> None:
-    node = await started()
-    await node.turn("unhealthy", "mig", "MIG is enabled")
-    await node.turn("healthy")
-    assert node.told == []
 
 
 async def test_a_gpu_that_is_unhealthy_from_the_start_is_reported_when_its_uuid_is_known() -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED
-from gpumgr.placement.topology.devices import MigInstance
 
 from .conftest import Prepare, opened
 
@@ -24,24 +23,6 @@ async def test_the_mig_devices_of_each_gpu_are_read(node: Prepare) -> None:
     uuids = [instance.uuid for gpu in gpus for instance in gpu.mig_instances]
     assert len(set(uuids)) == 6
     assert all(uuid.startswith("MIG-") for uuid in uuids)
-
-
-async def test_indices_without_a_mig_device_are_skipped(node: Prepare) -> None:
-    made = node("mig-4")
-    instances = {
-        n: MigInstance(uuid=f"MIG-{n}", profile="1g.5gb", gpu_instance=n, compute_instance=0, memory_bytes=GIB) for n in (1, 6)
-    }
-    made.control.set_mig_instances(2, instances)
-    async with opened(made) as nvml:
-        assert (await nvml.snapshot()).gpus[2].mig_instances == (instances[1], instances[6])
-
-
-async def test_a_gpu_whose_mig_mode_is_turned_off_has_no_mig_devices(node: Prepare) -> None:
-    made = node("mig-4")
-    async with opened(made) as nvml:
-        made.control.set_mig(2, enabled=False)
-        gpu = (await nvml.snapshot()).gpus[2]
-    assert (gpu.mig_enabled, gpu.mig_instances) == (False, ())
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])

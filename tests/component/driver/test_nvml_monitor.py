@@ -14,91 +14,38 @@ from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.snapshot import read_pci_gpus
 from gpumgr.sim.control import SimControl
-from gpumgr.sim.library import prepare
+from gpumgr.sim.library import SimNode, prepare
 
 from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, give_up_after, watched
 
 WELL = ("healthy", None)
 
 
-async def test_a_healthy_node_is_reported_and_sampled(node: Prepare) -> None:
-    async with watched(node("mixed-2")) as (monitor, listener):
-        await listener.rounds(3)
-    assert len(listener.snapshots) == 1
-    assert listener.states == [WELL, WELL]
-    assert listener.history == [monitor.health]
-    assert listener.outages == []
-    assert all(len(sample.gpus) == 2 and not sample.failures for sample in listener.samples)
-
-
-FAULTS: dict[str, tuple[Callable[[SimControl], None], Callable[[SimControl], None], str]] = {
-    "lost": (lambda c: c.lose_gpu(1), lambda c: c.restore_gpu(1), "lost"),
-    "reset required": (
-        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1),
-        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
-        "reset",
-    ),
-    "errors": (
-        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=1),
-        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
-        "error",
-    ),
-    "mig": (lambda c: c.set_mig(1, enabled=True), lambda c: c.set_mig(1, enabled=False), "mig"),
-    "recovery action": (lambda c: c.set_recovery_action(1, 1), lambda c: c.set_recovery_action(1, 0), "reset"),
+#: Reason -> the fault of GPU 1, which `on` begins or ends.
+FAULTS: dict[str, Callable[[SimControl, bool], None]] = {
+    "lost": lambda control, on: control.lose_gpu(1) if on else control.restore_gpu(1),
+    "reset": lambda control, on: control.set_result("nvmlDeviceGetMemoryInfo", 16 * on, gpu=1),
+    "error": lambda control, on: control.set_result("nvmlDeviceGetMemoryInfo", 999 * on, gpu=1),
+    "mig": lambda control, on: control.set_mig(1, enabled=on),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, name: str) -> None:
+@pytest.mark.parametrize("reason", FAULTS)
+async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, reason: str) -> None:
     sim = node("hgx-h100-8")
-    breaks, heals, reason = FAULTS[name]
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-        breaks(sim.control)
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(3)
+        assert listener.states == [WELL] * 8
+        assert listener.history == [monitor.health]
+        assert all(len(sample.gpus) == 8 and not sample.failures for sample in listener.samples)
+        FAULTS[reason](sim.control, True)
         await listener.until(lambda: listener.states[1] == ("unhealthy", reason))
         await listener.rounds(3)
         assert listener.states == [WELL, ("unhealthy", reason), *[WELL] * 6]
-        heals(sim.control)
+        FAULTS[reason](sim.control, False)
         await listener.until(lambda: listener.states == [WELL] * 8)
     assert "probation" in {health[listener.snapshots[0].gpus[1].uuid].state for health in listener.history}
-    assert listener.outages == []
-
-
-async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Prepare) -> None:
-    sim = node("hgx-h100-8")
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-        sim.control.xid(2, 31)
-        sim.control.xid(2, 79)
-        await listener.until(lambda: listener.states[2][1] == "xid")
-        assert listener.health[listener.snapshots[0].gpus[2].uuid].message == "XID 79: the GPU has fallen off the bus"
-        await listener.until(lambda: listener.states[2] == WELL)
-
-
-async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_result("nvmlDeviceGetFieldValues", 13)
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-        sim.control.double_bit_error(0)
-        await listener.until(lambda: listener.states[0] == ("unhealthy", "ecc"))
-        await listener.rounds(5)
-        assert listener.states[0] == ("unhealthy", "ecc")
-        sim.control.restore_gpu(0)
-        await listener.until(lambda: listener.states[0] == WELL)
-
-
-async def test_an_operator_holds_and_releases(node: Prepare) -> None:
-    sim = node("mixed-2")
-    async with watched(sim) as (monitor, listener):
-        await listener.rounds(1)
-        uuid = sim.description.uuid_of(0)
-        monitor.cordon(uuid, "broken fan")
-        await listener.until(lambda: listener.states[0] == ("healthy", "operator"))
-        await listener.rounds(4)
-        assert (listener.health[uuid].cordon_reason, listener.health[uuid].offered) == ("broken fan", False)
-        monitor.uncordon(uuid)
-        await listener.until(lambda: listener.states[0] == WELL)
+    assert (listener.outages, len(listener.snapshots)) == ([], 1)
 
 
 async def test_a_shorter_period_counts_at_once(node: Prepare) -> None:
@@ -128,30 +75,6 @@ async def test_an_xid_of_a_gpu_instance_concerns_its_mig_devices_alone(node: Pre
     assert {health[gpu].reason for health in listener.history} == {"mig", "xid"}
     others = (sim.description.uuid_of(index) for index in (0, 1, 3))
     assert {health[uuid].reason for uuid in others for health in listener.history} == {None, "mig"}
-
-
-async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_mig(0, enabled=True)
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-    first = listener.history[0]
-    assert first[sim.description.uuid_of(0)].reason == "mig"
-    assert listener.snapshots[0].gpus[0].mig_enabled
-
-
-async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare) -> None:
-    sim = node("hgx-h100-8")
-    async with watched(sim) as (monitor, listener):
-        await listener.rounds(1)
-        give_up_after(monitor._nvml, 0.2)
-        sim.control.hang()
-        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 8)
-        give_up_after(monitor._nvml, 10)
-        sim.control.release()
-        await listener.until(lambda: listener.states == [WELL] * 8)
-    assert listener.outages == ["NVML gave no answer within 0.2 s: the driver hangs"]
-    assert listener.snapshots[0] == listener.snapshots[-1]
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues", "*"])
@@ -315,25 +238,29 @@ async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_f
         assert len(listener.snapshots[-1].gpus) == 4
 
 
+def list_only(sim: SimNode, count: int) -> Callable[[], None]:
+    """Lets the driver list this many GPUs from its next session on; returns what ends that."""
+    facts = sim.sysfs_root.parent / "node.txt"
+    complete = facts.read_text()
+    lines = (line for line in complete.splitlines(keepends=True) if not line.startswith("gpu ") or int(line[4]) < count)
+    facts.write_text("".join(lines))
+    return lambda: replace_file(facts, complete.encode(), durable=False)
+
+
 @pytest.mark.parametrize("listed", [0, 1])
 async def test_gpus_that_the_driver_lists_late_are_found_and_reported_until_then(node: Prepare, listed: int) -> None:
     """NVML reads its list when a session begins."""
     sim = node("pcie-a10-4")
-    addresses = [gpu.bus_id for gpu in sim.description.gpus]
-    facts = sim.sysfs_root.parent / "node.txt"
-    complete = facts.read_text()
-    facts.write_text(
-        "".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu ") or line[4] < str(listed))
-    )
+    missing = ", ".join(gpu.bus_id for gpu in sim.description.gpus[listed:])
+    list_all = list_only(sim, listed)
     with structlog.testing.capture_logs() as logs:
         async with watched(sim) as (_, listener):
             await listener.rounds(5)
             (snapshot,) = listener.snapshots
             assert (len(snapshot.gpus), snapshot.unlisted) == (listed, 4 - listed)
-            missing = ", ".join(addresses[listed:])
             sentence = f"the driver lists {listed} of the 4 NVIDIA GPUs on the PCI bus, not {missing}: see `dmesg`"
             assert snapshot.unlisted_sentence == sentence
-            replace_file(facts, complete.encode(), durable=False)
+            list_all()
             await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
             assert listener.snapshots[-1].unlisted_sentence is None
             sim.control.xid(3, 119)
@@ -345,10 +272,8 @@ async def test_gpus_that_the_driver_lists_late_are_found_and_reported_until_then
 async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
     node: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = node("pcie-a10-4")
-    facts, release = sim.sysfs_root.parent / "node.txt", threading.Event()
-    complete = facts.read_text()
-    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
+    sim, release = node("pcie-a10-4"), threading.Event()
+    list_all = list_only(sim, 3)
     with structlog.testing.capture_logs() as logs:
         async with watched(sim) as (monitor, listener):
             await listener.rounds(1)
@@ -364,7 +289,7 @@ async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
             finally:
                 release.set()
             await call
-            replace_file(facts, complete.encode(), durable=False)
+            list_all()
             monitor._relist_at = 0.0
             await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
     assert listener.outages == []
@@ -372,14 +297,13 @@ async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
 
 async def test_a_gpu_that_comes_to_the_pci_bus_later_is_found(node: Prepare) -> None:
     sim = node("pcie-a10-4")
-    facts, late = sim.sysfs_root.parent / "node.txt", sim.sysfs_root / "bus/pci/devices" / sim.description.gpus[3].bus_id
-    place, complete = late.readlink(), facts.read_text()
+    late = sim.sysfs_root / "bus/pci/devices" / sim.description.gpus[3].bus_id
+    place, list_all = late.readlink(), list_only(sim, 3)
     late.unlink()
-    facts.write_text("".join(line for line in complete.splitlines(keepends=True) if not line.startswith("gpu 3 ")))
     async with watched(sim) as (_, listener):
         await listener.rounds(5)
         assert (len(listener.snapshots[-1].gpus), listener.snapshots[-1].unlisted) == (3, 0)
-        replace_file(facts, complete.encode(), durable=False)
+        list_all()
         late.symlink_to(place)
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
 
@@ -410,12 +334,3 @@ async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Pre
         sim.control.restore_gpu(2)
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
     assert len(listener.snapshots) == 2
-
-
-async def test_a_lost_gpu_does_not_cause_snapshot_after_snapshot(node: Prepare) -> None:
-    sim = node("pcie-a10-4")
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-        sim.control.lose_gpu(2)
-        await listener.rounds(10)
-    assert len(listener.snapshots) == 1

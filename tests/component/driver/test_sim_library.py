@@ -49,7 +49,7 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"can't be laid out in .*file/node: Not a directory"):
+    with pytest.raises(InputError, match=r"can't be created in .*file/node: Not a directory"):
         prepare("mixed-2", tmp_path / "file" / "node")
 
 

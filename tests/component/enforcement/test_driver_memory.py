@@ -131,13 +131,6 @@ async def test_everything_that_is_missing_is_said_at_once(world: DriverNode) -> 
     assert "nvidia-smi -mig 0" in told
 
 
-@pytest.mark.parametrize(("code", "said"), [(13, "install driver 615 or newer"), (3, "take RmMemacctMode out")])
-async def test_a_driver_that_lost_the_ability_lets_no_container_start(world: DriverNode, code: int, said: str) -> None:
-    world.control.set_result(GET, code)
-    with pytest.raises(Refusal, match=rf"GPU memory of demo/one \(main\) can't be limited: .*{said}"):
-        await world.backend.start(world.tenant)
-
-
 async def test_a_limit_is_tried_once_until_the_driver_restarts(world: DriverNode) -> None:
     assert await world.backend.unavailable() is None
     ((cgroup, limit),) = world.control.memory_limits(0).items()
@@ -244,16 +237,6 @@ async def test_each_container_of_a_claim_has_the_limit(world: DriverNode) -> Non
     assert "its cgroup is not known" in finding.message
 
 
-async def test_a_restarted_container_is_another_one(world: DriverNode) -> None:
-    await world.backend.adjust(world.running)
-    second = world.cgroups / "kubepods/second"
-    second.mkdir()
-    (second / "dmem.max").touch()
-    world.container = replace(world.container, id="c2", attempt=1, cgroup="/kubepods/second")
-    await world.backend.adjust(world.running)
-    assert world.limits(1) == {str(world.cgroup): GRANTED, str(second): GRANTED}
-
-
 async def test_a_changed_limit_is_set_again_at_the_next_check(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     other = MemoryLimit(soft_bytes=0, hard_bytes=9 * GIB)
@@ -309,13 +292,6 @@ async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(worl
     await world.backend.adjust(world.running)
     assert await world.findings() == []
     assert world.limit == GRANTED
-
-
-async def test_a_cgroup_without_the_controller_is_a_finding(world: DriverNode) -> None:
-    (world.cgroup / "dmem.max").unlink()
-    await world.backend.adjust(world.running)
-    (message,) = await world.findings()
-    assert "Not Found" in message
 
 
 async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:

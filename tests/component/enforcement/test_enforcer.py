@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from gpumgr.common.units import Resource
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation
@@ -358,16 +356,6 @@ async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) 
     assert await made.limits.tend(set) is None
 
 
-async def test_cdi_specs_of_earlier_containers_are_removed_also_when_cdi_is_off(folder: Path) -> None:
-    made = make(folder)
-    await made.limits.start(BASE, granted("mps", cdi=True), tenant())
-    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
-    await made.limits.tend(set)
-    made.clock.now += 60
-    await made.limits.tend(set)
-    assert os.listdir(folder / "cdi") == []
-
-
 async def test_every_mechanism_makes_room_for_whole_gpus(folder: Path) -> None:
     made = make(folder)
     await made.limits.vacate(["GPU-1"])
@@ -378,25 +366,3 @@ async def test_recovery_gives_each_mechanism_its_containers(folder: Path) -> Non
     made = make(folder)
     await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
     assert made.files.recovered == [ID]
-
-
-def test_a_mounted_folder_is_in_use(tmp_path: Path) -> None:
-    """As root in a mount namespace of its own; a mount of the folder under any path is found in the process' mountinfo."""
-    folder = tmp_path / ID
-    folder.mkdir()
-    if os.geteuid() != 0:
-        proc = tmp_path / "proc" / "1"
-        (proc / "ns").mkdir(parents=True)
-        (proc / "ns" / "mnt").symlink_to("mnt:[1]")
-        (proc / "mountinfo").write_text(f"1 2 0:1 /vm/{ID} /etc/vcuda ro - ext4 /dev/x rw\n")
-        assert mounted_names([ID, "0" * 16], tmp_path / "proc") == {ID}
-        return
-    script = f"mount --bind {folder} /mnt && echo ready && read line"
-    child = subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        assert mounted_names([ID, "0" * 16]) == {ID}
-    finally:
-        child.communicate("\n", timeout=10)
-    assert mounted_names([ID]) == frozenset()

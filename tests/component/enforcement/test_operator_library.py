@@ -126,14 +126,6 @@ def test_a_folder_that_can_not_be_created_is_reported(library: Path, tmp_path: P
         install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
 
 
-def test_two_libraries_are_installed_side_by_side(library: Path, built: Path, tmp_path: Path) -> None:
-    old = install(check(built, hash_of(built)), tmp_path / "lib", "libvgpu.so")
-    library.write_bytes(library.read_bytes() + b"new")
-    new = install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
-    assert hash_of(old) != hash_of(new)
-    assert old.parent.parent == new.parent.parent
-
-
 def built_from(folder: Path, text: str, *options: str) -> Path:
     source = folder / "library.c"
     source.write_text(text)

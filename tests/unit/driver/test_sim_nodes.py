@@ -93,7 +93,7 @@ TWO = f"gpus:\n - {GPU}\n - {{card: t4, bus_id: 0000:06:00.0, pcie: [pci0000:00]
         ("gpus:\n - {card: t4, bus_id: 0000:05:00.0, pcie: []}\n", r"length >= 1"),
         ("gpus:\n - {card: t4, bus_id: 0000:05:00.0, pcie: [a], numa_node: near}\n", r"Expected `int \| null`.*numa_node"),
         ("gpus:\n - {card: k80, bus_id: 0000:05:00.0, pcie: [a]}\n", r"gpus\[0\].card: 'k80' is not among cards; allowed: t4"),
-        (f"gpus:\n - {GPU}\n - {GPU}\n", r"bus_id 0000:05:00.0 stands twice"),
+        (f"gpus:\n - {GPU}\n - {GPU}\n", r"bus_id 0000:05:00.0 occurs twice"),
         (TWO + "nvlinks: [[0, 2, 1]]\n", r"nvlinks\[0\]: 0 and 2 must be two different GPUs, 0 to 1"),
         (TWO + "nvlinks: [[1, 1, 1]]\n", r"two different GPUs"),
         (TWO + "nvlinks: [[0, 1, 37]]\n", r"gpus\[0\] has 37 NVLinks; at most 36"),

@@ -117,16 +117,6 @@ async def test_before_the_first_answer_the_former_mirror_shows_the_way(host: Hos
     assert second.access.toolkit
 
 
-async def test_another_driver_is_mirrored_beside_the_one_that_containers_keep(host: Host, driver: Driver) -> None:
-    agent = host.agent()
-    await agent.update(DRIVER)
-    kept = host.whole.resolve()
-    driver.install(host.root, NEXT_DRIVER)
-    await agent.update(NEXT_DRIVER)
-    assert host.mounted() == NEXT_CUDA
-    assert call_who(kept / "lib64", "libcuda.so.1") == [CUDA]
-
-
 async def test_a_driver_without_files_is_reported_until_they_are_there(host: Host, driver: Driver) -> None:
     agent = host.agent()
     with capture_logs() as logs:

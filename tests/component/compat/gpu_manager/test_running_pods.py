@@ -229,16 +229,6 @@ async def test_what_gpu_manager_gave_out_until_it_stopped_is_taken_over_too(scen
     assert sorted(str(a.uid) for a in scene.agent_state.ledger.allocations.values()) == ["u1", "u2"]
 
 
-async def test_a_driver_that_comes_late_is_waited_for_by_the_records(scene: TakeoverNode) -> None:
-    scene.records("u1")
-    scene.kubelets_file("u1")
-    take_over = scene.take_over()
-    assert await take_over.held_back_by() is None
-    assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (0, 0)
-    await scene.show_gpus()
-    assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (1, 1)
-
-
 async def test_an_unreadable_file_counts_as_no_record(scene: TakeoverNode) -> None:
     (scene.folder / "gpu-manager.json").write_text("{")
     take_over = scene.take_over()
@@ -273,14 +263,6 @@ async def test_a_full_disk_takes_nothing_over_and_offers_nothing(scene: Takeover
     scene.checkpoint.full = False
     assert await take_over.held_back_by() is None
     assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (1, 1)
-
-
-async def test_a_kubelet_without_device_entries_has_no_running_pods_of_gpu_manager(scene: TakeoverNode) -> None:
-    scene.records("u1")
-    scene.kubelets_file()
-    scene.take_over()
-    await scene.show_gpus()
-    assert len(scene.agent_state.ledger.allocations) == 1
 
 
 async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: TakeoverNode) -> None:
@@ -403,17 +385,6 @@ async def test_records_of_pods_that_ended_are_left_behind(scene: TakeoverNode, d
     await scene.show_gpus()
     assert await take_over.held_back_by() is None
     assert (scene.taken(), scene.remembered) == ([], 0 if done else 1)
-
-
-async def test_once_done_a_record_of_which_the_kubelet_shows_nothing_is_none(scene: TakeoverNode) -> None:
-    scene.records("u1")
-    scene.kubelets_file("u1")
-    take_over = scene.take_over(done=True)
-    await scene.show_gpus()
-    assert await take_over.held_back_by() is not None
-    scene.clock.now += INCOMPLETE_SECONDS
-    assert await take_over.held_back_by() is None
-    assert scene.taken() == []
 
 
 async def test_a_static_pod_is_identified_by_the_kubelets_uid(scene: TakeoverNode) -> None:

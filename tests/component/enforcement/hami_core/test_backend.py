@@ -129,11 +129,6 @@ async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: 
     assert mode(region) == 0o666
 
 
-async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None:
-    answer = backend.prepare(tenant(memory_bytes=5 << 30), "memory")
-    assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
-
-
 @pytest.mark.hami_bug("B36, B37: limits apply to another GPU, or to the first one only")
 async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
     share = gpu_share(ID, *TWO_GPUS)
@@ -192,18 +187,6 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
     with pytest.raises(Refusal, match=r"HAMi-core can't limit .* has SHA-256 .* is set: put the right file there"):
-        await backend.start(tenant())
-    assert not (tmp_path / "lib").exists()
-    assert not region_of(tmp_path).exists()
-
-
-async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_start(tmp_path: Path) -> None:
-    mine = tmp_path / "libvgpu.so"
-    build(mine, "-DHIDDEN")
-    backend = make_backend(tmp_path, mine)
-    reason = await backend.unavailable() or ""
-    assert "does not export cuDeviceTotalMem_v2, " in reason
-    with pytest.raises(Refusal, match=r"HAMi-core can't limit .* does not export cuDeviceTotalMem_v2, "):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
@@ -304,9 +287,10 @@ async def test_a_limit_raised_and_repaired_between_two_checks_is_reported(
 
 
 async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: HamiCore, region: Path, client: Client) -> None:
-    client.run(region, "raise", 64 << 30, CORES)
-    assert codes(await backend.observe([running()])) == ["tampered"]
-    await backend.adjust([running()])
+    for _ in range(2):
+        client.run(region, "raise", 64 << 30, CORES)
+        assert codes(await backend.observe([running()])) == ["tampered"]
+        await backend.adjust([running()])
     client.run(region, "raise", 64 << 30, CORES)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
@@ -348,11 +332,6 @@ async def test_a_corrupt_region_is_reported_once_and_its_limits_are_kept(
     assert codes(await backend.observe([running()])) == ["tampered", "tampered"]
     await backend.adjust([running()])
     assert f"memory={MEMORY_BYTES} cores={CORES}" in limits_line(client, region)
-    assert codes(await backend.observe([running()])) == []
-
-
-async def test_counters_below_zero_are_no_finding(backend: HamiCore, region: Path, client: Client) -> None:
-    client.run(region, "take", "overflow")
     assert codes(await backend.observe([running()])) == []
 
 
@@ -415,12 +394,6 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
         assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
-
-
-async def test_a_siblings_host_pid_is_replaced(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
-    with client.process(region, "take") as first, client.process(region, "take", "host", first) as second:
-        await backend.adjust([running(pids=[first, second])])
-        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(first, first), (second, second)]
 
 
 @pytest.mark.parametrize("spoil", [("host", 0), ("host", 0, "search"), ("host", 4_000_000, "lock")])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.content import limits, seed
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
-from tests.component.enforcement.hami_core.harness import Client
 from tests.shares import shared_gpu
 
 CONTENT = seed(limits([shared_gpu()]))
@@ -37,15 +36,6 @@ def test_a_new_region_holds_the_seed_and_is_writable_for_all_users(tmp_path: Pat
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
     assert path.stat().st_blocks * 512 <= 16384  # only pages with something in them
     assert os.listdir(tmp_path) == [FILE_NAME]
-
-
-def test_a_region_made_again_is_another_file(tmp_path: Path, region: RegionFile) -> None:
-    (tmp_path / ".region.cache.new").write_text("left by an agent that was killed")
-    again = RegionFile.create(tmp_path, CONTENT)
-    with pytest.raises(OSError, match="another file was put in its place"):
-        region.read()
-    assert again.read().problems == ()
-    again.close()
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
@@ -110,21 +100,6 @@ def test_what_was_appended_is_removed_and_stops_neither_reading_nor_writing(
     assert region.cut() == 0
 
 
-@pytest.mark.parametrize("size_bytes", [0, layout.FILE_BYTES - 1])
-def test_a_shorter_file_is_not_extended(tmp_path: Path, region: RegionFile, size_bytes: int) -> None:
-    os.truncate(tmp_path / FILE_NAME, size_bytes)
-    with pytest.raises(OSError, match=f"it has {size_bytes} bytes"):
-        region.cut()
-    assert (tmp_path / FILE_NAME).stat().st_size == size_bytes
-
-
-def test_another_file_at_its_place_is_not_cut(tmp_path: Path, region: RegionFile) -> None:
-    replace(tmp_path / FILE_NAME, lambda new: new.write_bytes(CONTENT + b"more"))
-    with pytest.raises(OSError, match="another file"):
-        region.cut()
-    assert (tmp_path / FILE_NAME).stat().st_size == len(CONTENT) + 4
-
-
 def test_a_fifo_does_not_stop_the_agent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
     opened = RegionFile.open(tmp_path)
@@ -139,15 +114,6 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(NotADirectoryError):
         RegionFile.open(tmp_path / "link")
-
-
-def test_another_version_in_the_header_stops_neither_reading_nor_writing(
-    tmp_path: Path, region: RegionFile, client: Client
-) -> None:
-    client.run(tmp_path / FILE_NAME, "version", 9, 9, "raise", 1 << 40, 100)
-    assert [code for code, _ in region.read().problems] == ["header"]
-    region.write(layout.LIMIT, (7).to_bytes(8, "little"))
-    assert region.read().limits_bytes[0] == 7
 
 
 def test_a_closed_region_raises_and_does_not_touch_another_file(region: RegionFile) -> None:

@@ -61,19 +61,6 @@ async def test_the_idle_time_begins_with_the_end_of_the_last_container(place: Pl
     assert await backend.tend(lambda: known) is None
 
 
-async def test_a_container_that_comes_before_the_idle_time_is_over_keeps_the_daemon(place: Place) -> None:
-    backend = await place.started()
-    known = set[str]()
-    await backend.tend(lambda: known)
-    place.seconds += IDLE_SECONDS
-    known = {"b2"}
-    await backend.start(tenant("b2"))
-    assert await backend.tend(lambda: known) is None
-    known = set()
-    assert await backend.tend(lambda: known) == IDLE_SECONDS
-    assert place.daemon_pid() is not None
-
-
 async def test_a_container_that_comes_while_the_end_waits_keeps_the_daemon(place: Place) -> None:
     backend = await place.started(idle_seconds=0.0)
     (daemon,) = backend.daemons()
@@ -93,19 +80,6 @@ async def test_a_whole_gpu_container_does_not_wait_for_the_idle_time(place: Plac
     assert place.daemon_pid() is not None
     await backend.vacate([UUID])
     assert (place.daemon_pid(), place.modes.now, backend.remains()) == (None, {UUID: 0}, set())
-
-
-async def test_orphans_of_an_earlier_agent_are_reported_and_removed(place: Place) -> None:
-    old = await place.started()
-    await old.close()
-    new = await place.agent()
-    await new.recover([])
-    assert new.remains() == {"a1"}
-    await new.cleanup("a1")
-    await new.cleanup("never-seen")
-    await place.pass_time(new)
-    await place.pass_time(new, IDLE_SECONDS)
-    assert (place.daemon_pid(), place.modes.now) == (None, {UUID: 0})
 
 
 async def test_cleanup_does_not_need_the_daemon(place: Place) -> None:

@@ -63,17 +63,6 @@ async def test_without_the_program_a_gpu_is_still_freed_for_a_whole_gpu_containe
     assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
 
 
-async def test_without_the_program_an_idle_daemon_ends(place: Place) -> None:
-    await begun(place)
-    place.program.unlink()
-    new = await place.agent()
-    await new.recover([])
-    await new.cleanup("a1")
-    await place.pass_time(new)
-    await place.pass_time(new, IDLE_SECONDS)
-    assert (place.daemon_pid(), place.modes.now, new.daemons()) == (None, {UUID: 0}, [])
-
-
 # -- the folders are elsewhere -----------------------------------------------------------------------------------------------
 
 

@@ -4,24 +4,15 @@ Measured with driver 580 on an H200: the server is a child of the daemon, has it
 """
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
 
-from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from tests.component.enforcement.mps.place import UUID, Place, own, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
-
-
-@BOTH
-async def test_a_server_is_own_and_its_clients_are_not(place: Place, setting: ProtocolSetting) -> None:
-    backend = await place.started(protocol=setting)
-    client, got = await place.attach(backend, tenant())
-    assert own(backend, client, got["server"], os.getpid()) == {got["server"]}
 
 
 @BOTH
@@ -122,13 +113,3 @@ async def test_a_server_that_exits_is_still_own_and_a_new_process_with_its_pid_i
         (folder / name).write_bytes(b"")
     assert backend.own_pids({1: 10}) == {1}
     assert backend.own_pids({1: 99}) == set()
-
-
-async def test_servers_that_ended_are_forgotten(place: Place) -> None:
-    backend = await place.started()
-    server = (await place.attach(backend, tenant()))[1]["server"]
-    assert own(backend, server) == {server}
-    await place.detach()
-    await backend.vacate([UUID])
-    assert start_time_ticks(server) is None
-    assert own(backend, server) == set()

@@ -62,13 +62,6 @@ async def test_a_program_that_does_not_work_is_not_available_from_its_try_on(pla
     assert "libcuda.so.1" in str(await (await place.agent()).unavailable())  # as `gpumgr doctor`, which starts no daemon
 
 
-async def test_a_daemon_that_does_not_keep_limits_does_not_work(place: Place) -> None:
-    place.behave(forget_limits=True)
-    backend = await tried(place, Idle())
-    assert "did not accept the limits" in str(await backend.unavailable())
-    assert remains(place) == []
-
-
 async def test_a_failure_is_tried_again_later(place: Place) -> None:
     place.behave(refuse_start="not now")
     idle = Idle()

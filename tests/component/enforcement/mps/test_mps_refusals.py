@@ -39,17 +39,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     await backend.close()
 
 
-async def test_a_driver_that_comes_later_is_found(place: Place) -> None:
-    hidden = place.program.rename(place.root / "hidden")
-    backend = await place.agent()
-    assert await backend.unavailable() is not None
-    hidden.rename(place.program)
-    assert await backend.unavailable() is None
-
-
-SILENT = "exit 1"
 LIST = 'exec ls "$@"'
-ECHO = "exec cat"
 NO_LIBRARY = "echo 'nvidia-cuda-mps-control -d: error while loading shared libraries: libnvidia.so.1' >&2; exit 127"
 KILLED = "echo 'nvidia-cuda-mps-control -d'; kill -9 $$"
 
@@ -57,9 +47,7 @@ KILLED = "echo 'nvidia-cuda-mps-control -d'; kill -9 $$"
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (SILENT, "is not NVIDIA's MPS control program: `-h` printed"),
-        (LIST, "is not NVIDIA's MPS control program"),
-        (ECHO, "is not NVIDIA's MPS control program"),
+        (LIST, "is not NVIDIA's MPS control program: `-h` printed"),
         (NO_LIBRARY, "`-h` ended with status 127: 'nvidia-cuda-mps-control -d: error while loading shared libraries"),
         (KILLED, "`-h` ended with status -9"),
     ],
@@ -110,16 +98,6 @@ async def test_mig_devices_are_refused(place: Place) -> None:
         await backend.start(gpu_share("a1", *TWO_GPUS))
 
 
-async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(place: Place) -> None:
-    place.behave(protocols=[2], hang=["-d"])
-    backend = await place.agent()
-    backend.give_up_after(0.3)
-    said = await refusal_of(backend)
-    assert f"MPS can't limit demo/pod-a1 (main) on GPU {UUID[4:12]}" in said
-    assert "did not end `-d --multiuser-server` within 0.3 s" in said
-    assert "nvidia-smi" in said
-
-
 async def test_answers_that_make_no_sense_are_refused(place: Place) -> None:
     backend = await place.agent(protocol="2")
     place.behave(garbage="Segmentation fault\nabc")
@@ -164,7 +142,6 @@ async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     assert place.daemon_pid() is None
 
 
-FORBIDDEN = "echo \"nsenter: reassociate to namespace 'ns/mnt' failed: Operation not permitted\" >&2; exit 1"
 INTO_OURSELVES = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
 
 
@@ -175,21 +152,10 @@ def put_nsenter(place: Place, does: str, monkeypatch: pytest.MonkeyPatch) -> Non
     (place.root / "nsenter").chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("nsenter", "said"),
-    [
-        (FORBIDDEN, 'Operation not permitted"; give the pod privileged: true'),
-        (INTO_OURSELVES, "does not see the host's processes; give the pod hostPID: true"),
-    ],
-)
-async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(
-    place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str, said: str
-) -> None:
-    put_nsenter(place, nsenter, monkeypatch)
+async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nsenter(place, INTO_OURSELVES, monkeypatch)
     backend = await place.agent(method="host")
-    reason = str(await backend.unavailable())
-    assert reason.startswith("MPS daemons would end with the agent's pod")
-    assert said in reason
+    assert "does not see the host's processes; give the pod hostPID: true" in str(await backend.unavailable())
 
 
 async def test_a_call_to_a_host_that_does_not_answer_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, own, running, tenant, until
+from tests.component.enforcement.mps.place import IDLE_SECONDS, Place, running, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
@@ -48,20 +48,6 @@ async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, set
     assert await new.observe([running(tenant(), client, gpu=(client,))]) == []
 
 
-async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_is_still_set_back(place: Place) -> None:
-    place.modes.now[UUID] = 0
-    old = await place.started()
-    await old.close()
-    killed = await place.kill_daemon()
-    new = await place.agent()
-    await new.recover([tenant()])
-    assert place.daemon_pid() not in (None, killed)
-    await new.cleanup("a1")
-    await place.pass_time(new)
-    await place.pass_time(new, IDLE_SECONDS)
-    assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
-
-
 async def test_servers_without_their_daemon_keep_their_clients_and_end_without_clients(place: Place) -> None:
     place.behave(servers_outlive=True)
     backend = await place.started(protocol="2")
@@ -98,19 +84,6 @@ async def test_a_daemon_without_a_pid_file_is_found_adopted_and_ended(place: Pla
     await place.pass_time(new, IDLE_SECONDS)
     assert start_time_ticks(pid) is None
     assert place.daemon_pid() is None
-
-
-async def test_a_server_of_protocol_3_ends_after_its_daemon(place: Place) -> None:
-    """Its environment names a folder below the daemon's."""
-    place.behave(servers_outlive=True)
-    backend = await place.started(protocol="3")
-    (daemon,) = backend.daemons()
-    await place.pass_time(backend)
-    (server,) = daemon.servers
-    assert own(backend, server) == {server}
-    await place.kill_daemon()
-    await place.pass_time(backend)
-    await until(lambda: start_time_ticks(server) is None)
 
 
 async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:

@@ -29,15 +29,6 @@ async def test_processes_that_are_no_clients_cost_nothing(place: Place, setting:
     assert terminated(place) == []
 
 
-async def test_a_daemon_that_refuses_is_logged(place: Place) -> None:
-    backend = await place.started(protocol="2")
-    mine, _ = await place.attach(backend, tenant())
-    place.behave(garbage="nonsense")
-    with capture_logs() as logs:
-        await backend.end_clients([mine])
-    assert [line["event"] for line in logs] == ["mps_clients_not_ended"]
-
-
 @pytest.mark.parametrize("lasting", [0, 1])
 async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int) -> None:
     backend = await place.started(protocol="2")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps.backend import UnlimitedMps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.ledger.gpu_share import GpuShare
@@ -77,12 +76,3 @@ async def test_checking_exempt_containers_keeps_findings_of_the_others(place: Pl
         found = await mps.observe([running(tenant("a1"), 1, gpu=(1,))])
         await exempt.observe([running(OPEN)])
     assert [finding.code for finding in found] == ["unregistered"]
-
-
-async def test_without_mps_it_is_refused(place: Place) -> None:
-    exempt = UnlimitedMps(await place.agent(control_program="/nowhere/nvidia-cuda-mps-control"), ignore)
-    assert await exempt.unavailable() is None
-    with pytest.raises(Refusal, match="not available on this node"):
-        exempt.prepare(OPEN, "core")
-    with pytest.raises(Refusal, match="not available on this node"):
-        await exempt.start(OPEN)

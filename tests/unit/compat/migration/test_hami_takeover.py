@@ -1,7 +1,6 @@
 """The plan for a node on which pods keep running, and the comparison afterwards."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,7 +73,8 @@ def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None
         "hami.count_resource": "acme.com/vgpu",
         "hami.device_split_count": 6,
     }
-    assert "kubectl label node gpu-7 vgpu=yes" in commands(made.rollback)
+    assert commands(made.stop)[-1] == "kubectl label node gpu-7 vgpu-"
+    assert commands(made.rollback)[-2:] == ["kubectl label node gpu-7 vgpu=yes", "kubectl uncordon gpu-7"]
     with pytest.raises(SettingsError, match="device_split_count"):
         plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))
 
@@ -125,13 +125,6 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
 def test_what_prevents_it_is_named_with_the_remedy(documents: list[Any], found: dict[str, Any], warning: str) -> None:
     (text,) = plan(*documents, **found).warnings
     assert text.startswith(warning)
-
-
-def test_the_annotations_that_are_the_agents_now_and_the_scheduler_stay() -> None:
-    made = plan(NODE, folders=[Path("/usr/local/vgpu")])
-    assert commands(made.clean_up) == ["rm -r /usr/local/vgpu"]
-    odd = plan(node(**{"hami.io/device-cordon": "GPU-1; reboot"}))
-    assert any("hami.io/device-cordon has what is no GPU's UUID" in each for each in odd.notes)
 
 
 def test_an_init_container_and_the_app_count_at_their_maximum() -> None:

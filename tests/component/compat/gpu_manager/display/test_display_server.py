@@ -53,23 +53,6 @@ async def test_all_three_calls(server: DisplayServer) -> None:
         assert as_json(await stub.Version(Empty())) == golden("version")
 
 
-async def test_each_call_returns_the_current_state(path: Path) -> None:
-    lines = iter(("one", "two"))
-    server = DisplayServer(path, GpuDisplay(graph=lambda: next(lines), usage=dict, version="1"))
-    assert await server.start()
-    async with client(path) as stub:
-        assert [(await stub.PrintGraph(Empty())).graph for _ in range(2)] == ["one", "two"]
-        assert as_json(await stub.PrintUsages(Empty())) == golden("nothing")
-    await server.stop()
-
-
-async def test_an_unknown_call_is_refused(server: DisplayServer) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{server.path}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/display.GPUDisplay/Reset")(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_the_socket_is_its_owners_alone_and_goes_with_the_server(server: DisplayServer) -> None:
     mode = server.path.stat().st_mode
     assert stat.S_ISSOCK(mode)
@@ -121,12 +104,3 @@ async def test_a_stopped_server_keeps_the_socket_of_its_successor(server: Displa
     await server.stop()
     assert await answers(server.path) == "next"
     await successor.stop()
-
-
-async def test_clients_of_a_stopped_server_get_an_error(server: DisplayServer) -> None:
-    async with client(server.path) as stub:
-        await stub.Version(Empty())
-        await server.stop()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Version(Empty())
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import COMPANION
 from tests.unit.compat.gpu_manager.driver_files.elves import elf
 
 DRIVER = "535.54.03"
@@ -17,7 +16,6 @@ MACHINE = {"x86_64": "x86-64"}.get(platform.machine(), platform.machine())
 SHIM, CUDA, ML, PTX, NEXT_CUDA = 99, 1, 2, 3, 11
 _LDCONFIG_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _LIB = Path("usr/lib64")
-_LIB32 = Path("usr/lib32")
 
 
 def compile_library(target: Path, who: int, soname: str | None = None) -> Path:
@@ -77,17 +75,9 @@ class Driver:
             make_cache(root)
 
 
-def install_32_bit(root: Path, version: str = DRIVER) -> None:
-    """The other machine's libcuda, as distributions put it beside."""
-    folder = root / _LIB32
-    folder.mkdir(parents=True)
-    (folder / f"libcuda.so.{version}").write_bytes(elf(COMPANION[MACHINE], soname="libcuda.so.1"))
-    make_cache(root)
-
-
 def make_cache(root: Path) -> None:
     (root / "etc").mkdir(exist_ok=True)
-    (root / "etc" / "ld.so.conf").write_text(f"/{_LIB}\n/{_LIB32}\n")
+    (root / "etc" / "ld.so.conf").write_text(f"/{_LIB}\n")
     ldconfig = shutil.which("ldconfig", path=_LDCONFIG_PATH)
     assert ldconfig, "these tests need ldconfig, which is part of the C library's package"
     subprocess.run([ldconfig, "-r", str(root)], check=True, capture_output=True, timeout=30)

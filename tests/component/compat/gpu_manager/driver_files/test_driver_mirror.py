@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.component.compat.gpu_manager.driver_files.host import (
     SHIM,
     Driver,
     call_who,
-    install_32_bit,
 )
 from tests.unit.compat.gpu_manager.driver_files.elves import elf
 
@@ -71,16 +69,6 @@ async def test_what_is_current_is_not_touched(mirror: Mirror, tmp_path: Path) ->
     assert tree(tmp_path / "vdriver") == before
 
 
-async def test_the_shim_is_copied_so_that_a_write_affects_no_other_container(
-    mirror: Mirror, tmp_path: Path, driver: Driver
-) -> None:
-    shim = tmp_path / "shim.so"
-    shutil.copy(driver.shim, shim)
-    lib64 = share_of(await mirror(library_path=shim).ensure()).resolve() / "lib64"
-    shim.write_bytes(b"")
-    assert call_who(lib64, "libcuda.so.1") == [SHIM]
-
-
 async def test_a_new_shim_is_a_new_share_volume_and_the_same_whole_one(mirror: Mirror, driver: Driver) -> None:
     files = await mirror().ensure()
     assert files.whole_dir is not None
@@ -89,34 +77,6 @@ async def test_a_new_shim_is_a_new_share_volume_and_the_same_whole_one(mirror: M
     assert share_of(files).resolve() != before[0]
     assert files.whole_dir.resolve() == before[1]
     assert call_who(share_of(files) / "lib64", "libcuda.so.1") == [ML]
-
-
-async def test_32_bit_libraries_stay_real(mirror: Mirror, root: Path) -> None:
-    install_32_bit(root)
-    lib = share_of(await mirror().ensure()) / "lib"
-    assert {name: os.readlink(lib / name) for name in ("libcuda.so.1", "libcuda.so")} == {
-        "libcuda.so.1": f"libcuda.so.{DRIVER}",
-        "libcuda.so": f"libcuda.so.{DRIVER}",
-    }
-    assert (lib / "libcuda.so.1").read_bytes() == (root / "usr" / "lib32" / f"libcuda.so.{DRIVER}").read_bytes()
-    assert not (lib / "libcuda-control.so").exists()
-
-
-async def test_a_root_without_a_cache_is_searched(mirror: Mirror, root: Path) -> None:
-    (root / "etc" / "ld.so.cache").unlink()
-    assert call_who(share_of(await mirror().ensure()) / "lib64", "libcuda.so.1", f"libcuda.so.{DRIVER}") == [SHIM, CUDA]
-
-
-async def test_arm64(mirror: Mirror, tmp_path: Path) -> None:
-    lib = tmp_path / "arm" / "usr" / "lib" / "aarch64-linux-gnu"
-    lib.mkdir(parents=True)
-    for stem in ("libcuda", "libnvidia-ml"):
-        (lib / f"{stem}.so.{DRIVER}").write_bytes(elf("aarch64", soname=f"{stem}.so.1"))
-    shim = tmp_path / "arm-shim.so"
-    shim.write_bytes(elf("aarch64"))
-    share = share_of(await mirror(driver_roots=(tmp_path / "arm",), machine="aarch64", library_path=shim).ensure())
-    assert os.readlink(share / "lib64" / "libcuda.so.1") == "libcuda-control.so"
-    assert (share / "lib64" / f"libcuda.so.{DRIVER}").read_bytes() == elf("aarch64", soname="libcuda.so.1")
 
 
 async def test_the_root_with_the_loaded_drivers_libraries_counts(

@@ -249,14 +249,3 @@ async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node:
 async def test_the_container_gets_no_library_from_nvidias_runtime(backend: VcudaBackend) -> None:
     assert backend.prepare(TENANT, "core").envs == {"NVIDIA_VISIBLE_DEVICES": "void"}
     assert backend.prepare(TENANT, "memory").envs == {}
-
-
-async def test_two_hundred_containers_on_one_loop(node: Node, library_sha256: str, client: Path) -> None:
-    backend = node.backend(library_sha256)
-    tenants = [replace(TENANT, allocation=f"{number:016x}") for number in range(200)]
-    for tenant in tenants:
-        await backend.start(tenant)
-    some = [node.folder / tenant.allocation / "vcuda.sock" for tenant in tenants[::25]]
-    assert [ended.status for ended in await asyncio.gather(*(register(client, socket) for socket in some))] == [0] * 8
-    assert backend.registrations == {"ok": 8}
-    await backend.close()

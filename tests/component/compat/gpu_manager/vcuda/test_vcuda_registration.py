@@ -52,12 +52,6 @@ async def test_the_client_as_the_library_runs_it(node: Node, client: Path, reade
 
 
 @pytest.mark.usefixtures("backend")
-async def test_an_unreadable_cgroup_removes_no_pid(node: Node, client: Path, reader: Path) -> None:
-    first, second = [await run(reader, "register", client, node.place) for _ in range(2)]
-    assert {1, first.pid, second.pid} <= set(node.listed())
-
-
-@pytest.mark.usefixtures("backend")
 async def test_fifty_at_once(node: Node, client: Path) -> None:
     all_ended = await asyncio.gather(*(register(client, node.socket) for _ in range(50)))
     assert [(ended.status, ended.stderr) for ended in all_ended] == [(0, "")] * 50
@@ -207,12 +201,6 @@ async def test_recovery_makes_what_is_missing(node: Node, library_sha256: str, c
     assert node.listed() == (1,)
     assert (await register(client, node.socket)).status == 0
     await again.close()
-
-
-async def test_a_gone_allocation_has_nothing_to_register_with(node: Node, backend: VcudaBackend) -> None:
-    await backend.cleanup(ALLOCATION)
-    assert not node.socket.exists()
-    assert backend.remains() == set()
 
 
 async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: VcudaBackend, client: Path) -> None:
