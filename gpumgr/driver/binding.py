@@ -75,7 +75,7 @@ class CallError(NvmlError):
 
 
 class DriverDown(NvmlAbsent):
-    """The driver is not loaded (any more), or was reloaded: NVML must be initialised again."""
+    """The driver is not loaded, or was reloaded since NVML was initialised: NVML must be initialised again."""
 
 
 class DriverMismatchError(NvmlError):
@@ -209,7 +209,7 @@ class Binding:
             _use(library)
 
     def _init_of_old(self) -> None:
-        """Drivers older than nvmlInitWithFlags have nvmlInit_v2."""
+        """Initialises NVML on a driver that is too old for nvmlInitWithFlags. Raises NvmlError."""
         try:
             code = pynvml.nvmlLib.nvmlInit_v2()
         except AttributeError as exc:

@@ -1,4 +1,4 @@
-"""NVML as coroutines, which never block the event loop and have a timeout."""
+"""The agent's queries and changes of NVML, as coroutines with a timeout that never block the event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ _BUSY_SECONDS: Final = 1.0
 
 
 class Nvml(Session):
-    """What the agent asks the driver in a session.
+    """All calls of NVML that the agent makes in a session.
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
     Every coroutine raises NvmlError if the driver answers with an error or does not answer within `timeout_seconds`, NvmlAbsent if

@@ -24,13 +24,14 @@ log = structlog.get_logger(__name__)
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
-#: Codes of the entries that this module adds to the history; those of maintenance are added by gpumgr.agent.maintenance.
+#: Codes of the entries that this module adds to the history; gpumgr.agent.maintenance adds the entries of maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements nvml.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
-    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. These appear nowhere.
+    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
+    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are
+    passed on without them.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -137,8 +138,8 @@ class HardwareEvents:
     def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
         """Adds which GPUs are lost, unhealthy and back, once each.
 
-        It adds none for MIG, which is a setting, and none for a cordoned GPU, since the maintenance adds these; that GPU is back only after
-        its release. A GPU that was never offered has no name and no entry.
+        MIG mode is a setting and has no entry. Maintenance adds the entries of a cordoned GPU, which is back only after it is uncordoned.
+        A GPU that was never offered has no name, and so no entry.
         """
         agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
         if self._reported is None:

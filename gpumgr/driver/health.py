@@ -21,7 +21,7 @@ Reason = Literal["xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "m
 
 #: XIDs that applications cause. Source: the default list of NVIDIA's device plugin.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
-#: Row remapping recorded, many corrected errors, contained error, recovery action changed: the GPU may go on to work.
+#: Row remapping recorded, many corrected errors, contained error, recovery action changed: the GPU may continue to work.
 DOUBTFUL_XIDS: Final = frozenset({63, 92, 94, 154})
 
 _XID_MEANINGS: Final = {
@@ -138,7 +138,7 @@ Observation = HealthReading | Failed | Xid | DoubleBitError | Cordoned | Uncordo
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What an observation means: `certain` faults, doubts, or (reason None) all well."""
+    """What an observation means: a fault (`certain`), a doubt (not `certain`), or that the GPU is well (`reason` None)."""
 
     reason: Reason | None = None
     message: str = ""
@@ -151,7 +151,7 @@ def new_health(now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The next state. `now` is by any one clock; it only dates the states."""
+    """The next state. `now` may be of any clock, the same for all calls; it only dates the states."""
     rules = rules or HealthRules()
     if isinstance(observation, Cordoned):
         return replace(health, cordon_reason=observation.message)
@@ -175,7 +175,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
 
 
 def _judge(observation: HealthReading | Failed | Xid | DoubleBitError, rules: HealthRules) -> _Verdict | None:
-    """The verdict that the observation gives; None = it changes nothing."""
+    """What the observation means; None = it changes nothing."""
     match observation:
         case Xid(number=number):
             if rules.ignored_xids is None or number in rules.ignored_xids:

@@ -32,7 +32,7 @@ def memory_slices(place: Any) -> int:
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A block that ends early if the driver does not know (any more) what it is about."""
+    """A block that ends early if the driver answers that the object of a call does not exist (any more)."""
     try:
         yield
     except CallError as exc:

@@ -3,7 +3,7 @@
 Invariants:
 * Without a driver it waits, since one may be installed later, and logs that once for each outage.
 * An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
-* While NVML lists no GPU, or fewer than sysfs has, its session is opened again from time to time.
+* While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
 * While the session is closed for another program, nothing is read and no health changes: that is no outage.
 * Only DriverMismatchError leaves `run`: a process can't load the library twice, so it must end. Other errors are retried.
@@ -63,7 +63,7 @@ class DriverMeter(Protocol):
         """The driver reported an XID. `uuid` None: it names no GPU."""
 
     def batched(self, seconds: float) -> None:
-        """A sample of all GPUs took so long."""
+        """A sample of all GPUs took this many seconds."""
 
 
 class Monitor:

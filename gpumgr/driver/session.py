@@ -1,4 +1,4 @@
-"""A session with the driver's library, and the calls in it: as coroutines, which never block the event loop and have a timeout."""
+"""A session with the driver's library. Its calls are coroutines with a timeout, and never block the event loop."""
 
 import asyncio
 import math
@@ -95,7 +95,7 @@ class Session:
             await self._session_open.wait()
 
     async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
-        """From now on, until `close`, calls `on_event` on the loop for each XID and double-bit error of the last snapshot's GPUs.
+        """Calls `on_event` on the event loop for each XID and double-bit error of the last snapshot's GPUs, until `close`.
 
         Returns the UUIDs of GPUs for which the driver doesn't report errors.
         """

@@ -94,7 +94,7 @@ class NvmlWorker:
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
-        """What `fn` returns or raises on a thread. `gpu`: the GPU that its NVML calls are about.
+        """Calls `fn` on a thread, and returns or raises what it does. `gpu`: the GPU that its NVML calls are about.
 
         Raises NvmlError (GpuHangs) if that takes longer than `timeout_seconds`, or if an earlier call about this GPU hangs.
         """
@@ -106,7 +106,8 @@ class NvmlWorker:
     async def each(
         self, fns: Mapping[Subject, Callable[[], T]], *, timeout_seconds: float, wait_seconds: float = math.inf
     ) -> dict[Subject, T | NvmlError]:
-        """By GPU what its function returns, or its NvmlError; GpuHangs as in `call`. Raises any other error.
+        """Calls all functions; returns for each GPU what its function returned, or the NvmlError that it raised (GpuHangs as in `call`).
+        Raises any other error of a function.
 
         The answer is GpuBusy if an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
         """
@@ -191,7 +192,7 @@ class NvmlWorker:
         return min(due, default=None)
 
     def _withdraw(self, jobs: list[_Job]) -> None:
-        """Their caller goes on: what has not begun does not begin."""
+        """Their caller no longer waits: a call that has not begun never begins."""
         with self._changed:
             for job in [job for job in jobs if job in self._waiting]:
                 self._waiting.remove(job)
@@ -227,7 +228,7 @@ class NvmlWorker:
             self._end(job)
 
     def _next(self) -> _Job | None:
-        """The next job, as soon as there is one; None if this thread is not needed."""
+        """Waits for the next job; None if this thread is not needed."""
         with self._changed:
             while True:
                 for job in self._waiting:

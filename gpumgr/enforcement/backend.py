@@ -1,5 +1,5 @@
-"""The interface of a mechanism, and "none", which limits nothing. A new one is a module with its settings, and a line where the backends
-are constructed.
+"""The interface of an enforcement mechanism, and the backend "none", which limits nothing. A new mechanism is a module with its settings,
+and a line where the backends are constructed.
 
 Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a second while
 it runs; `cleanup` when its allocation is gone and it has no process. The agent may end and start again at any point: what must survive
@@ -21,9 +21,9 @@ BackendName = Literal["mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "n
 
 
 class Backend:
-    """One mechanism; what it does not need, it inherits. No method blocks the event loop for longer than a small file takes. Coroutines
-    run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what it limits on
-    this node, and how strongly; it may change with each `unavailable`."""
+    """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
+    small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container.
+    `limits`: what it limits on this node, and how strongly; it may change with each `unavailable`."""
 
     name: BackendName
     limits: Mapping[Resource, Strength]
@@ -37,15 +37,15 @@ class Backend:
         return False
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        """The answer to Allocate of this resource: that of the cores has everything except what depends on the memory's size. Pure:
-        it depends on the tenant alone. Raises Refusal."""
+        """The backend's part of the answer to Allocate for this resource. The answer for cores has everything that does not depend on the
+        amount of memory. Pure: it depends on the tenant alone. Raises Refusal."""
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
-        """Before each start of the container: writes its files again. Raises Refusal; the kubelet retries."""
+        """Writes the container's files again, before each start of it. Raises Refusal; the kubelet retries."""
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Before a container gets these GPUs exclusively: ends the use of them by this backend. Raises Refusal."""
+        """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
         """Checks the running containers of this backend and changes nothing."""
@@ -62,7 +62,7 @@ class Backend:
         """Removes the state of an allocation that is gone and has no process. Raises GpumgrError, OSError."""
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """After a start of the agent: takes over the state of these containers (all of this backend)."""
+        """Takes over the state of these containers after a start of the agent. All of them have this backend."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
         """Ends what no container needs. Called after each end of a container, and when it is due. `known` returns the allocations that
@@ -110,7 +110,7 @@ def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> History
 
 
 def unlimited_message(tenant: GpuShare, why: str) -> str:
-    """For the event of its pod."""
+    """The sentence for the event of the container's pod."""
     cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
     return (
         f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "

@@ -1,7 +1,7 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
-One file for each allocation, with one device, or for an allocation of a ResourceClaim one device for each GPU. It is written at
-container start, when Allocate of both resources was answered, or when the claim is prepared, and depends on the allocation alone.
+Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written at container
+start, when Allocate of both resources was answered, or when the claim is prepared. It depends on the allocation alone.
 Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not have.
 """
 
@@ -17,7 +17,7 @@ VERSION: Final = "0.6.0"
 
 
 def device_name(allocation: AllocationId, gpu: GpuName | None = None) -> str:
-    """The fully qualified name, as the kubelet passes it to the runtime; `gpu`: of this GPU of a ResourceClaim."""
+    """The fully qualified name of a device, as the kubelet passes it to the runtime. `gpu`: the GPU of a ResourceClaim's device."""
     return f"{KIND}={_inner(allocation, gpu)}"
 
 
@@ -39,8 +39,8 @@ def allocation_of(name: str) -> AllocationId | None:
 def spec(allocation: Allocation, response: ContainerResponse) -> bytes:
     """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations.
 
-    The devices of a claim have equal contents: the kubelet passes all those of a request to the runtime, which applies each content
-    once more without effect.
+    All devices of a claim have the same content. The kubelet passes all devices of a request to the runtime, where the same content has no
+    effect a second time.
     """
     edits: dict[str, Any] = {
         "env": [f"{key}={value}" for key, value in sorted(response.envs.items())],

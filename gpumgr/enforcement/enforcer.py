@@ -1,4 +1,4 @@
-"""All mechanisms of the node behind one object: it implements the agent's enforcement port and what the app calls beside it."""
+"""All mechanisms of the node behind one object, which implements the agent's enforcement port."""
 
 import asyncio
 import contextlib
@@ -32,12 +32,12 @@ from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
-#: What to do if the mounts of containers can't be read, ...
+#: What to do if the mounts of containers can't be read.
 _ALLOW_TRACING: Final = (
     "files of containers that are gone stay until the agent may read the mounts of all processes: give it CAP_SYS_PTRACE, and in a pod "
     "hostPID: true"
 )
-#: ... and if the files of a mechanism, or the CDI specs, can't be listed.
+#: What to do if the files of a mechanism, or the CDI specs, can't be listed.
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
 #: The other containers on a container's GPU: their descriptions, and their mechanisms.
 Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
@@ -245,13 +245,13 @@ class Enforcer:
         return min((seconds for seconds in (*waiting, *later) if seconds is not None), default=None)
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
-        """The allocations with files that a process may have mounted: all of `due` if the mounts of processes can't be read."""
+        """Which of these allocations have files that a process has mounted; all of them if the mounts of processes can't be read."""
         with self._retried(log.warning, "orphans_kept", remedy=_ALLOW_TRACING):
             return await asyncio.to_thread(self._in_use, due)
         return due
 
     def _list_remains(self) -> set[AllocationId]:
-        """The allocations that have files. Those in a folder that can't be listed stay until it can."""
+        """The allocations that have files. A folder that can't be listed is left out, and listed again later."""
         listings = {name: backend.remains for name, backend in self.backends.items()} | {"cdi": self._specs}
         found: set[AllocationId] = set()
         for name, listing in listings.items():

@@ -1,8 +1,8 @@
 """The mechanisms that a share gets: the node's choice and the operator's overrides. Nothing that a pod's owner can write counts.
 
-`auto` uses the driver's own memory limits where the node has them. For the rest it uses the mechanism with the strongest limits; of
-equally strong ones NVIDIA's Multi-Process Service precedes a library that the operator has configured: on an H200 HAMi-core limited
-the cores of small kernels only, and MPS those of matrix products.
+`auto` uses the driver's own memory limits where the node has them. For everything else it uses the mechanism with the strongest limits.
+Between equally strong mechanisms it prefers NVIDIA's Multi-Process Service to a library that the operator has configured: on an H200
+HAMi-core limited the cores of small kernels only, while MPS limited matrix products.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ def expand(setting: str, able: Strengths) -> Mechanisms:
         return (setting,)
     limited = able.get("nvml-memory", {})
     rest = [kind for kind in RESOURCES if kind not in limited]
-    # The first of equally strong ones.
+    # sorted() keeps the order of equally strong mechanisms.
     strongest = sorted(
         (name for name in COMPLETE if name in able), key=lambda name: -sum(_RANK[able[name].get(kind, "none")] for kind in rest)
     )

@@ -7,16 +7,16 @@ from typing import Final
 from gpumgr.common.proc import PROC, mount_tables
 from gpumgr.ledger.ledger import AllocationId
 
-#: Index of the path within its own file system that a mount shows (proc(5)). Octal escapes stand for blanks, which an allocation's id
-#: does not have.
+#: Index of the field with the mounted path within its file system (proc(5)). Blanks are written as octal escapes; an allocation's id has
+#: none.
 _ROOT_FIELD: Final = 3
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """Those of `names` that are part of a path in any process's mounts, or of the name of a file system that the process has a part of:
-    a whole file system at such a path is the agent's own mount. Blocks for some milliseconds.
+    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
+    A mount of a whole file system does not count, since that is the agent's own. Blocks for some milliseconds.
 
-    Raises OSError if a process is hidden from the agent: then any of them may be mounted.
+    Raises OSError if a process is hidden from the agent, since that process may have any of them mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):

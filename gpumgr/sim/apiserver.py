@@ -124,7 +124,7 @@ class SimApiServer:
     # -- pods --------------------------------------------------------------------------------------------------------------
 
     def put_node(self, document: Document) -> None:
-        """Creates or replaces a node of the list of nodes. `written` is apart: one node, as its agent reads and patches it."""
+        """Creates or replaces a node of the list of nodes. `written` is independent: the one node that an agent reads and patches."""
         self._watched["nodes"].put(document)
 
     def remove_node(self, uid: str) -> None:

@@ -143,8 +143,8 @@ class SimControl:
         self._change(change)
 
     def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
-        """The GPU's MIG devices by NVML's index as far as they are not those of the node's description: set here, or changed by callers. A
-        GPU instance without compute instance has the UUID `-`."""
+        """The GPU's MIG devices by NVML's index, if they were set here or changed by callers; empty while the GPU has the MIG devices of
+        the node's description. A GPU instance without compute instance has the UUID `-`."""
         found = {}
         for key, value in self._read().items():
             if key[:2] == ("instance", str(gpu)):
@@ -360,7 +360,7 @@ _BUSY_POWER: Final = 10
 
 
 class SimLoad:
-    """All processes that were put on a GPU through it; `gpu` is an NVML index. One call is one change of the control file."""
+    """Processes on GPUs, from which the readings of each GPU follow. `gpu` is an NVML index. One call is one change of the control file."""
 
     def __init__(self, control: SimControl, node: NodeDescription) -> None:
         self._control, self._node = control, node
@@ -375,7 +375,7 @@ class SimLoad:
         self._tell(touched)
 
     def remove(self, pids: Collection[int]) -> None:
-        """These processes use no GPU any more."""
+        """Removes these processes from all GPUs."""
         touched = {gpu for gpu, running in self._processes.items() if not running.keys().isdisjoint(pids)}
         for gpu in touched:
             self._processes[gpu] = {pid: process for pid, process in self._processes[gpu].items() if pid not in pids}

@@ -53,7 +53,7 @@ class PluginClient:
     """One registered plugin. `options` is known once `connect` has returned."""
 
     def __init__(self, shape: KubeletShape, resource: str, path: Path, options: DevicePluginOptions) -> None:
-        """`options` are those of the Register request."""
+        """`options`: as in the Register request."""
         self._shape = shape
         self.resource = resource
         self.path = path

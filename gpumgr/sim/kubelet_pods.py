@@ -11,8 +11,8 @@ Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimContainer:
-    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running. `others`: further
-    resources, also such as no plugin has."""
+    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running. `others`: requests
+    of other resources, by name."""
 
     name: str
     cores: int = 0

@@ -21,7 +21,7 @@ class KubeletShape:
     # Registration and the plugins' folder
 
     #: Register dials the plugin and asks for its options before it answers (1.25). Earlier versions answer at once, dial in the
-    #: background and report no result; the options are those of the Register request.
+    #: background and report no result; the options of the Register request apply.
     connects_in_register: bool = True
     #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
     stream_end_hits_successor: bool = True
@@ -36,7 +36,7 @@ class KubeletShape:
     checks_health_first: bool = True
     #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
-    #: The NUMA node under which ids without one stand: -1 since 1.23, node 0 before.
+    #: The NUMA node that is written for ids without one: -1 since 1.23, 0 before.
     no_node: int = -1
     #: The checkpoint file has a container's ids by NUMA node (1.20), not as a list.
     checkpoint_by_node: bool = True

@@ -54,7 +54,7 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
                 replace_file(path, content, durable=False)  # a library that another process has mapped must not change
         lay_out_sysfs(description, state_dir / "sys")
     except OSError as exc:
-        raise InputError(f"the simulated node can't be laid out in {state_dir}: {exc.strerror or exc}") from exc
+        raise InputError(f"the simulated node can't be created in {state_dir}: {exc.strerror or exc}") from exc
     return SimNode(
         description=description,
         library_path=str(target),

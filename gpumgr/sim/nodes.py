@@ -226,7 +226,7 @@ def _contradictions(node: NodeDescription) -> list[str]:
         "minor": [str(node.minor_of(index)) for index in range(len(node.gpus))],
     }.items():
         twice = {value for value in values if values.count(value) > 1}
-        problems += [f"gpus: {key} {value} stands twice" for value in sorted(twice)]
+        problems += [f"gpus: {key} {value} occurs twice" for value in sorted(twice)]
     links = [node.fabric.links_per_gpu if node.fabric else 0] * len(node.gpus)
     for number, (a, b, count) in enumerate(node.nvlinks):
         if a == b or max(a, b) >= len(node.gpus):

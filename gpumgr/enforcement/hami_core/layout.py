@@ -1,7 +1,7 @@
 """Layout 1.2 of HAMi-core's shared region, which libraries since HAMi v2.8.2 have: the one that gpumgr makes.
 
 For 64-bit little-endian glibc: 16 devices, 1024 slots, one slot for each process. The library makes the file one byte longer than the
-structure that it maps. Offsets are in bytes; those of a slot count from the slot's beginning.
+structure that it maps. Offsets are in bytes; offsets within a slot count from its beginning.
 """
 
 import struct

@@ -213,7 +213,7 @@ class _PidMap:
         return found
 
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """Finds those of `pids` with a given pid in the container: one, or several with nested pid namespaces."""
+        """A function that finds the processes of `pids` by their pid in the container: one, or several with nested pid namespaces."""
         table: dict[int, list[int]] = {}
         for pid in pids:
             if (inside := self.inside(pid)) is not None:

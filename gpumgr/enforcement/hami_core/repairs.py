@@ -24,9 +24,9 @@ from gpumgr.ledger.gpu_share import GpuShare
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
-#: The library holds `postinit` for a second at most. Without a change for this time its holder is gone, if none may run; ...
+#: The library holds `postinit` for a second at most. If nothing changes for this time, and no holder may run, its holder is gone.
 HELD_SECONDS: Final = 5.0
-#: ... and without any condition: the library's own waiters give up one attempt after this time.
+#: If nothing changes for this time, `postinit` is freed in any case: the library's own waiters give up one attempt after it.
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 #: The host's pids, of the container's processes that have a given pid in their pid namespace.
@@ -115,8 +115,8 @@ _BLOCKED: Final = -1
 
 
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
-    """The words to write once a second, of the containers that run, by the words that were found. A launch counts for two passes. The
-    priorities are those of the pods, and no container can write a word that counts longer."""
+    """The words `recent_kernel` to write, of the containers that run; `found` has the words that they have. It is called once a second. A
+    launch counts for two calls, and a larger word, which a container can write, counts no longer. Priorities are of the pods."""
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:
         return {share: 0 for share, word in found.items() if word < 0}

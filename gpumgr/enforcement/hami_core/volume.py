@@ -1,4 +1,4 @@
-"""A tmpfs of limited size for each region: a container can stretch its region's file, and must not take the room of others.
+"""A tmpfs of limited size for each region: a container can enlarge its region's file, and must not use the space of others.
 
 The container's runtime mounts the file on the host, so the tmpfs must be there, too. It is if the agent runs in the host's mount
 namespace, or in a pod with "Bidirectional" propagation of run_dir; in the sandbox of a unit systemd mounts it. Blocks. Source: mount(2),
@@ -22,7 +22,7 @@ from gpumgr.ledger.ledger import AllocationId
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
-#: More at one folder are not the agent's.
+#: The agent makes fewer mounts than this at one folder.
 _MOST_MOUNTS: Final = 8
 _SYSTEMD_SECONDS: Final = 10.0
 
@@ -30,15 +30,15 @@ log = structlog.get_logger(__name__)
 
 
 class RegionVolumes:
-    """Where mounts are not possible, regions lie in plain folders: a container takes room of run_dir until its file is cut again."""
+    """Where mounts are not possible, regions are in plain folders: an enlarged file uses space of run_dir until it is cut."""
 
     def __init__(self) -> None:
         self._logged = False
 
     def renew(self, folder: Path) -> None:
-        """Mounts an empty one at the folder, which is named by the allocation; the former one stays while its container has the file.
+        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has the file.
 
-        The source shows in the mount tables of processes which container has a file of it. Raises OSError.
+        The name of the mount's source occurs in the mount table of each process that has a file of it. Raises OSError.
         """
         self.remove(folder)
         source = f"gpumgr-{folder.name}"
@@ -72,7 +72,7 @@ class RegionVolumes:
 
 
 def _on_host(folder: Path) -> bool:
-    """Whether the host has the folder's mount; no, if the agent may not know it."""
+    """Whether the host has the folder's mount; False if the agent may not read the host's mounts."""
     try:
         return f" gpumgr-{folder.name} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape")
     except OSError:

@@ -90,7 +90,7 @@ class Mps(Backend):
         #: The containers of the last observations, also exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
 
-    # -- what the node can carry -------------------------------------------------------------------------------------------
+    # -- whether the node can use it ----------------------------------------------------------------------------------------
 
     async def open(self, *, keep_protocol: bool) -> None:
         """The first call. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
@@ -335,7 +335,7 @@ class Mps(Backend):
             await self._supervisor.tick()
 
     async def end_clients(self, pids: Collection[int]) -> None:
-        """Terminates those of these processes that are clients of a daemon."""
+        """Terminates the work of these processes as far as they are clients of daemons."""
         await asyncio.gather(*(self._end_clients(daemon, pids) for daemon in self.daemons()))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
@@ -390,8 +390,8 @@ def answer(
 
     /dev/shm: client and server of the CUDA driver share memory there, and NVIDIA's device plugin gives both the same small tmpfs. gpumgr
     does the same with one tmpfs for each GPU, which is all the shared memory of the GPU's containers. A pod that mounts a volume of its
-    own at /dev/shm keeps that volume: the kubelet lists the pod's mounts after those of a device plugin, and the last mount covers the
-    others. Its processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is not
+    own at /dev/shm keeps that volume: the kubelet lists the pod's mounts after the mounts of device plugins, and the last mount covers
+    the others. Its processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is not
     known whether they work.
 
     The pod's annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.

@@ -135,7 +135,7 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
 
 
 def terminate_client(server_pid: int, client_pid: int) -> Command:
-    """Exists in protocol 2. The client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED), as measured
+    """Protocol 2 only. The client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED), as measured
     with driver 580 on an H200."""
     return Command(text=f"terminate_client {server_pid} {client_pid}\n")
 

@@ -124,8 +124,8 @@ class Namespaces:
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
         """Sets limits again that were changed, and limits without a known answer of the daemon (the agent has
-        restarted). Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too: a few at each check and after
-        the limits are restored, since a container can make thousands. Raises MpsError."""
+        restarted). Deletes namespaces that neither gpumgr nor MPS made, and namespaces of ended containers: a few at each check, after the
+        limits are restored, since a container can make thousands. Raises MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
         unchecked = {

@@ -86,7 +86,8 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
 
 def daemon_of_others(uuid: str) -> tuple[int, str] | None:
     """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not count:
-    a tenant can give its process any name. Nor do those in gpumgr's folders, which it has on record. Reads /proc."""
+    a tenant can give its process any name. Daemons in gpumgr's folders do not count either, since gpumgr has records of them. It reads
+    /proc."""
     own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():

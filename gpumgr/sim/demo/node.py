@@ -54,7 +54,7 @@ class SimulatedNode:
     to its label ("GPU3"), once `graph` was called. `indices` are NVML's indices by GPU name, as `control` and `start_unattributed` take
     them.
 
-    Faults: `control` has those of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
+    Faults: `control` causes faults of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
     start again with `start`.
     """
 
