@@ -1,18 +1,18 @@
-"""Prepares an allocation for the start of its container: its folder, its limits, its CDI spec."""
+"""What a container gets: the response to its calls, and at its start its folder, its limits and its CDI spec."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpumgr.agent.answers import Answers
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.agent.tenants import is_share
+from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import ALL_RESOURCES, RESOURCES
-from gpumgr.ledger.answer import HostPaths
+from gpumgr.common.units import ALL_RESOURCES, RESOURCES, Resource
+from gpumgr.ledger.answer import HostPaths, core_answer, instance_answer, memory_answer, replica_answer
+from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.response import merged
+from gpumgr.ledger.response import ContainerResponse, merged
 
 #: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)
@@ -31,13 +31,34 @@ class ContainerStarts:
         make_dir: Callable[[str], None],
     ) -> None:
         self.pods, self.enforcement = pods, enforcement
-        self.answers = Answers(agent_state=agent_state, pods=pods, enforcement=enforcement, host=host)
-        self._agent_state, self._allocation_dir, self._make_dir = agent_state, host.allocation_dir, make_dir
+        self._agent_state, self._host, self._make_dir = agent_state, host, make_dir
+
+    def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
+        """The response to one of the container's calls. Raises Refusal."""
+        return self.enforcement.answer(self._base(allocation, resource), resource, allocation, self._tenant(allocation))
+
+    def _base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
+        """Devices, folder and annotations, which do not depend on the enforcement. Raises Refusal."""
+        if resource == "memory":
+            return memory_answer(allocation)
+        gpu_registry = self._agent_state.ledger.gpu_registry
+        granted = self._agent_state.inventory.granted(gpu_registry)
+        if resource == "mig":
+            return instance_answer(allocation, granted, gpu_registry.format("mig", allocation.held("mig")), self._host)
+        return (core_answer if resource == "core" else replica_answer)(allocation, granted, self._host)
+
+    def _tenant(self, allocation: Allocation) -> GpuShare | None:
+        """None: the allocation has no limits to enforce."""
+        if not allocation.mechanisms:
+            return None
+        gpu_registry = self._agent_state.ledger.gpu_registry
+        gpus = self._agent_state.inventory.gpus(gpu_registry)
+        return tenant_of(allocation, gpu_registry, gpus, find_pod(self.pods, allocation.pod, allocation.uid))
 
     def make_folders(self, allocations: Sequence[Allocation]) -> None:
         """Creates the host folders that the containers mount. Raises Refusal."""
         for allocation in allocations:
-            folder = f"{self._allocation_dir}/{allocation.id}"
+            folder = f"{self._host.allocation_dir}/{allocation.id}"
             try:
                 self._make_dir(folder)
             except OSError as error:
@@ -51,8 +72,8 @@ class ContainerStarts:
         self._check_exemption(allocation)
         allocation = self._with_known_terms(allocation)
         held = [each for each in ALL_RESOURCES if allocation.held(each)] or RESOURCES
-        base = merged(*(self.answers.base(allocation, each) for each in held))
-        await self.enforcement.start(base, allocation, self.answers.tenant(allocation))
+        base = merged(*(self._base(allocation, each) for each in held))
+        await self.enforcement.start(base, allocation, self._tenant(allocation))
 
     def _with_known_terms(self, allocation: Allocation) -> Allocation:
         """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""

@@ -16,16 +16,19 @@ import structlog
 
 from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
-from gpumgr.agent.drain_evictions import DrainEvictions, Evictor
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
-from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.agent.history import about
+from gpumgr.agent.pods import find_pod, pods_of
+from gpumgr.agent.ports import Eviction, Evictor, Pods
 from gpumgr.agent.rows import rows_on, unattributed_rows
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import GpuProcess
 
@@ -35,6 +38,8 @@ Action = Literal["cordon", "drain", "uncordon", "reset", "forget"]
 
 #: How many containers or processes a refusal names.
 NAMED = 8
+#: Code of the entry in the history, and reason of the pod's event.
+EVICTED = "GpuDrained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +79,8 @@ Reset = Callable[[str], Awaitable[str]]
 class Maintenance:
     """Call `restore` before the first GPU is offered.
 
-    `publisher` None: there is no API server. `kept_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
-    "can't be reset:"; None if none does. `use` is the latest sample of the GPUs' processes, None before the first; `over` are the
+    `evictor` None: there is no API server. `kept_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
+    "can't be reset:"; None if none does. `usage` returns the latest sample of the GPUs' processes (None before the first), and the
     allocations over their memory, with the GPU.
     """
 
@@ -84,39 +89,32 @@ class Maintenance:
         *,
         agent_state: AgentState,
         health: HealthOverrides,
-        checkpoint: Checkpoint,
         pods: Pods,
-        publisher: Evictor | None,
+        evictor: Evictor | None,
         reset: Reset,
         gone_gpus: GoneGpus,
         kept_by: Callable[[str], str | None] = lambda _: None,
-        use: Callable[[], NodeUse | None] = lambda: None,
-        over: Callable[[], Collection[AllocationOnGpu]] = frozenset,
+        usage: Callable[[], tuple[NodeUse | None, Collection[AllocationOnGpu]]] = lambda: (None, ()),
     ) -> None:
-        self._agent_state, self._health, self._checkpoint, self._pods = agent_state, health, checkpoint, pods
-        self._reset, self._kept_by, self._use, self._over, self._gone_gpus = reset, kept_by, use, over, gone_gpus
-        self._evictions = DrainEvictions(agent_state=agent_state, pods=pods, evictor=publisher) if publisher is not None else None
-        self._cordons: Mapping[str, Cordon] = {}
+        self._agent_state, self._health, self._pods, self._evictor = agent_state, health, pods, evictor
+        self._reset, self._kept_by, self._usage, self._gone_gpus = reset, kept_by, usage, gone_gpus
+        #: By UUID.
+        self.cordons: Mapping[str, Cordon] = {}
         self._lock = asyncio.Lock()
-
-    @property
-    def cordons(self) -> Mapping[str, Cordon]:
-        """By UUID."""
-        return self._cordons
 
     def restore(self, notes: Mapping[str, str]) -> None:
         """After a restart: restores the cordons. Raises CheckpointError if the note can't be read."""
-        self._cordons = decode_cordons(notes.get(CORDONS_NOTE, "{}"))
-        for uuid, cordon in self._cordons.items():
+        self.cordons = decode_cordons(notes.get(CORDONS_NOTE, "{}"))
+        for uuid, cordon in self.cordons.items():
             self._health.cordon(uuid, cordon.sentence)
 
     async def evict_again(self) -> None:
         """After a restart, once the pods are known: requests the evictions of drains again."""
         async with self._lock:
-            for uuid, cordon in self._cordons.items():
+            for uuid, cordon in self.cordons.items():
                 gpu = self._agent_state.ledger.gpu_registry.by_uuid.get(uuid)
-                if gpu is not None and cordon.evict and self._evictions is not None:
-                    self._evictions.request(gpu, cordon, again=True)
+                if gpu is not None and cordon.evict and self._evictor is not None:
+                    self._evict(self._evictor, gpu, cordon, again=True)
 
     async def execute(self, request: MaintenanceRequest) -> Mapping[str, Any]:
         """Executes the request, to its end even if the caller is cancelled; returns the result and the GPU's state, as JSON.
@@ -139,8 +137,8 @@ class Maintenance:
                     done = await self._cordon(gpu, request)
                 case "uncordon":
                     done = {"changed": await self._put(gpu, None, request.reason)}
-                    if self._evictions is not None:
-                        self._evictions.cancel(gpu)
+                    if self._evictor is not None:
+                        self._evictor.evict(_requester(gpu), ())  # pods that have not gone yet may stay
                 case "reset":
                     done = await self._reset_empty(gpu, request)
                 case "forget":
@@ -154,34 +152,59 @@ class Maintenance:
         """A cordon does not cancel a drain, and one without a reason keeps the earlier reason."""
         drain = request.action == "drain"
         evict = drain and request.evict
-        if evict and self._evictions is None:
+        if evict and self._evictor is None:
             raise Refusal(
                 "invalid_request",
                 "there is no API server to ask for evictions: this agent runs standalone; drain without evicting, and end the pods another "
                 "way",
             )
-        before = self._cordons.get(gpu.uuid) or Cordon(since=self._agent_state.history.now())
+        before = self.cordons.get(gpu.uuid) or Cordon(since=self._agent_state.history.now())
         reason = request.reason or before.reason
         cordon = replace(before, reason=reason, draining=before.draining or drain, evict=before.evict or evict)
         done: dict[str, Any] = {"changed": await self._put(gpu, cordon, cordon.reason)}
-        if evict and self._evictions is not None:
-            done |= self._evictions.request(gpu, cordon)
+        if evict and self._evictor is not None:
+            done |= self._evict(self._evictor, gpu, cordon)
         return done
+
+    def _evict(self, evictor: Evictor, gpu: RegisteredGpu, cordon: Cordon, *, again: bool = False) -> dict[str, Any]:
+        """Requests the eviction of each pod on the GPU. `again`: the history has it already. The answer's `not_evicted` has the
+        containers that stay, with the reasons."""
+        reason = f"{self._label(gpu)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
+        pods: dict[tuple[PodKey, str], Allocation] = {}
+        staying = []
+        for holder in self._agent_state.ledger.on(gpu.name):
+            view, names = find_pod(self._pods, holder.pod, holder.uid), pods_of(holder, self._pods)
+            if view is not None and view.runtime_uid is not None:
+                staying.append(
+                    f"{holder.describe()}: it is a static pod, which ends only when its manifest is removed from the node"
+                )
+                continue
+            for name in names:
+                pods.setdefault(name, holder)
+            if not names:
+                staying.append(f"{holder.describe()}: its pod is not known")
+        for (pod, uid), holder in pods.items():
+            log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=reason)
+            if not again:
+                entry = HistoryEntry(what="event", code=EVICTED, pod=pod, pod_uid=uid, why=f"the pod is evicted: {reason}")
+                self._agent_state.history.add(about(holder, entry))
+        evictor.evict(_requester(gpu), [Eviction(uid=uid, pod=pod, reason=reason) for pod, uid in pods], immediately=True)
+        return {"evicting": ["/".join(pod) for pod, _ in pods], "not_evicted": staying}
 
     async def _put(self, gpu: RegisteredGpu, cordon: Cordon | None, why: str) -> bool:
         """Sets or removes (None) the cordon. False if nothing changes."""
-        if cordon == self._cordons.get(gpu.uuid):
+        if cordon == self.cordons.get(gpu.uuid):
             return False
-        cordons = {uuid: kept for uuid, kept in self._cordons.items() if uuid != gpu.uuid}
+        cordons = {uuid: kept for uuid, kept in self.cordons.items() if uuid != gpu.uuid}
         if cordon is not None:
             cordons[gpu.uuid] = cordon
         code = "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned"
-        entry = self._agent_state.history.numbered(HistoryEntry(what="gpu", code=code, gpus=(gpu.name,), why=why))
+        entry = HistoryEntry(what="gpu", code=code, gpus=(gpu.name,), why=why)
         try:
-            await self._checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons), (entry,))
+            await self._agent_state.save_note(CORDONS_NOTE, encode_cordons(cordons), entry)
         except CheckpointError as error:
             raise Refusal("internal", f"it can't be remembered, so nothing was changed: {error}") from error
-        self._cordons = cordons
+        self.cordons = cordons
         if cordon is None:
             self._health.uncordon(gpu.uuid)
         else:
@@ -193,7 +216,6 @@ class Maintenance:
             log.info("gpu_draining", gpu=gpu.uuid, reason=why)
         else:
             log.info("gpu_cordoned", gpu=gpu.uuid, reason=why)
-        self._agent_state.history.add(entry, saved=True)
         return True
 
     # -- the GPU's state ------------------------------------------------------------------------------------------------------
@@ -204,9 +226,9 @@ class Maintenance:
 
         A GPU is not `empty` before the first sample of its processes.
         """
-        cordon = self._cordons.get(gpu.uuid)
-        use = self._use()
-        containers = rows_on(gpu, self._agent_state.ledger.on(gpu.name), self._pods, use=use, over=self._over())
+        cordon = self.cordons.get(gpu.uuid)
+        use, over = self._usage()
+        containers = rows_on(gpu, self._agent_state.ledger.on(gpu.name), self._pods, use=use, over=over)
         unattributed = unattributed_rows(gpu, use)
         return {
             "at": self._agent_state.history.now(),
@@ -220,7 +242,7 @@ class Maintenance:
     # -- reset -------------------------------------------------------------------------------------------------------------
 
     async def _reset_empty(self, gpu: RegisteredGpu, request: MaintenanceRequest) -> dict[str, Any]:
-        cordon, label = self._cordons.get(gpu.uuid), self._label(gpu)
+        cordon, label = self.cordons.get(gpu.uuid), self._label(gpu)
         if cordon is None:
             raise Refusal(
                 "conflict",
@@ -254,6 +276,11 @@ class Maintenance:
 
     def _label(self, gpu: RegisteredGpu) -> str:
         return self._agent_state.node().label(gpu.name)
+
+
+def _requester(gpu: RegisteredGpu) -> str:
+    """A requester of its own for each drained GPU: the end of its drain cancels no eviction that others want."""
+    return f"drain of {gpu.uuid}"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -99,6 +99,24 @@ class Enforcement(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One incarnation of a pod that is to be evicted, and why."""
+
+    uid: str
+    pod: PodKey
+    reason: str
+
+
+class Evictor(Protocol):
+    """Requests evictions without waiting for them (gpumgr.kube.publisher.publisher.Publisher)."""
+
+    def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
+        """Replaces all evictions that the requester wants; a pod that no requester wants any longer is not evicted. `immediately`: also
+        requests again what was requested or refused a short time ago."""
+        ...
+
+
 class Meter(Protocol):
     """Metrics of the reconciler."""
 

@@ -239,9 +239,12 @@ class AgentState:
             await self._checkpoint.save_note(QUARANTINE_NOTE, note)
             self._noted = note
 
-    async def save_note(self, key: str, value: str) -> None:
-        """Raises CheckpointError."""
-        await self._checkpoint.save_note(key, value)
+    async def save_note(self, key: str, value: str, *entries: HistoryEntry) -> None:
+        """`entries` are history entries to write in the same transaction. Raises CheckpointError; then nothing has changed."""
+        numbered = tuple(self.history.numbered(entry) for entry in entries)
+        await self._checkpoint.save_note(key, value, numbered)
+        for entry in numbered:
+            self.history.add(entry, saved=True)
 
     def _set_quarantine(self, state: Quarantine) -> None:
         before, now = self.inventory.quarantine, self._clock()

@@ -64,7 +64,7 @@ class Agent:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.agent_state, self.admission, self.reconciler = agent_state, admission, reconciler
-        self._enforcement, self._answers = starts.enforcement, starts.answers
+        self._enforcement = starts.enforcement
         self._new_id, self._wall_clock = new_id, wall_clock
         self.container_starts = starts
         self.mig_devices = MigDevices(agent_state, mig_driver)
@@ -270,7 +270,7 @@ class Agent:
     async def _grant(self, record: CallRecord, allocation: Allocation, evaluator: str | None) -> ContainerResponse:
         """Commits the allocation, and answers. The caller holds the lock. Raises Refusal; then the ledger has not changed."""
         agent_state, resource, caller = self.agent_state, record.resource, record.caller
-        answer = self._answers.whole(allocation, resource)
+        answer = self.container_starts.answer(allocation, resource)
         try:
             await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
         except CheckpointError as error:

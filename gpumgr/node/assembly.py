@@ -14,7 +14,6 @@ import structlog
 from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.agent.ports import Checkpoint
 from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
 from gpumgr.driver.programs import reset_gpu
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
@@ -67,7 +66,7 @@ async def assembled(
         stack.push_async_callback(components.close)
         components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
         await components.enforcement.open(components.agent_state, lost=loaded.lost)
-        maintenance = make_maintenance(components, checkpoint, api_side)
+        maintenance = make_maintenance(components, api_side)
         maintenance.restore(loaded.notes)
         read_model, web, display = _servers(settings, components, maintenance, api_side)
         stack.push_async_callback(web.stop)
@@ -84,7 +83,7 @@ async def assembled(
         )
 
 
-def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: ApiSide) -> Maintenance:
+def make_maintenance(components: Components, api_side: ApiSide) -> Maintenance:
     async def reset(uuid: str) -> str:
         return await reset_gpu(components.monitor, uuid, program=components.settings.nvml.smi_program)
 
@@ -99,14 +98,12 @@ def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: A
     return Maintenance(
         agent_state=components.agent_state,
         health=components.monitor,
-        checkpoint=checkpoint,
         pods=api_side.pods,
-        publisher=api_side.publisher,
+        evictor=api_side.publisher,
         reset=reset,
         gone_gpus=components.gone_gpus,
         kept_by=kept_by,
-        use=lambda: components.memory_watcher.use,
-        over=lambda: components.memory_watcher.over,
+        usage=lambda: (components.memory_watcher.use, components.memory_watcher.over),
     )
 
 

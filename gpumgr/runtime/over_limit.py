@@ -5,7 +5,7 @@ from typing import Final
 
 import structlog
 
-from gpumgr.agent.drain_evictions import Eviction, Evictor
+from gpumgr.agent.ports import Eviction, Evictor
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.pods import PodKey

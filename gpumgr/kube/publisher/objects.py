@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import structlog
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired
 from gpumgr.kube.publisher.events import Body, timestamp

@@ -18,8 +18,8 @@ from typing import Final, NoReturn
 
 import structlog
 
-from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.node_report import ApiQueueState
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventRecorder

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.events import Event, pod_ref
 from gpumgr.kube.publisher.publisher import Publisher

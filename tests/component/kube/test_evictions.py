@@ -4,7 +4,7 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.sim.apiserver import SimApiServer
 
 from .stage import OTHER, POD, Stage, staged

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.publisher import decisions
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
@@ -59,9 +59,7 @@ async def started(
         components = Components(
             settings, hardware, loaded=Loaded(), checkpoint=checkpoint, api_side=side, driver=None, enforcement=enforcement
         )
-        readers = ReadModel(
-            components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), api_queue=side.api_queue
-        )
+        readers = ReadModel(components, pods=side.pods, maintenance=make_maintenance(components, side), api_queue=side.api_queue)
         async with asyncio.TaskGroup() as group:
             daemons = side.start(group, components, readers)
             yield side, components

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.publisher.decisions import MAX_LATE
 from gpumgr.ledger.annotations import ALLOCATIONS
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod

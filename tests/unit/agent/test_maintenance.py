@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gpumgr.agent.cordons import Cordon, decode_cordons
-from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
+from gpumgr.agent.ports import Eviction
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import ClaimRequest
@@ -98,14 +98,12 @@ class Bench:
         return Maintenance(
             agent_state=world.agent_state,
             health=self.driver,
-            checkpoint=world.checkpoint,
             pods=world.pods,
-            publisher=self.publisher if self._api_server else None,
+            evictor=self.publisher if self._api_server else None,
             reset=self.driver.reset,
             gone_gpus=self.gone_gpus,
             kept_by=lambda _uuid: self.kept_by,
-            use=lambda: self.use,
-            over=lambda: self.over,
+            usage=lambda: (self.use, self.over),
         )
 
     async def restart(self) -> None:

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.agent.ports import Eviction, Finding, RunningContainer
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.history import HistoryEntry
