@@ -54,10 +54,6 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
-#: Structures of nvmlDeviceSetMemoryLimits_v1 and nvmlDeviceGetMemoryLimits_v1.
-SetMemoryLimits: Final = pynvml.c_nvmlSetMemoryLimits_v1_t
-GetMemoryLimits: Final = pynvml.c_nvmlGetMemoryLimits_v1_t
-
 #: How often a list is fetched that grows between the query of its size and its fetch.
 _LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
@@ -119,11 +115,8 @@ class Binding:
 
     def call(self, function: str, *arguments: Any) -> Any:
         """The binding's answer. Raises CallError, DriverDown or DriverMismatchError, depending on the code."""
-        known = getattr(pynvml, function, None)
-        if known is None:  # a binding of another version
-            raise CallError(function, FUNCTION_NOT_FOUND, "unknown to the NVML binding")
         try:
-            answer = known(*arguments)
+            answer = _known(function)(*arguments)
         except pynvml.NVMLError as exc:
             raise self._translated(function, exc) from exc
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
@@ -136,6 +129,10 @@ class Binding:
             if self.is_capability(exc):
                 return None
             raise
+
+    def structure(self, name: str, **fields: Any) -> Any:
+        """An argument for `call`. Raises CallError if this version of the binding does not have the structure."""
+        return _known(name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
         """The list of the first of these functions that this driver has; None if it has none of them, or if the list grew too fast to be
@@ -216,6 +213,14 @@ class Binding:
             raise NvmlAbsent("the NVML library is too old: it has neither nvmlInitWithFlags nor nvmlInit_v2") from exc
         if code:
             raise self._translated("nvmlInit_v2", pynvml.NVMLError(code))
+
+
+def _known(name: str) -> Any:
+    """The function or structure of the binding. Raises CallError if this version of the binding does not have it."""
+    try:
+        return getattr(pynvml, name)
+    except AttributeError:
+        raise CallError(name, FUNCTION_NOT_FOUND, "unknown to the NVML binding") from None
 
 
 def _use(library: ctypes.CDLL | None) -> None:

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.common.errors import NvmlError
-from gpumgr.driver.binding import (
-    FUNCTION_NOT_FOUND,
-    NOT_FOUND,
-    NOT_SUPPORTED,
-    Binding,
-    CallError,
-    GetMemoryLimits,
-    Handle,
-    SetMemoryLimits,
-)
+from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.mig import read_mig_enabled
 from gpumgr.placement.topology.devices import MemoryLimit
 
@@ -31,7 +22,8 @@ _LIMIT_FILE: Final = "dmem.max"
 
 def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) -> None:
     hard_bytes = UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
-    wanted = SetMemoryLimits(nameSpace=os.fsencode(cgroup), softLimit=limit.soft_bytes, hardLimit=hard_bytes)
+    fields = {"nameSpace": os.fsencode(cgroup), "softLimit": limit.soft_bytes, "hardLimit": hard_bytes}
+    wanted = nvml.structure("c_nvmlSetMemoryLimits_v1_t", **fields)
     nvml.call("nvmlDeviceSetMemoryLimits_v1", handle, wanted)
 
 
@@ -46,7 +38,7 @@ def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    found = GetMemoryLimits(nameSpace=os.fsencode(cgroup))
+    found = nvml.structure("c_nvmlGetMemoryLimits_v1_t", nameSpace=os.fsencode(cgroup))
     nvml.call("nvmlDeviceGetMemoryLimits_v1", handle, found)
     return MemoryLimit(soft_bytes=found.softLimit, hard_bytes=None if found.hardLimit == UNLIMITED else found.hardLimit)
 
