@@ -51,17 +51,17 @@ def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
         print(f"bench: {name}", file=sys.stderr)
         figures[name] = json.loads(_output([sys.executable, "-m", module]))
     if pods:
-        for module in ("tests.e2e.bench_pods", "tests.e2e.bench_kube_scheduler", "tests.e2e.bench_claims"):
-            figures |= on_a_cluster(module)
+        figures |= on_a_cluster()
     figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     return figures
 
 
-def on_a_cluster(module: str) -> dict[str, Any]:
+def on_a_cluster() -> dict[str, Any]:
     """What needs real parts of Kubernetes."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
-        subprocess.run([sys.executable, "-m", module, "--output", str(output)], check=True, cwd=PROJECT, stdout=sys.stderr)
+        command = [sys.executable, "-m", "tests.e2e.bench_cluster", "--output", str(output)]
+        subprocess.run(command, check=True, cwd=PROJECT, stdout=sys.stderr)
         document: dict[str, Any] = json.loads(output.read_text())
         return document
 

@@ -20,10 +20,11 @@ _STARTS = {
     "mps_3": "mps, protocol 3",
 }
 _MIXES = {"hami_core_and_vcuda": "half hami-core, half vcuda", "mps": "mps"}
-_CLAIM_WAYS = {
-    "claims": "mode dra",
+_WAYS = {
     "plugin": "mode plugin",
+    "floor": "a plugin that answers nothing",
     "nothing": "pods without GPUs",
+    "claims": "mode dra",
     "empty": "an empty DRA driver",
 }
 _REPLICA_CALLS = {"prefer": "GetPreferredAllocation, the agent's part", "allocate": "Allocate, durable commit included"}
@@ -71,7 +72,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_scheduler(figures.get("scheduler")),
         *_requests(figures.get("requests")),
         *_kube_scheduler(figures.get("kube_scheduler")),
-        *_claims(figures.get("claims")),
+        *_driver_soon(figures.get("driver_soon_seconds")),
         *_pods(pods),
     )
     return "\n".join(parts)
@@ -276,35 +277,17 @@ def _replica_filter(found: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| {what} | {_pair(found[name])} | {_pair(found[f'{name}_new'])} |"
 
 
-def _claims(found: Mapping[str, Any] | None) -> Iterator[str]:
-    """Any part may be missing."""
-    soon = (found or {}).get("soon_seconds", {})
-    if soon:
-        yield from ("", "| a DRA node on a real kubelet, p50 / worst | goal | measured |", "|---|---|---|")
-    goals = {
-        "started": ("start of the agent to its registration", "1"),
-        "started_after_kill": ("the same after kill -9", "2"),
-        "slice_back": ("the ResourceSlice back after a starting kubelet has deleted it", "0.5"),
-        "taint": ("XID 79 to the taint", "1"),
-    }
-    for key, row in soon.items():
-        yield f"| {goals[key][0]} | < {goals[key][1]} s | {row['p50']} / {row['worst']} s |"
-    if many := (found or {}).get("many_nodes"):
-        rates = many["pods_a_second"]
-        text = f"{rates['gpumgr']}, with devices without attributes {rates['empty']}; ratio {many['ratio']}"
-        yield from ("", f"| pods a second, claims on 1,000 nodes of the API | ratio > 0.9 | {text} |", "|---|---|---|")
-    if crowds := (found or {}).get("pods_at_once"):
-        yield from ("", "| pods at once, limits of the clients | " + " | ".join(_CLAIM_WAYS.values()) + " |", "|---" * 5 + "|")
-        for key, ways in crowds.items():
-            size, limits = key.split()
-            yield f"| {size}, {limits} | " + " | ".join(_crowd(ways[way]) for way in _CLAIM_WAYS) + " |"
-        yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 20 s.")
-
-
-def _crowd(row: Mapping[str, Any]) -> str:
-    running = row["running_seconds"]
-    late = f"{row['running']:g} after 20"
-    return f"{row['bound_seconds'] or 'not all'} / {late if running is None else running}"
+def _driver_soon(soon: Mapping[str, Any] | None) -> Iterator[str]:
+    if soon is None:
+        return
+    yield from ("", "| a DRA node on a real kubelet, p50 / worst | goal | measured |", "|---|---|---|")
+    for key, what, goal in (
+        ("started", "start of the agent to its registration", "1"),
+        ("started_after_kill", "the same after kill -9", "2"),
+        ("slice_back", "the ResourceSlice back after a starting kubelet has deleted it", "0.5"),
+        ("taint", "XID 79 to the taint", "1"),
+    ):
+        yield f"| {what} | < {goal} s | {soon[key]['p50']} / {soon[key]['worst']} s |"
 
 
 def _both(row: Mapping[str, Any]) -> str:
@@ -314,14 +297,16 @@ def _both(row: Mapping[str, Any]) -> str:
 def _pods(pods: Mapping[str, Any] | None) -> Iterator[str]:
     if pods is None:
         return
-    yield from (
-        "",
-        "| pods at once on a real kubelet, seconds | goal | gpumgr | floor | ratio | failed |",
-        "|---|---|---|---|---|---|",
-    )
-    for key, row in pods.items():
-        median = row["median_seconds"]
-        yield f"| {key} | ratio < 1.2 | {median['gpumgr']} | {median['floor']} | {row['ratio']} | {row['failed']['gpumgr']} |"
+    yield from ("", "| pods at once on a real kubelet | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|")
+    for size, ways in pods.items():
+        yield f"| {size} | " + " | ".join(_crowd(ways[way]) for way in _WAYS) + " |"
+    yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 20 s.")
+
+
+def _crowd(row: Mapping[str, Any]) -> str:
+    running = row["running_seconds"]
+    late = f"{row['running']:g} after 20"
+    return f"{row['bound_seconds'] or 'not all'} / {late if running is None else running}"
 
 
 def _pair(row: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from tools import chart
 from . import image_agent
 from .agent import SIM, Agent, agent_config
 from .cluster import Cluster
-from .manifests import Json
+from .manifests import Json, gpu_pod
+from .node import cleared
 from .places import AGENT_STATE, NODE, POD_LOGS
 from .processes import StartError, free_ports, kill_and_wait, start_time, wait_until, written
 
@@ -290,10 +291,14 @@ def installed(
 ) -> Iterator[Installed]:
     """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself. `changes` of its
     settings; without `wait`, back at once."""
+    with cleared(cluster, process) as node:
+        # The kubelet forgets ended pods when it admits the next one; an agent without a ledger takes over what the kubelet remembers.
+        node.run([gpu_pod("last", 10, 10)])
+        node.clear()
     process.stop()
     agent = Installed(cluster)
     agent.configure(changes or {})
-    # The same node. At first it may offer less: without a ledger of its own it takes over what the kubelet remembers of ended pods.
+    # The same node. At first it may offer less, because of what the kubelet remembers.
     agent.offer = dict(process.offer)
     try:
         agent.prepare()

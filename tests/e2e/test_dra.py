@@ -19,10 +19,9 @@ import yaml
 from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
 from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
-from . import traces
 from .agent import Agent
 from .api import PODS
-from .bench_kube_scheduler import node as api_node
+from .bench_cluster import node as api_node
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, SLEEP, Json, container, pod
@@ -385,31 +384,3 @@ def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> No
     node.delete(kept)
     node.agent.wait_empty()
     wait_until("no CDI spec", lambda: not any(CDI_SPECS.glob("gpumgr.io-gpu-*")))
-
-
-def test_after_a_loss_of_power_pods_keep_their_gpus_and_get_new_specs(node: DraNode) -> None:
-    """The CDI folder is on a tmpfs; the kubelet starts the containers of the pods that it knows again."""
-    body = claiming("lasting", "share", container(command=SHOW))
-    body["spec"]["restartPolicy"] = "Always"
-    node.run([body])
-    before = node.agent.ledger()
-    processes = node.cluster.processes
-    processes.kill("kubelet")
-    processes.kill("containerd")
-    node.agent.kill()
-    traces.lose_power()
-    shutil.rmtree(CDI_SPECS)
-    node.cluster.start_containerd()
-    node.cluster.wait_containerd()
-    node.cluster.start_kubelet()
-    node.agent.start(wait=False)
-
-    def runs_again() -> bool:
-        (status,) = node.cluster.pods.all()["lasting"]["status"]["containerStatuses"]
-        return bool(status["restartCount"]) and "running" in status["state"]
-
-    wait_until("the container again", runs_again, 120)
-    assert node.agent.ledger() == before
-    assert any(CDI_SPECS.glob("gpumgr.io-gpu-*"))
-    assert node.cluster.log_of("lasting").count("shown") == 2
-    node.run([claiming("later", "share")])

@@ -9,7 +9,7 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import Installed
 from .dra import DRIVER, DraNode, claiming, request, template
-from .node import cleared, gpu_nodes, shown
+from .node import gpu_nodes, shown
 from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import wait_until
 
@@ -24,8 +24,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
-    with cleared(cluster, running_agent):
-        """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
     with daemonset.installed(cluster, running_agent, SETTINGS, wait=False) as agent:
         made = DraNode(cluster, agent)
         wait_until("the node's ResourceSlice", lambda: bool(made.slices()), 120)

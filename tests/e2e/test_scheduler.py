@@ -128,12 +128,6 @@ class Scheduled:
         wait_until(f"an event of pod {name}", told)
         return messages[-1]
 
-    def describe(self, node: str, text: str) -> None:
-        """Replaces the inventory of a node."""
-        found = self._cluster.api.request("GET", f"/api/v1/nodes/{node}")
-        found["metadata"]["annotations"][INVENTORY_ANNOTATION] = text
-        self._cluster.api.request("PUT", f"/api/v1/nodes/{node}", found)
-
     def end(self, *names: str) -> None:
         """Deletes pods as a kubelet would: at once and for good."""
         for name in names:
@@ -333,15 +327,6 @@ def why(cluster: Cluster, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_gpu_that_recovers_takes_the_pod_that_waits(pods: Scheduled) -> None:
-    pods.describe("api-a", inventory("api-a", 2, unhealthy=(0, 1)))
-    pods.create("waits", (100, 0), nodeSelector={"kubernetes.io/hostname": "api-a"})
-    assert "1 has no entirely free GPU except unhealthy or cordoned ones" in pods.rejection("waits")
-    pods.describe("api-a", inventory("api-a", 2, unhealthy=(0,)))
-    assert pods.placed("waits") == ("api-a", [[uuid("api-a", 1)]])
-    pods.describe("api-a", inventory("api-a", 2))
-
-
 def test_pods_that_arrive_at_once_never_get_one_gpus_room_twice(pods: Scheduled) -> None:
     """30 pods for ten GPUs, each with room for two."""
     names = [f"crowd-{number}" for number in range(30)]
@@ -417,19 +402,6 @@ def test_a_burst_does_not_pass_the_quota(pods: Scheduled, cluster: Cluster) -> N
     wait_until("one more pod bound", lambda: sum(pods.node_of(name) is not None for name in waiting) == 1)
 
 
-@pytest.mark.usefixtures("scheduler", "quota")
-def test_a_higher_quota_lets_the_waiting_pods_in(pods: Scheduled, cluster: Cluster) -> None:
-    """A changed ConfigMap is no event for kube-scheduler."""
-    pods.place("first", (200, 0))
-    names = ("second", "third")
-    for name in names:
-        pods.create(name, (100, 0))
-        assert f"namespace {NAMESPACE} uses 200 of 240 cores; the pod needs 100" in pods.rejection(name)
-    changed = {"metadata": {"name": "gpuquota"}, "data": {"quota.yaml": f"{NAMESPACE}: [{{cores: 400}}]"}}
-    cluster.api.request("PUT", f"{CONFIGMAPS}/gpuquota", changed)
-    wait_until("both bound", lambda: all(pods.node_of(name) is not None for name in names))
-
-
 @pytest.mark.usefixtures("priorities")
 def test_preemption_evicts_the_pods_of_one_gpu_and_the_pod_lands_there(pods: Scheduled, cluster: Cluster) -> None:
     """kube-scheduler itself proposes low-0 and low-1, the pods of the lowest priority, which have different GPUs."""
@@ -446,21 +418,6 @@ def test_preemption_evicts_the_pods_of_one_gpu_and_the_pod_lands_there(pods: Sch
     pods.end("low-0", "mid-0")
     assert pods.placed("vip") == ("api-a", [[uuid("api-a", 0)]])
     assert pods.node_of("thief") is None
-
-
-@pytest.mark.usefixtures("priorities")
-def test_preemption_reaches_a_node_that_is_only_fragmented(pods: Scheduled, cluster: Cluster) -> None:
-    """The sum of api-a is enough, so kube-scheduler proposes only pods of the full nodes, which have a higher priority."""
-    for name in NODES[1:]:
-        pods.place(f"full-{name}", (400, 0), priorityClassName="gpumgr-6", nodeSelector={"kubernetes.io/hostname": name})
-    here = {"nodeSelector": {"kubernetes.io/hostname": "api-a"}}
-    pods.place("mid", (60, 16), priorityClassName="gpumgr-5", **here)
-    assert pods.place("low", (60, 16), **here) == ("api-a", [[uuid("api-a", 1)]])
-    pods.create("vip", (50, 16), priorityClassName="gpumgr-10")
-    wait_until("a victim", lambda: bool(ending(cluster)))
-    assert ending(cluster) == {"low"}
-    pods.end("low")
-    assert pods.placed("vip") == ("api-a", [[uuid("api-a", 1)]])
 
 
 def ending(cluster: Cluster) -> set[str]:

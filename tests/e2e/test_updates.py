@@ -25,7 +25,7 @@ from .node import Node, shown
 from .places import AGENT_STATE, NODE
 from .processes import wait_until, whole_lines
 
-UPDATES: Final = 8
+UPDATES: Final = 6
 UPDATES_OF_OLDER_NODE: Final = 3
 ARRIVES_EVERY_SECONDS: Final = 0.25
 #: How the kubelet's log reports a pod that it does not admit.

@@ -1,6 +1,7 @@
 """Finds the names and levels of log events in the source."""
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -12,6 +13,7 @@ PACKAGE: Final = PROJECT / "gpumgr"
 _LEVELS: Final = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
 
 
+@functools.cache
 def events() -> Mapping[str, str]:
     """Event name -> its level, or levels. Raises ValueError for a name that is no literal."""
     found: dict[str, set[str]] = {}

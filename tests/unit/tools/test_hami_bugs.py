@@ -24,7 +24,7 @@ def marks() -> dict[str, set[int]]:
     for file in (PROJECT / "tests").rglob("test_*.py"):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                texts = [ast.unparse(each) for each in node.decorator_list if "hami_bug" in ast.unparse(each)]
+                texts = [text for text in map(ast.unparse, node.decorator_list) if "hami_bug" in text]
                 found.setdefault(node.name, set()).update(
                     int(each) for text in texts for each in re.findall(r"\bB([0-9]+)\b", text)
                 )
