@@ -104,7 +104,7 @@ def test_hami_pods_and_a_vcuda_pod_outlive_the_agent_and_its_ledger(both: Node) 
     both.agent.start()
     wait_until("replicas offered", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80)
     assert both.agent.ledger() == before
-    both.run([hami_pod("later", gpumem=2000), hami_pod("pair", gpus=2, gpumem=3000, gpucores=10), hami_pod("whole")])
+    both.run([hami_pod("later", gpumem=2000)])
     assert both.ledger_of("later")[0].gpus == hami.gpus
     assert len(replicas(both)["later"] | replicas(both)["hami"]) == 2
     rows = {row["pod"]: row for row in program("usage")["containers"]}
@@ -115,6 +115,7 @@ def test_hami_pods_and_a_vcuda_pod_outlive_the_agent_and_its_ledger(both: Node) 
     both.delete(["hami", "later"])
     both.wait_freed("hami")
     both.check()
+    both.run([hami_pod("pair", gpus=2, gpumem=3000, gpucores=10), hami_pod("whole")])
     left = {each.place: each.gpus for each in both.agent.ledger()}
     both.agent.kill()
     for file in (AGENT_STATE / "checkpoint").iterdir():
