@@ -123,12 +123,12 @@ async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
     await node.turn("healthy")
     assert node.told == []
     await node.turn("unhealthy", "xid", "XID 79")
-    await node.turn("unhealthy", "xid", "XID 79", cordon_reason="swap the card")
-    inventory, card = node.world.agent_state.inventory, node.world.agent_state.ledger.gpu_registry.by_uuid[ONE]
-    assert inventory.failures(node.world.agent_state.ledger.gpu_registry) == {card.name: "XID 79"}
-    await node.turn("healthy", cordon_reason="swap the card")
+    await node.turn("unhealthy", "xid", "XID 79", cordon_reason="swap the GPU")
+    inventory, gpu = node.world.agent_state.inventory, node.world.agent_state.ledger.gpu_registry.by_uuid[ONE]
+    assert inventory.failures(node.world.agent_state.ledger.gpu_registry) == {gpu.name: "XID 79"}
+    await node.turn("healthy", cordon_reason="swap the GPU")
     assert node.world.agent_state.inventory.unschedulable_reasons(node.world.agent_state.ledger.gpu_registry) == {
-        card.name: "swap the card"
+        gpu.name: "swap the GPU"
     }
     assert [code for code, _, _ in node.told] == ["unhealthy"]
     await node.turn("probation", "operator", "released by the operator")

@@ -1,4 +1,4 @@
-"""The simulated library itself: how it comes to be, and that any process may use it."""
+"""The simulated library: how it is compiled, and that any process can use it."""
 
 import os
 import subprocess

@@ -210,7 +210,7 @@ async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world:
     assert await world.findings() == []
     assert list(world.backend.remains()) == ["a1"]
     await world.backend.adjust([])
-    assert world.limit == GRANTED, "it goes with the cgroup; whoever still runs there stays limited"
+    assert world.limit == GRANTED, "it ends with the cgroup, and processes that still run there stay limited"
     assert list(world.backend.remains()) == []
 
 
@@ -321,7 +321,7 @@ async def test_a_container_with_an_unknown_cgroup_is_a_finding(world: DriverNode
     assert await world.findings() == []
 
 
-# -- who is never seen -------------------------------------------------------------------------------------------------------
+# -- never listed ------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_running_container_without_a_known_cgroup_is_reported_once(world: DriverNode) -> None:
@@ -342,7 +342,7 @@ async def test_a_running_container_without_a_known_cgroup_is_reported_once(world
     world.seconds += 30
     world.proc_fails = True
     assert len(await world.backend.observe([])) == 1, (
-        "a restarted container anew, and who can't be looked at is taken for running"
+        "a restarted container is reported again, and a container counts as running if /proc can't be read"
     )
 
 

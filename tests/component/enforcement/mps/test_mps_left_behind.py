@@ -143,4 +143,4 @@ async def test_unreadable_folders_do_not_hide_daemons(place: Place, how: str, tm
         (tmp_path / "away").rename(place.folder.root)
     else:
         await place.pass_time(backend, 10 * IDLE_SECONDS)
-        assert place.daemon_pid() == pid, "who can't be read may well be there"
+        assert place.daemon_pid() == pid, "containers that can't be read may exist"

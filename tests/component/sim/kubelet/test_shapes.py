@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -112,20 +111,6 @@ async def test_calls_that_fail(make_node: MakeNode, shape: KubeletShape, call: s
     assert (caught.value.code().name, caught.value.details()) == (code, text)
 
 
-@pytest.mark.parametrize(("shape", "some"), [(V1_25, False), (V1_35, True)], ids=["1.25", "1.35"])
-async def test_the_rate_limit_came_with_1_28(make_node: MakeNode, shape: KubeletShape, some: bool) -> None:
-    kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
-    assert kubelet.pod_resources is not None
-    async with grpc.aio.insecure_channel(f"unix:{kubelet.pod_resources_socket}") as channel:
-        call = channel.unary_unary("/v1.PodResourcesLister/List")
-        codes = Counter[str]()
-        while not codes or (some and not codes["RESOURCE_EXHAUSTED"]):  # a slow machine may stay below the limit
-            calls = [call(b"") for _ in range(60)]
-            codes.update([(await each.code()).name for each in calls])
-    assert kubelet.pod_resources.refused == codes["RESOURCE_EXHAUSTED"]
-    assert bool(kubelet.pod_resources.refused) is some
-
-
 # -- registration ------------------------------------------------------------------------------------------------------------
 
 
@@ -229,16 +214,3 @@ async def test_the_checkpoints_ids(make_node: MakeNode, shape: KubeletShape) -> 
         assert entry["DeviceIDs"] == {"1": ["c0", "c1"], str(shape.no_node): ["c2", "c3"]}
     (ours,) = parse_kubelet_checkpoint(kubelet.checkpoint.read_bytes())
     assert set(ours.device_ids) == {"c0", "c1", "c2", "c3"}
-
-
-@versions(*ALL)
-async def test_a_newer_kubelet_reads_the_checkpoint_of_an_older_one(make_node: MakeNode, shape: KubeletShape) -> None:
-    kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
-    await kubelet.run(pod("a", 3))
-    held = kubelet.held("uid-a", "app", CORE_RESOURCE)
-    await kubelet.restart(shape=V1_35)
-    await plugin.register()
-    assert kubelet.held("uid-a", "app", CORE_RESOURCE) == held
-    await kubelet.run(pod("b", 1))
-    assert not held & kubelet.held("uid-b", "app", CORE_RESOURCE)
-    assert len(await listed(kubelet)) == 2

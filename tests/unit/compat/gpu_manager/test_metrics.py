@@ -1,4 +1,4 @@
-"""gpu-manager's four gauges: names, helps, labels and units, and who has which series."""
+"""gpu-manager's four gauges: names, helps, labels and units, and which containers have which series."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""JSON and YAML from anywhere: what comes of a text is never much larger than it is."""
+"""JSON and YAML from any source: the objects that are read are never much larger than the text."""
 
 import json
 

@@ -115,7 +115,7 @@ def share(name: str, priority: int, *gpus: int) -> GpuShare:
         pytest.param([(0, [0], 2), (1, [0], 2)], [1, -1], id="the higher one launches"),
         pytest.param([(0, [0], 2), (1, [0], -1)], [1, None], id="and still does"),
         pytest.param([(0, [0], 1), (1, [0], -1)], [0, 0], id="it has stopped"),
-        pytest.param([(0, [0], 0), (1, [0], -1)], [None, 0], id="and launches no more"),
+        pytest.param([(0, [0], 0), (1, [0], -1)], [None, 0], id="it has not launched for a while"),
         pytest.param([(0, [0], 2), (1, [1], 2)], [1, 1], id="on another GPU"),
         pytest.param([(0, [0], 2), (1, [0, 1], -1), (2, [1], 2)], [1, None, 1], id="one that waits delays none"),
         pytest.param([(0, [0], 0), (1, [0], 2), (2, [0], 2)], [None, 1, -1], id="the highest that launches counts"),

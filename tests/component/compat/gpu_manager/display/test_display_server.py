@@ -28,7 +28,7 @@ async def client(path: Path) -> AsyncIterator[Any]:
 
 
 async def answers(path: Path) -> str:
-    """The version of who serves there."""
+    """The version of the server that answers there."""
     async with client(path) as stub:
         return str((await stub.Version(Empty())).version)
 

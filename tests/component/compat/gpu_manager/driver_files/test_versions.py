@@ -81,7 +81,7 @@ async def test_a_process_keeps_its_version_through_a_new_driver(mirror: Mirror, 
     # It can still call what it has, and load what it has not yet.
     said, _ = await holder.communicate(f"{old}/lib64/libcuda.so.{DRIVER}\n".encode())
     assert said == f"{SHIM} {CUDA}\n".encode()
-    assert len(removed) == 1, "the old version of the other volume, which nobody has mounted"
+    assert len(removed) == 1, "the old version of the other volume, which no process has mounted"
     assert call_who(share / "lib64", "libcuda.so.1", f"libcuda.so.{NEXT_DRIVER}") == [SHIM, NEXT_CUDA]
 
     shutil.rmtree(proc / "77")

@@ -85,7 +85,7 @@ async def test_files_are_replaced_only_when_they_change(node: Node, backend: Vcu
     await backend.adjust([running])
     assert node.listed() == (4711, 4713)
     with held:
-        assert len(held.read()) == 8, "who has the old file open reads the old file"
+        assert len(held.read()) == 8, "a process that has the old file open reads the old file"
     assert sorted(os.listdir(node.place)) == ["pids.config", "vcuda.config", "vcuda.sock"]
 
 
@@ -98,7 +98,7 @@ async def test_a_change_of_the_grant_and_tampering_are_put_right(node: Node, bac
     node.socket.unlink()
     await backend.adjust([RunningContainer(tenant=softer, container=CONTAINER)])
     assert (node.place / "vcuda.config").read_bytes() == pack_config(softer)
-    assert node.listed() == (CONTAINER.pid,), "the container's first process, while its cgroup tells nothing"
+    assert node.listed() == (CONTAINER.pid,), "the container's first process, while its cgroup is empty"
     assert node.socket.is_socket()
 
 

@@ -42,7 +42,7 @@ def test_a_real_mount_of_a_real_process(tmp_path: Path) -> None:
     with subprocess.Popen(["unshare", *rights, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdin is not None
-        if child.stdout.readline() == b"ready\n":  # some hosts give users no namespaces; the tables above stand for it there
+        if child.stdout.readline() == b"ready\n":  # some hosts give users no namespaces; the tables above replace it there
             assert has_mounted(child.pid, ALLOCATION)
             assert not has_mounted(child.pid, "0" * 16)
         child.stdin.close()

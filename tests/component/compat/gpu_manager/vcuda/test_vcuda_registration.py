@@ -48,7 +48,7 @@ async def test_our_client_registers_itself_and_all_of_the_container(node: Node, 
 async def test_the_client_as_the_library_runs_it(node: Node, client: Path, reader: Path) -> None:
     ended = await run(reader, "register", client, node.place)
     assert (ended.status, ended.stdout) == (0, "client 0\n")
-    assert ended.pid in node.listed(), "whoever started the client is about to use the GPU"
+    assert ended.pid in node.listed(), "the process that started the client is about to use the GPU"
 
 
 @pytest.mark.usefixtures("backend")
@@ -168,7 +168,7 @@ async def test_a_container_with_too_many_connections_hinders_only_itself(node: N
     waiting = asyncio.create_task(register(client, node.socket))
     for _, output in hogs:
         output.close()
-    assert (await waiting).status == 0, "our client comes again until it is let in"
+    assert (await waiting).status == 0, "the client retries until it is accepted"
 
 
 async def test_a_restarted_agent_listens_on_the_same_path(
@@ -186,9 +186,9 @@ async def test_a_restarted_agent_listens_on_the_same_path(
     await again.recover([TENANT])
     assert node.listed() == listed
     on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_pids=frozenset(listed))
-    assert await again.observe([on_gpu]) == [], "who was listed is taken for registered"
+    assert await again.observe([on_gpu]) == [], "processes that were listed count as registered"
     assert (node.place / "vcuda.config").exists()
-    assert (await early).status == 0, "who called while the agent was away is answered now"
+    assert (await early).status == 0, "a call that was made while the agent was away is answered now"
     assert (await register(client, node.socket)).status == 0
     await again.close()
 

@@ -58,7 +58,7 @@ def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
 
 @dataclass
 class Desk:
-    """Replaces ContainerSlot: records who registers."""
+    """Replaces ContainerSlot: records the processes that register."""
 
     failure: OSError | None = None
     tenant: GpuShare = TENANT
