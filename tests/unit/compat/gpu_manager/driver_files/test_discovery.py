@@ -115,16 +115,3 @@ def test_a_process_that_hides_its_mounts_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "1" / "mountinfo").mkdir()
     with pytest.raises(DriverFilesError, match="1/mountinfo: Is a directory; the agent must run as root"):
         versions_in_use(tmp_path)
-
-
-def test_a_proc_that_hides_processes_is_an_error(tmp_path: Path) -> None:
-    process(tmp_path, 5, "mnt:[1]", LINES)
-    with pytest.raises(DriverFilesError, match="the processes of others are hidden"):
-        versions_in_use(tmp_path)
-
-
-def test_mounts_of_a_process_whose_namespace_is_hidden_count(tmp_path: Path) -> None:
-    for pid in (1, 4):
-        process(tmp_path, pid, "mnt:[1]", LINES.replace("aa11", f"aa1{pid}"))
-        (tmp_path / str(pid) / "ns" / "mnt").unlink()
-    assert {"aa11", "aa14"} <= versions_in_use(tmp_path)
