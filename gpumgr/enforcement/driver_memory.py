@@ -43,7 +43,7 @@ from gpumgr.placement.topology.devices import MemoryLimit
 _RECHECK_SECONDS: Final = 10.0
 #: A started container is listed within a second or two; one that is not listed after this time is searched for in /proc.
 _LISTED_WITHIN_SECONDS: Final = 30.0
-#: The limit of the trial: of any size that the driver does not round.
+#: The limit of the trial, of a size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
 #: Followed by the pid of the process that tries: the agent, or a `gpumgr doctor` beside it.
 _TRIAL_CGROUP: Final = "gpumgr-trial-"
@@ -188,8 +188,8 @@ class DriverMemory(Backend):
         return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
 
     async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
-        """Containers that run and were never listed, each once. One that does not run may have ended, or be slow: it is checked again
-        when the same time has passed once more."""
+        """Returns each container once that runs and was never listed. A container that does not run may have ended, or be slow to start: it
+        is checked again later, after the time that has passed so far."""
         now = self._clock()
         due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
         if not due:

@@ -35,7 +35,7 @@ _MIG_PROFILES: Final = {
     4: (0, 7, 8, (0,)),
     9: (15, 1, 2, (0, 2, 4, 6)),
 }
-#: How much less memory than its share a MIG device has, in 128 MiB, by its memory slices; so it is on H100 with 80 GB.
+#: By how much the memory of a MIG device is smaller than its share, in units of 128 MiB, by its memory slices (as on H100 with 80 GB).
 _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -162,7 +162,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def _places_of(wanted: Sequence[Sequence[int]], taken: int = 0) -> tuple[int, ...] | None:
-    """One of each list of bit masks so that none overlap; None if there are none."""
+    """Chooses one bit mask from each list so that none overlap; None if that is not possible."""
     if not wanted:
         return ()
     for mask in wanted[0]:
@@ -215,7 +215,7 @@ def _allowed_keys(message: str) -> str:
 
 
 def _contradictions(node: NodeDescription) -> list[str]:
-    """Contradictions between keys that are valid each for itself."""
+    """Contradictions between keys that are each valid."""
     problems: list[str] = []
     for index, gpu in enumerate(node.gpus):
         if gpu.card not in node.cards:

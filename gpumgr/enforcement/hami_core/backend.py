@@ -53,7 +53,8 @@ _UNSET: Final = (
 
 
 class HamiCore(Backend):
-    """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
+    """`library_dir` has the installed libraries. It is on a disk, since a container's mounts name them as long as it exists, also after a
+    reboot.
     `run_dir` is on a tmpfs; without `volumes` a region may fill it.
     `log_level` is the library's. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """

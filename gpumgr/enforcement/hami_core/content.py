@@ -74,7 +74,7 @@ def seed(wanted: RegionLimits) -> bytes:
 
 _UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
 ProblemCode = Literal["header", "process_count", "uuid"]
-#: A value that only a container that writes the region itself causes, and a message that says which.
+#: A value that the library never writes, so that the container has written it; and a message that names it.
 RegionProblem = tuple[ProblemCode, str]
 
 

@@ -38,7 +38,8 @@ NspidOf = Callable[[int], int | None]
 
 
 class RegionMonitor:
-    """The region of one start of a container, or why it can't be used. Any thread may call it; `close` may be called again."""
+    """Monitors the region of one start of a container; `region` may be the reason why it can't be used. Any thread may call it, and `close`
+    may be called again."""
 
     def __init__(self, region: RegionFile | str, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
         self._region, self._clock = region, clock

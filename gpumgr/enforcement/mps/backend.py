@@ -47,8 +47,8 @@ log = structlog.get_logger(__name__)
 
 
 class Mps(Backend):
-    """A container that also has the mechanism nvml-memory gets both limits of memory, of the same size, since answers to the kubelet
-    must not depend on it.
+    """A container that also has the mechanism nvml-memory gets both limits of memory, of the same size, since this backend's answers
+    to the kubelet must not depend on other mechanisms.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started.
     `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;

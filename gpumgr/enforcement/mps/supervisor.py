@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """`root` has one folder for each GPU; `records` list the existing ones, also those elsewhere.
+    """`root` has one folder for each GPU; `records` has all daemons, also daemons with a folder elsewhere.
 
     A daemon is checked every _CHECK_SECONDS, in protocol 3 its namespaces at every tick. The record of a container is kept
     for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
