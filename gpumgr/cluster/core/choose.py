@@ -1,22 +1,14 @@
-"""The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses, and the rank of the node.
+"""The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses.
 
-binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
-left on the GPUs that it shares. spread prefers the opposite. Among equal nodes, the one with the better joined GPUs is first. topology
-prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
-
-least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
-memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
-
-A pod may have a policy for nodes beside that for the GPUs of a node. Nodes are then compared as a whole, as HAMi's scheduler does: by the
-part of all their GPUs that is in use.
+`gpumgr.cluster.core.shape` compares nodes by what such a choice leaves of them.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Final, NamedTuple
+from typing import Final
 
-from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy, SameGpus
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.capacity import GpuCapacity
@@ -26,52 +18,15 @@ from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.evaluators.select import Placement, find
 from gpumgr.placement.topology.devices import MigProfile
 
-#: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
-Rank = tuple[int, ...]
-_LAST: Final = 1 << 60
 _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, entirely_free=False)
-
-
-class FreeCores(NamedTuple):
-    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the part of them that has memory, by each GPU's free memory.
-    `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
-
-    free: int
-    usable: int
-    tight: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
-    """`shares` has the GPUs of each container of the request. `taken`, of the policy least-fragmentation: of the free cores of the node."""
+    """`shares` has the GPUs of each container of the request. `score`: how well the GPUs of containers with several ones are joined."""
 
     shares: tuple[Shares, ...]
-    rank: Rank
-    taken: FreeCores | None = None
-
-    def rank_with(self, before: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
-        """The rank on a node that has these free cores `before`, and `cpu_free` thousandths of CPU (None: not known), for a pod that
-        requests `cpu_milli`. `cpu_per_core`: what an average pod requests beside one core of a GPU."""
-        if self.taken is None:
-            return self.rank
-        return (stranded(before, self.taken, cpu_free, cpu_milli, cpu_per_core), *self.rank)
-
-
-def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """What a pod that takes these cores strands, in cores times `cpu_per_core`, which makes it an integer; see `NodeChoice.rank_with`."""
-    free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
-    free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
-    if cpu_free is not None:
-        if cpu_milli > cpu_free:  # kube-scheduler offers no such node, as a rule
-            return _LAST
-        usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
-    return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * cpu_per_core
-
-
-def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
-    """The lowest value of `stranded` on nodes where the free CPU is less than what the usable cores need, or on the others."""
-    well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
-    return well_used - (taken.free + taken.tight) * cpu_per_core
+    score: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +86,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
-    after = added(used, use.taken)
-    if request.node_policy is not None:
-        return NodeChoice(shares=tuple(chosen), rank=_node_rank(node, after, request.node_policy, score))
-    rank = _rank(node, after, request, chosen, policy, score)
-    if policy != "least-fragmentation":
-        return NodeChoice(shares=tuple(chosen), rank=rank)
-    shared = _shared(request, chosen)
-    tight = sum(tight_cores(used[gpu], after[gpu]) for gpu in shared)
-    offered = [(node.gpus[gpu], used[gpu], after[gpu]) for gpu in use.taken if node.gpus[gpu].offered]
-    free = sum(max(0, CORES_PER_GPU - before.cores) - max(0, CORES_PER_GPU - held.cores) for _, before, held in offered)
-    usable = sum(usable_cores(gpu, before) - usable_cores(gpu, held) for gpu, before, held in offered)
-    return NodeChoice(shares=tuple(chosen), rank=rank, taken=FreeCores(free, usable, tight))
+    return NodeChoice(shares=tuple(chosen), score=score)
 
 
 def _find(
@@ -296,65 +240,6 @@ def _any_share(container: ContainerRequest) -> ContainerRequest:
     """What the evaluators look for among the GPUs that fit: one by the free room, or whole ones by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
-
-
-def _rank(
-    node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
-) -> tuple[int, ...]:
-    shared = _shared(request, chosen)
-    cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
-    memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
-    free = idle_gpus(node, after)
-    whole = any(container.whole for container in request.containers)
-    return rank_of(policy, (free, cores, memory) if whole else (cores, memory, free), score)
-
-
-def rank_of(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
-    """`left`: what the pod leaves on the node, the most important first; `score`: how well its GPUs are joined."""
-    ordered = tuple(-each for each in left) if policy == "spread" else left
-    return (-score, *ordered) if policy == "topology" else (*ordered, -score)
-
-
-def _node_rank(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
-    """By what is in use of all GPUs: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per million of each kind."""
-    in_use = 0
-    for kind, capacity in (
-        ("cores", CORES_PER_GPU * len(node.gpus)),
-        ("memory_mebibytes", sum(gpu.memory_mebibytes for gpu in node.gpus)),
-        ("replicas", sum(gpu.replicas for gpu in node.gpus)),
-    ):
-        in_use += 10**6 * sum(getattr(held, kind) for held in after) // capacity if capacity else 0
-    order = in_use if policy == "spread" else -in_use
-    return (-score, order) if policy == "topology" else (order, -score)
-
-
-def _shared(request: PodRequest, chosen: Iterable[Shares]) -> set[int]:
-    return {gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares}
-
-
-def tight_cores(before: Amounts, after: Amounts) -> int:
-    """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
-    left = CORES_PER_GPU - after.cores
-    return -left if before == NOTHING else after.cores - before.cores - left
-
-
-def free_cores(node: NodeState, used: Used) -> FreeCores:
-    free = usable = 0
-    for gpu, held in zip(node.gpus, used, strict=True):
-        if gpu.offered:
-            free += max(0, CORES_PER_GPU - held.cores)
-            usable += usable_cores(gpu, held)
-    return FreeCores(free, usable)
-
-
-def usable_cores(gpu: GpuState, held: Amounts) -> int:
-    """The free cores that have memory."""
-    cores, memory = max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes)
-    return min(cores, memory * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores
-
-
-def idle_gpus(node: NodeState, used: Used) -> int:
-    return sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, used, strict=True))
 
 
 def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:

@@ -7,15 +7,17 @@ and bound pods in any order gives the same answers.
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Final, Protocol
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
-from gpumgr.cluster.core.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.core.node import NOTHING, NodeState, Shares, Used, added, taken_by
 from gpumgr.cluster.core.profiles import Profiles
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection, Shape
+from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
 #: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
@@ -97,8 +99,7 @@ class ClusterIndex:
         self._node_of: dict[str, str] = {}
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
         self._cpu_pods: dict[str, tuple[str, int]] = {}
-        #: The node of each GPU, by UUID.
-        #: UUID -> names. More than one if a GPU was moved, or an inventory was copied.
+        #: UUID of a GPU -> names of nodes. More than one if a GPU was moved, or an inventory was copied.
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
         self._assumed: set[str] = set()
         self._profiles = Profiles(self._cpu_per_core)
@@ -175,7 +176,7 @@ class ClusterIndex:
 
     def settle(self) -> None:
         """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
-        for name in self._stale:
+        for name in sorted(self._stale):
             if name in self._nodes:
                 self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
             else:
@@ -252,31 +253,32 @@ class ClusterIndex:
     ) -> list[tuple[str, NodeChoice]] | Rejection:
         """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: that
         of the request, if results are kept there and not for later calls."""
-        ordered = self.order(request, policy, names, most, shape=shape)
-        if isinstance(ordered, Rejection):
-            return ordered
-        found = ((name, self._found(name, request, policy)) for name in ordered)
-        return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
+        shape = shape or self.shape(request, policy, keep=True)
+        found = self._fitting(shape, names, most)
+        if isinstance(found, Rejection):
+            return found
+        made = ((name, self._found(name, shape) if room is None else shape.in_room(room, name)) for _, name, room in found)
+        return [(name, choice) for name, choice in made if isinstance(choice, NodeChoice)]
 
     def order(
         self, request: PodRequest, policy: Policy, names: Names, most: int | None = None, *, shape: Shape | None = None
     ) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
-        offered, shape = self.node_set(names), shape or self.shape(request, policy, keep=True)
-        named, nodes = self._named(request, offered)
-        ranked = shape.fitting(nodes, most)
-        found = [(name, self._found(name, request, policy)) for name in named]
-        for name, choice in found:
-            if isinstance(choice, NodeChoice):
-                place = self._profiles.places[name]
-                rank = choice.rank_with(place.profile.cores, place.cpu_free, request.cpu_milli, self._cpu_per_core)
-                ranked.append((rank, name))
-        if ranked:
-            return [name for _, name in sorted(ranked)[:most]]
+        found = self._fitting(shape or self.shape(request, policy, keep=True), names, most)
+        return found if isinstance(found, Rejection) else [name for _, name, _ in found]
+
+    def _fitting(self, shape: Shape, names: Names, most: int | None) -> list[Found] | Rejection:
+        offered = self.node_set(names)
+        named, nodes = self._named(shape.request, offered)
+        fits = shape.fitting(nodes, most)
+        choices = [(name, self._found(name, shape)) for name in named]
+        fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
+        if fits:
+            return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
         closest = [(count, name) for count, name in shape.misfits(nodes)] + [(1, name) for name in named]
         if offered.others:
             closest.append((len(offered.others), min(offered.others)))
-        misfits = ((count, name, self._found(name, request, policy)) for count, name in closest)
+        misfits = ((count, name, self._found(name, shape)) for count, name in closest)
         return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
     def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:
@@ -285,11 +287,9 @@ class ClusterIndex:
 
     def any_fits(self, request: PodRequest, policy: Policy, names: Names) -> bool:
         """`order` without the reasons, which cost the most."""
+        shape = self.shape(request, policy, keep=True)
         named, nodes = self._named(request, self.node_set(names))
-        found = (self._found(name, request, policy) for name in named)
-        return bool(self.shape(request, policy, keep=True).fitting(nodes, 1)) or any(
-            isinstance(each, NodeChoice) for each in found
-        )
+        return bool(shape.fitting(nodes, 1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
 
     def examine(
         self, request: PodRequest, policy: Policy, names: Names, shape: Shape | None = None, *, reasons: bool = True
@@ -299,7 +299,7 @@ class ClusterIndex:
         offered = self.node_set(names)
         shape = shape or self.shape(request, policy, keep=True)
         for profile in shape.unexamined(self._named(request, offered)[1], reasons=reasons):
-            shape.choice(profile)
+            shape.examined(profile)
             yield
 
     @property
@@ -375,14 +375,15 @@ class ClusterIndex:
 
     def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
         """The nodes with GPUs that the request names, and the others."""
-        uuids = request.constraints.uuids
-        named = {name for gpu in uuids for name in self._nodes_of_gpu.get(gpu, ())} if uuids else ()
+        if request.constraints == UNCONSTRAINED:
+            return [], offered.nodes
+        named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ())}
         there = [name for name in sorted(named) if self.node_set((name,)).nodes & offered.nodes]
         return there, offered.nodes & ~self._profiles.nodes_of(there)
 
-    def _found(self, name: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+    def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
         node = self._nodes.get(name)
-        return choose(node.state, self.used(name), request, policy) if node is not None else Misfit(container=None)
+        return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
 
 def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:
@@ -416,7 +417,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")
             if isinstance(choice, NodeChoice):
-                used = added(used, _use(pod.request, choice.shares))
+                used = added(used, taken_by(pod.request, choice.shares))
                 break
     return used
 
@@ -439,20 +440,13 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
         found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None))
         if len(found[-1]) != len(shares):
             return None
-    return _use(pod.request, found)
+    return taken_by(pod.request, found)
 
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
     """A whole GPU has all its memory; the largest MIG device has its own."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
-
-
-def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
-    use = PodUse()
-    for container, each in zip(request.containers, shares, strict=True):
-        use.add(container.kind, each)
-    return use.taken
 
 
 def _but(pods: Mapping[str, PlacedPod], uid: str) -> Iterable[PlacedPod]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gpumgr.cluster.core.request import PodRequest
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.chain import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
@@ -134,6 +135,14 @@ class PodUse:
     def held(self, gpu: int) -> Amounts:
         """What later containers of the pod cannot have."""
         return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
+
+
+def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
+    """What the pod takes of each GPU if its containers have these shares."""
+    use = PodUse()
+    for container, each in zip(request.containers, shares, strict=True):
+        use.add(container.kind, each)
+    return use.taken
 
 
 def added(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:

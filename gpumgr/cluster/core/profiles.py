@@ -7,11 +7,12 @@ much. Other requests see profiles: nodes that differ only by name. Sets of nodes
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import merge
 from itertools import compress
-from operator import itemgetter
-from typing import Final
+from operator import attrgetter, itemgetter
+from typing import Final, NamedTuple
 
-from gpumgr.cluster.core.choose import FreeCores, Misfit, NodeChoice, free_cores, idle_gpus, usable_cores
+from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.topology.devices import Topology
@@ -28,6 +29,27 @@ _UNUSED_SLOTS: Final = 1024
 Nodes = list[int]
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
+#: So many nodes of a set are found bit by bit. All of them together are found faster from the digits of the number.
+_ONE_BY_ONE: Final = 16
+
+#: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
+Rank = tuple[int, ...]
+
+
+class FreeCores(NamedTuple):
+    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the part of them that has memory, by each GPU's free memory.
+    `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
+
+    free: int
+    usable: int
+    tight: int = 0
+
+
+class Ranked(NamedTuple):
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores, if the policy counts what it strands there."""
+
+    rank: Rank
+    taken: FreeCores | None = None
 
 
 class Profile:
@@ -42,9 +64,9 @@ class Profile:
         self.nodes: Nodes = [0, 0]
         self.cores: FreeCores = free_cores(state, used)
         self.idle_gpus = idle_gpus(state, used)
-        self.choices: dict[int, NodeChoice | Misfit] = {}
+        self.choices: dict[int, Ranked | Misfit] = {}
 
-    def keep(self, key: int, choice: NodeChoice | Misfit) -> None:
+    def keep(self, key: int, choice: Ranked | Misfit) -> None:
         if len(self.choices) >= (_KEPT_BY_IDLE if self.idle is self else _KEPT_CHOICES):
             del self.choices[next(iter(self.choices))]
         self.choices[key] = choice
@@ -53,7 +75,7 @@ class Profile:
 class Room:
     """Equal GPUs with equal use, on these nodes. `key` orders them as a share prefers them: by free cores, then by free memory."""
 
-    __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "usable", "used")
+    __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
     def __init__(self, gpu: GpuState, used: Amounts) -> None:
         self.gpu, self.used, self.nodes = gpu, used, [0, 0]
@@ -61,12 +83,32 @@ class Room:
         self.memory_free = max(0, gpu.memory_mebibytes - used.memory_mebibytes)
         self.blocks_free = self.memory_free // BLOCK_MEBIBYTES
         self.idle = not (used.cores or used.memory_mebibytes)
-        self.usable = usable_cores(gpu, used)
+        self.offered = gpu.offered
+        self.usable = usable_cores(gpu, self.cores_free, self.memory_free)
         self.key = self.cores_free, self.memory_free
 
 
 def _key(room: Room) -> tuple[int, int]:
     return room.key
+
+
+def free_cores(node: NodeState, used: Used) -> FreeCores:
+    free = usable = 0
+    for gpu, held in zip(node.gpus, used, strict=True):
+        if gpu.offered:
+            cores = max(0, CORES_PER_GPU - held.cores)
+            free += cores
+            usable += usable_cores(gpu, cores, max(0, gpu.memory_mebibytes - held.memory_mebibytes))
+    return FreeCores(free, usable)
+
+
+def usable_cores(gpu: GpuState, cores_free: int, memory_free: int) -> int:
+    """The free cores that have memory."""
+    return min(cores_free, memory_free * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores_free
+
+
+def idle_gpus(node: NodeState, used: Used) -> int:
+    return sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, used, strict=True))
 
 
 _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
@@ -111,6 +153,8 @@ class Profiles:
         #: Those of removed nodes: a node that is made anew is in the sets that had it.
         self._slots_left: dict[str, int] = {}
         self.by_slot: list[Place | None] = []
+        #: The first slots follow the order of the names: so many of them, and the last of these names.
+        self._in_order, self._last_in_order = 0, ""
         #: Nodes by the number of their idle GPUs.
         self.by_idle_gpus: dict[int, int] = {}
         self.rooms: list[Room] = []
@@ -140,6 +184,26 @@ class Profiles:
         bits = bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS)
         return filter(None, compress(self.by_slot, bits))
 
+    def in_order(self, nodes: int) -> Iterator[Place]:
+        """The nodes of a set in the order of their names. The first ones are found without a look at the others. All are on record."""
+        later = nodes >> self._in_order
+        if not later:
+            return self._in_slots(nodes)
+        return merge(
+            self._in_slots(nodes ^ later << self._in_order), sorted(self.places_of(later << self._in_order), key=_name), key=_name
+        )
+
+    def _in_slots(self, nodes: int) -> Iterator[Place]:
+        for _ in range(_ONE_BY_ONE):
+            if not nodes:
+                return
+            first = nodes & -nodes
+            place = self.by_slot[first.bit_length() - 1]
+            assert place is not None, "it is on record"
+            yield place
+            nodes ^= first
+        yield from self.places_of(nodes)
+
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
         """The node is new or has changed."""
         place = self.places.get(state.name)
@@ -153,6 +217,8 @@ class Profiles:
         if place is None:
             if slot == len(self.by_slot):
                 self.by_slot.append(None)
+                if slot == self._in_order and state.name > self._last_in_order:
+                    self._in_order, self._last_in_order = slot + 1, state.name
             self.slots[state.name] = slot
             self.memberships += 1
         else:
@@ -169,7 +235,7 @@ class Profiles:
         self.all &= ~(1 << place.slot)
         self.memberships += 1
         if len(self.by_slot) > 2 * len(self.places) + _UNUSED_SLOTS:
-            left = list(self.places.values())
+            left = sorted(self.places.values(), key=_name)
             self._begin()
             self.numbering += 1
             for each in left:
@@ -227,6 +293,9 @@ class Profiles:
         idle = kind.idle.get(tuple(full)) or Profile(kind.state, tuple(full))
         rooms = {key: self._room_of.get(key) or Room(*key) for key in zip(kind.gpus, used, strict=True) if not key[0].mig}
         return Profile(kind.state, used, idle, tuple(rooms.values()))
+
+
+_name = attrgetter("name")
 
 
 def _groups(profile: Profile) -> Iterator[Profile | Room]:

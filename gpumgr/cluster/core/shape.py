@@ -1,8 +1,18 @@
 """Compares one request with the nodes: the fitting nodes in order, or the reasons why no node fits.
 
-Nothing is kept for a request but choices per profile (`gpumgr.cluster.core.profiles`), so the costs do not depend on how many different
-requests there are. Groups of nodes are compared by the lowest rank that one of them can have; only nodes that may be among the best are
-looked at.
+binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
+left on the GPUs that it shares. spread prefers the opposite. Among equal nodes, the one with the better joined GPUs is first. topology
+prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
+
+least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
+memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
+
+A pod may have a policy for nodes beside that for the GPUs of a node. Nodes are then compared as a whole, as HAMi's scheduler does: by the
+part of all their GPUs that is in use.
+
+A share of one GPU is decided by the room that it gets, and needs no further choice of GPUs. For other requests nothing is kept but the
+ranks of profiles (`gpumgr.cluster.core.profiles`), so the costs do not depend on how many different requests there are. Groups of nodes are
+compared by the lowest rank that one of them can have; only nodes that may be among the best are looked at.
 """
 
 from bisect import bisect_left
@@ -10,25 +20,24 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from operator import itemgetter
 from typing import Final
 
-from gpumgr.cluster.core.choose import (
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
+from gpumgr.cluster.core.node import NOTHING, NodeState, Used, added, taken_by
+from gpumgr.cluster.core.profiles import (
     FreeCores,
-    Misfit,
-    NodeChoice,
+    Place,
+    Profile,
+    Profiles,
     Rank,
-    choose,
-    lack_of,
-    least_stranded,
-    rank_of,
-    stranded,
-    tight_cores,
+    Ranked,
+    Room,
+    free_cores,
+    idle_gpus,
     usable_cores,
 )
-from gpumgr.cluster.core.node import NOTHING
-from gpumgr.cluster.core.profiles import Place, Profile, Profiles, Room
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
@@ -37,6 +46,10 @@ from gpumgr.placement.evaluators.replicas import Scaling
 _numbers: Final = count()
 #: The profiles of so many nodes are found node by node.
 _FEW: Final = 200
+#: The rank of a node that is short of CPU for the pod itself: kube-scheduler offers none, as a rule.
+_LAST: Final = 1 << 60
+#: The rank of a node, its name, and the room of a share there; None: only a choice shows the GPUs.
+Found = tuple[Rank, str, Room | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +60,21 @@ class Rejection:
 
 
 class _Best:
-    """(rank, name) of the best nodes so far, in no order; at most `most` of them."""
+    """The best nodes so far, in no order; at most `most` of them."""
 
     def __init__(self, most: int | None) -> None:
-        self._most = most
+        self.most = most
         self._worst: Rank | None = None
-        self.found: list[tuple[Rank, str]] = []
+        self.found: list[Found] = []
 
     def may_take(self, least: Rank) -> bool:
         """Whether a node with this rank, or with a rank that begins so, may be one of them."""
         return self._worst is None or least <= self._worst
 
-    def add(self, ranked: Iterable[tuple[Rank, str]]) -> None:
-        self.found += ranked
-        if self._most is not None and len(self.found) >= self._most:
-            self.found = nsmallest(self._most, self.found)
+    def add(self, found: Iterable[Found]) -> None:
+        self.found += found
+        if self.most is not None and len(self.found) >= self.most:
+            self.found = nsmallest(self.most, self.found, key=_rank_and_name)
             self._worst = self.found[-1][0]
 
 
@@ -69,9 +82,9 @@ class Shape:
     """One request under one policy. `offered` and `nodes` are sets of nodes as in `gpumgr.cluster.core.profiles`."""
 
     def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, cpu_per_core: int, *, keep: bool) -> None:
-        """`keep`: choices are kept with the profiles, for the next time; otherwise here."""
+        """`keep`: ranks are kept with the profiles, for the next time; otherwise here."""
         self.request, self.policy = request, policy
-        self._own: dict[Profile, NodeChoice | Misfit] | None = None if keep else {}
+        self._own: dict[Profile, Ranked | Misfit] | None = None if keep else {}
         self._profiles, self._cpu_per_core = profiles, cpu_per_core
         self._gpu_request = request.without_cpu
         self._by_cpu = policy == "least-fragmentation" and request.node_policy is None
@@ -81,16 +94,16 @@ class Shape:
         self._whole = self._alike and all(each.whole for each in containers)
         #: A container needs so many idle GPUs.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
-        #: Whether a pod may use such GPUs, and what it takes of one: by what distinguishes them.
-        self._allowed: dict[tuple[str, str], bool] = {}
+        #: Whether a pod may use such GPUs (None: any), and what it takes of one: by what distinguishes them.
+        self._allowed: dict[tuple[str, str], bool] | None = None if request.constraints == UNCONSTRAINED else {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
-        #: By the identity of the profile's state, which equal nodes share.
-        self._keys: dict[int, int] = {}
+        #: By the identity of the profile's state, which equal nodes share. It is kept, so that no other state gets this identity.
+        self._keys: dict[int, tuple[NodeState, int]] = {}
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
-    def fitting(self, offered: int, most: int | None) -> list[tuple[Rank, str]]:
-        """(rank, name) of the nodes that fit, the best one first."""
+    def fitting(self, offered: int, most: int | None) -> list[Found]:
+        """The nodes that fit, the best one first."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # then the nodes with these GPUs are the only ones
             apart = self._apart
@@ -99,7 +112,21 @@ class Shape:
                 offered &= apart
             if offered:
                 self._in_profiles(offered, best)
-        return sorted(best.found)
+        return sorted(best.found, key=_rank_and_name)
+
+    def in_room(self, room: Room, name: str) -> NodeChoice:
+        """The choice of GPUs where a share gets this room: the first such GPU of the node."""
+        assert self._share is not None, "only shares have rooms"
+        place = self._profiles.places[name]
+        gpus = zip(place.kind.gpus, place.profile.used, strict=True)
+        position = next(position for position, (gpu, used) in enumerate(gpus) if used == room.used and gpu == room.gpu)
+        return NodeChoice(shares=(((position, self._amounts(room, self._share)),),))
+
+    def rank_on(self, name: str, choice: NodeChoice) -> Rank:
+        """The rank of a node with this choice."""
+        place = self._profiles.places[name]
+        found = self._ranked(place.state, place.profile.used, choice)
+        return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
     def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
         """Profiles for which a choice is still to be computed; without `reasons` only profiles that may fit."""
@@ -108,14 +135,15 @@ class Shape:
             needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))
             yield from [profile for profile in needed if self._kept(profile) is None]
 
-    def choice(self, profile: Profile) -> NodeChoice | Misfit:
+    def examined(self, profile: Profile) -> Ranked | Misfit:
+        """The rank of the nodes of a profile, or why they do not fit."""
         if (found := self._kept(profile)) is None:
-            found = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            # Computed again on the node that is taken or named: GPUs of 64 containers need much memory, and so do texts of users.
-            if isinstance(found, NodeChoice):
-                found = NodeChoice(shares=(), rank=found.rank, taken=found.taken)
+            choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
+            # The GPUs are chosen again on the node that is taken: those of 64 containers need much memory. Texts of users do, too.
+            if isinstance(choice, NodeChoice):
+                found = self._ranked(profile.state, profile.used, choice)
             else:
-                found = replace(found, constraints=UNCONSTRAINED)
+                found = replace(choice, constraints=UNCONSTRAINED)
             if self._own is None:
                 profile.keep(self._key(profile), found)
             else:
@@ -125,20 +153,19 @@ class Shape:
     def _may_fit(self, profile: Profile) -> bool:
         return profile.idle_gpus >= self._whole_gpus
 
-    def _kept(self, profile: Profile) -> NodeChoice | Misfit | None:
+    def _kept(self, profile: Profile) -> Ranked | Misfit | None:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
 
     def _key(self, profile: Profile) -> int:
         """What decides in a profile. The texts of constraints do not, but the GPUs that they allow."""
-        if (known := self._keys.get(id(profile.state))) is None:
-            constraints, gpus = self.request.constraints, profile.state.gpus
-            allowed = constraints.of_single_gpus and tuple(
-                constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus
-            )
-            decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
-            known = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
-            self._keys[id(profile.state)] = known
-        return known
+        if (known := self._keys.get(id(profile.state))) is not None:
+            return known[1]
+        constraints, gpus = self.request.constraints, profile.state.gpus
+        allowed = constraints.of_single_gpus and tuple(constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus)
+        decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
+        number = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
+        self._keys[id(profile.state)] = profile.state, number
+        return number
 
     @property
     def _apart(self) -> int:
@@ -161,8 +188,8 @@ class Shape:
     def _in_profiles(self, offered: int, best: _Best) -> None:
         alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
         for profile, short, nodes in self._views(offered):
-            if self._may_fit(profile) and isinstance(choice := self.choice(profile), NodeChoice):
-                key = choice.rank, choice.taken, short
+            if self._may_fit(profile) and isinstance(found := self.examined(profile), Ranked):
+                key = found.rank, found.taken, short
                 alike[key] = alike.get(key, 0) | nodes
         groups: list[tuple[Rank, int, FreeCores | None, Rank]] = []
         for (rank, taken, short), nodes in alike.items():
@@ -171,13 +198,7 @@ class Shape:
         for least, nodes, taken, rank in sorted(groups, key=_least):
             if not best.may_take(least):
                 return
-            self._add(nodes, taken, rank, best)
-
-    def _least(self, taken: FreeCores, *, short_of_cpu: bool) -> int:
-        return least_stranded(taken, self.request.cpu_milli, self._cpu_per_core, short_of_cpu=short_of_cpu)
-
-    def _stranded(self, place: Place, taken: FreeCores) -> int:
-        return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)
+            self._add(nodes, None, least, Ranked(rank, taken), best)
 
     # -- rooms of a share --------------------------------------------------------------------------------------------------
 
@@ -211,25 +232,34 @@ class Shape:
 
     def _in_room(self, room: Room, share: ContainerRequest, left: int, best: _Best) -> None:
         wanted = self._amounts(room, share)
-        after = room.used + wanted
-        cores, memory = CORES_PER_GPU - after.cores, room.gpu.memory_mebibytes - after.memory_mebibytes
-        taken = FreeCores(room.cores_free - cores, room.usable - usable_cores(room.gpu, after), tight_cores(room.used, after))
+        cores, memory = room.cores_free - wanted.cores, room.memory_free - wanted.memory_mebibytes
+        usable = room.usable - usable_cores(room.gpu, cores, memory)
+        taken = FreeCores(wanted.cores, usable, _tight_cores(wanted.cores, cores, entirely_free=room.used == NOTHING))
         for idle, there in sorted(self._profiles.by_idle_gpus.items(), reverse=self.policy == "spread"):
-            rank = rank_of(self.policy, (cores, memory, idle - room.idle))
+            rank = _by_policy(self.policy, (cores, memory, idle - room.idle))
             for short in (False, True):
                 if not (nodes := room.nodes[short] & there & left):
                     continue
                 least = (self._least(taken, short_of_cpu=short), *rank) if self._by_cpu else rank
                 if best.may_take(least):
-                    self._add(nodes, taken if self._by_cpu else None, rank, best)
+                    self._add(nodes, room, least, Ranked(rank, taken if self._by_cpu else None), best)
 
-    def _add(self, nodes: int, taken: FreeCores | None, rank: Rank, best: _Best) -> None:
-        """`rank` without what the pod strands, which depends on each node. `taken` None: it does not count."""
-        places = self._profiles.places_of(nodes)
+    def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
+        """Nodes that have one rank, except for what the pod strands on each of them. None has a rank below `least`."""
+        rank, taken = ranked
+        places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
         if taken is None:
-            best.add((rank, place.name) for place in places)
-        else:
-            best.add(((self._stranded(place, taken), *rank), place.name) for place in places)
+            best.add((rank, place.name, room) for place in islice(places, best.most))
+            return
+        found: list[Found] = []
+        left = best.most
+        for place in places:
+            found.append(((self._stranded(place, taken), *rank), place.name, room))
+            if left is not None and found[-1][0] == least:
+                left -= 1
+                if not left:  # the others have no lower rank, and later names
+                    break
+        best.add(found)
 
     def _least_of_cores(self, cores_free: int, share: ContainerRequest) -> Rank:
         """The beginning of a rank that is not above those in rooms with so many free cores, or with more (spread: fewer)."""
@@ -239,10 +269,10 @@ class Shape:
             return ((cores_free - 3 * most) * self._cpu_per_core,)
         if self.policy == "spread":
             return (least - cores_free,)
-        return rank_of(self.policy, (cores_free - most,))[: 2 if self.policy == "topology" else 1]
+        return _by_policy(self.policy, (cores_free - most,))[: 2 if self.policy == "topology" else 1]
 
     def _fits(self, room: Room, share: ContainerRequest) -> bool:
-        if not (self._is_allowed(room) and room.gpu.offered) or (self.request.constraints.unused and room.used != NOTHING):
+        if not (self._is_allowed(room) and room.offered) or (self.request.constraints.unused and room.used != NOTHING):
             return False
         if share.replica is None:
             return room.cores_free >= share.cores and room.blocks_free >= share.memory_blocks
@@ -250,6 +280,8 @@ class Shape:
         return (wanted.memory_mebibytes > 0 or wanted.whole) and room.gpu.has_room(room.used, wanted)
 
     def _is_allowed(self, room: Room) -> bool:
+        if self._allowed is None:
+            return True
         key = room.gpu.uuid, room.gpu.model
         if key not in self._allowed:
             self._allowed[key] = self.request.constraints.allows(*key)
@@ -276,7 +308,7 @@ class Shape:
             with_gpus &= apart
         kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
         for profile, _, nodes in self._views(with_gpus):
-            found = self.choice(profile)
+            found = self.examined(profile)
             assert isinstance(found, Misfit), "no node fits"
             count, distance, nearest = kinds.get(found.reason, (0, found.distance, 0))
             if found.distance <= distance:
@@ -293,7 +325,7 @@ class Shape:
             if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room):
                 allowed |= here
                 lack = self._lack(room, share)
-                if not room.gpu.offered:
+                if not room.offered:
                     closed |= 0 if lack else here
                 elif share.replica is None:  # with replicas all nodes lack one GPU
                     lacks.append((lack, here))
@@ -321,7 +353,81 @@ class Shape:
             yield nodes.bit_count(), self._first_name(nodes)
 
     def _first_name(self, nodes: int) -> str:
-        return min(place.name for place in self._profiles.places_of(nodes))
+        return next(self._profiles.in_order(nodes)).name
+
+    # -- ranks -------------------------------------------------------------------------------------------------------------
+
+    def _ranked(self, node: NodeState, used: Used, choice: NodeChoice) -> Ranked:
+        taken = taken_by(self.request, choice.shares)
+        after = added(used, taken)
+        if self.request.node_policy is not None:
+            return Ranked(_by_use(node, after, self.request.node_policy, choice.score))
+        sharing = zip(self.request.containers, choice.shares, strict=True)
+        shared = {gpu for container, shares in sharing if not container.whole for gpu, _ in shares}
+        cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
+        memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
+        free = idle_gpus(node, after)
+        whole = any(container.whole for container in self.request.containers)
+        rank = _by_policy(self.policy, (free, cores, memory) if whole else (cores, memory, free), choice.score)
+        if self.policy != "least-fragmentation":
+            return Ranked(rank)
+        tight = sum(
+            _tight_cores(after[gpu].cores - used[gpu].cores, CORES_PER_GPU - after[gpu].cores, entirely_free=used[gpu] == NOTHING)
+            for gpu in shared
+        )
+        gone, left = free_cores(node, used), free_cores(node, after)
+        return Ranked(rank, FreeCores(gone.free - left.free, gone.usable - left.usable, tight))
+
+    def _stranded(self, place: Place, taken: FreeCores) -> int:
+        return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)
+
+    def _least(self, taken: FreeCores, *, short_of_cpu: bool) -> int:
+        return least_stranded(taken, self.request.cpu_milli, self._cpu_per_core, short_of_cpu=short_of_cpu)
+
+
+def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
+    """What a pod strands that takes these cores of a node with `before`, in cores times `cpu_per_core`, which makes it an integer.
+
+    `cpu_free` (None: not known) and what the pod requests, `cpu_milli`, are in thousandths of a CPU. `cpu_per_core`: what an average pod
+    requests beside one core of a GPU.
+    """
+    free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
+    free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
+    if cpu_free is not None:
+        if cpu_milli > cpu_free:
+            return _LAST
+        usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
+    return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * cpu_per_core
+
+
+def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
+    """The lowest value of `stranded` on nodes where the free CPU is less than what the usable cores need, or on the others."""
+    well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
+    return well_used - (taken.free + taken.tight) * cpu_per_core
+
+
+def _by_policy(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
+    """`left`: what the pod leaves on the node, the most important first; `score`: how well its GPUs are joined."""
+    ordered = tuple(-each for each in left) if policy == "spread" else left
+    return (-score, *ordered) if policy == "topology" else (*ordered, -score)
+
+
+def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
+    """By what is in use of all GPUs: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per million of each kind."""
+    in_use = 0
+    for kind, capacity in (
+        ("cores", CORES_PER_GPU * len(node.gpus)),
+        ("memory_mebibytes", sum(gpu.memory_mebibytes for gpu in node.gpus)),
+        ("replicas", sum(gpu.replicas for gpu in node.gpus)),
+    ):
+        in_use += 10**6 * sum(getattr(held, kind) for held in after) // capacity if capacity else 0
+    order = in_use if policy == "spread" else -in_use
+    return (-score, order) if policy == "topology" else (order, -score)
+
+
+def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
+    """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
+    return -left if entirely_free else taken - left
 
 
 @lru_cache(maxsize=4096)
@@ -344,3 +450,4 @@ def _tier(room: Room) -> tuple[int, int]:
 
 
 _least = itemgetter(0)
+_rank_and_name = itemgetter(0, 1)

@@ -25,6 +25,7 @@ class Placer(Protocol):
     def removed(self, uid: str) -> None: ...
 
 
+@lru_cache(MAX_SHAPES)
 def request_of(shape: Shape) -> PodRequest:
     """A pod with one container. Cores are rounded up."""
     if not shape.gpus:
@@ -80,15 +81,13 @@ class CorePolicy:
             self._index.set_node(state_of(node.spec))
         bits = [self._index.node_set([node.spec.name]) for node in cluster.nodes]
         self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, bits, cpu_milli, ram_mebibytes))
+        self._questions = lru_cache(MAX_SHAPES)(lambda request: self._index.shape(request, policy, keep=True))
 
     def find(self, shape: Shape) -> Placement | None:
         nodes = self._offered(shape.cpu_milli, shape.ram_mebibytes).nodes()
-        found = (
-            self._index.rank(request_of(shape), self._policy, nodes)
-            if len(nodes)
-            else Rejection("no node has enough CPU and RAM")
-        )
-        if isinstance(found, Rejection):
+        request = request_of(shape)
+        found = self._index.rank(request, self._policy, nodes, shape=self._questions(request)) if len(nodes) else None
+        if found is None or isinstance(found, Rejection):
             return None
         name, choice = found[0]
         return Placement(self._positions[name], tuple(gpu for shares in choice.shares for gpu, _ in shares))

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from gpumgr.cluster.core import index as index_module
 from gpumgr.cluster.core import shape
-from gpumgr.cluster.core.choose import FreeCores, NodeChoice, choose, free_cores, least_stranded, stranded
+from gpumgr.cluster.core.choose import NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares, used_on
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares
 from gpumgr.cluster.core.node import NodeState, Shares
+from gpumgr.cluster.core.profiles import FreeCores
 from gpumgr.cluster.core.request import PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from tests.cluster_states import hami, node_state, request, share, together, with_mig, with_replicas
@@ -306,10 +307,15 @@ def brute_force(
     for name in names:
         found = index.choose_on(name, "", wanted, policy)
         if isinstance(found, NodeChoice):
+            alone = ClusterIndex()
             state = index.node(name)
             assert state is not None
-            before = free_cores(state, used_on(state, index.pods_on(name).values()))
-            fits.append((found.rank_with(before, cpu_free(index, name, without_gpus), wanted.cpu_milli, 80), name))
+            alone.set_node(state)
+            for pod in index.pods_on(name).values():
+                alone.bind(pod)
+            alone.use_cpu("", name, without_gpus.get(name, 0))
+            alone.settle()
+            fits.append((alone.shape(wanted, policy).rank_on(name, found), name))
         else:
             misfits.append((name, found))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
@@ -443,3 +449,6 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                     list(index.examine(wanted, policy, offered))
                 most = data.draw(st.sampled_from([None, 1, 2]))
                 assert index.order(wanted, policy, offered, most) == (fits[:most] or Rejection(text))
+                ranked = index.rank(wanted, policy, offered, 2)
+                choices = [(name, index.choose_on(name, "", wanted, policy)) for name in fits[:2]]
+                assert ranked == (choices or Rejection(text)), "a room decides as the evaluators do"
