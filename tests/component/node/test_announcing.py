@@ -4,26 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.publisher import decisions
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
-from gpumgr.ledger.annotations import pod_annotations
-from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.ledger.pods import PodKey, PodView
-from gpumgr.placement.topology.devices import NodeSnapshot, Topology
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
 from .cluster import Cluster, announced
-
-UUIDS = [gpu.uuid for gpu in snapshot(2, 16).gpus]
 
 
 @pytest.fixture
@@ -86,15 +79,6 @@ async def test_the_daemon_writes_a_pods_annotations_and_event_by_itself(cluster:
     assert cluster.writes == ["pod", "event"]
 
 
-async def test_each_of_many_pods_is_reported_once(cluster: Cluster) -> None:
-    pods = [await cluster.run(cluster.world.pod(f"web-{number}", app(cores=5, blocks=1))) for number in range(20)]
-    await cluster.look()
-    assert sorted(cluster.writes) == ["event"] * 20 + ["pod"] * 20
-    for pod in pods:
-        (one,) = cluster.allocations(pod)
-        assert one["gpus"][0] in UUIDS
-
-
 async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     world = await World.made(snapshot(2, 16))
     async with announced(world, tmp_path, annotate_pods=False, write_events=False) as cluster:
@@ -154,18 +138,6 @@ async def test_the_annotations_follow_an_allocation_that_is_moved_to_another_pod
     assert cluster.writes.count("event") == 1
 
 
-async def test_a_schedulers_own_keys_stay_where_we_wrote_nothing(cluster: Cluster) -> None:
-    pod = await cluster.shown(cluster.world.pod("web", app()))
-    theirs = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/predicate-gpu-idx-7": "1", "tencent.com/gpu-assigned": "false"}
-    cluster.publisher.annotate_pod(("team", "web"), pod.uid, theirs)
-    await cluster.until(lambda: cluster.cache.annotations(pod.uid) == theirs)
-    await cluster.world.run(pod)
-    await cluster.look()
-    annotations = cluster.annotations(pod)
-    assert annotations["tencent.com/gpu-assigned"] == "true"
-    assert (annotations["tencent.com/predicate-gpu-idx-0"], annotations["tencent.com/predicate-gpu-idx-7"]) == ("0", "1")
-
-
 # -- restarts and repairs ----------------------------------------------------------------------------------------------------
 
 
@@ -193,53 +165,6 @@ async def test_annotations_that_were_removed_are_written_again(cluster: Cluster)
     assert cluster.annotations(pod) == before
 
 
-async def test_a_container_on_a_gpu_that_the_driver_does_not_show_waits(cluster: Cluster) -> None:
-    pod = await cluster.run(cluster.world.pod("web", app()))
-    await cluster.world.agent_state.set_snapshot(NodeSnapshot(gpus=(), topology=Topology((), ())))
-    await cluster.look()
-    assert cluster.writes == []
-    await cluster.world.agent_state.set_snapshot(cluster.world.node)
-    await cluster.look()
-    assert cluster.allocations(pod)[0]["indices"] == [0]
-
-
-async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
-    world, reporter = cluster.world, cluster.decisions
-    for number in range(5):
-        pod = await cluster.run(world.pod(f"web-{number}", app()))
-        await cluster.look()
-        world.end(pod)
-        await world.sweep(2)
-        await world.sweep(2)
-        cluster.api.remove(pod.uid)
-        await cluster.until(lambda uid=pod.uid: cluster.cache.by_uid(uid) is None)  # type: ignore[misc]
-    await cluster.look()
-    assert not world.ledger.allocations
-    kept = (
-        reporter._due,
-        reporter._unreported,
-        reporter._evaluators,
-        reporter._published,
-        reporter._late,
-        reporter._renamed,
-    )
-    assert [len(each) for each in kept] == [0] * 6
-    assert cluster.writes.count("pod") == cluster.writes.count("event") == 5
-
-
-async def test_the_evaluator_of_a_running_pod_is_kept_after_many_events(cluster: Cluster) -> None:
-    pod = await cluster.run(cluster.world.pod("web", app()))
-    await cluster.look()
-    await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
-    for number in range(2 * HISTORY_ENTRIES):
-        cluster.add(what="freed", id=f"other-{number}")
-    cluster.decisions = cluster.reporter()
-    await cluster.look()
-    await cluster.look()
-    assert cluster.writes == ["pod", "event"]
-    assert cluster.allocations(pod)[0]["evaluator"] == "share"
-
-
 # -- bugs --------------------------------------------------------------------------------------------------------------------
 
 
@@ -261,21 +186,6 @@ async def test_a_bug_does_not_fail_the_caller(cluster: Cluster) -> None:
     cluster.add(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
     await cluster.written()
     assert [event["reason"] for event in cluster.events] == ["GpuLost"]
-
-
-async def test_a_bug_with_one_pod_does_not_stop_the_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(view: PodView, *arguments: Any, **named: Any) -> dict[str, str]:
-        if view.name == "odd":
-            raise LookupError("a bug")
-        return pod_annotations(view, *arguments, **named)
-
-    monkeypatch.setattr(decisions, "pod_annotations", odd)
-    await cluster.run(cluster.world.pod("odd", app()))
-    web = await cluster.run(cluster.world.pod("web", app()))
-    with pytest.raises(LookupError):
-        await cluster.look()
-    await cluster.look()
-    assert cluster.allocations(web)[0]["container"] == "main"
 
 
 # -- refusals and other events------------------------------------------------------------------------------------------------

@@ -5,15 +5,12 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import pytest
-from structlog.testing import capture_logs
 
-from gpumgr.agent.ports import Eviction
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.ledger.checkpoint.tables import Loaded
-from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
@@ -69,20 +66,6 @@ async def started(
         await components.close()
 
 
-async def test_an_eviction_that_the_api_server_refuses_is_in_the_history(sim: SimApiServer, tmp_path: Path) -> None:
-    sim.put(POD)
-    sim.forbidden.add(("create", "pods/eviction"))
-    async with started(sim, tmp_path) as (side, components):
-        assert side.publisher is not None
-        added: asyncio.Queue[HistoryEntry] = asyncio.Queue()
-        components.agent_state.history.subscribe(added.put_nowait)
-        side.publisher.evict("a drain", [Eviction(uid="uid-1", pod=("team", "web"), reason="GPU0 is drained")])
-        async with asyncio.timeout(10):
-            entry = await added.get()
-        assert components.agent_state.history.entries() == (entry,)
-    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), "uid-1")
-
-
 async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
     sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,21 +110,3 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
             "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
         ):
             await asyncio.sleep(0.01)
-
-
-async def test_a_bug_in_a_reporter_does_not_end_the_agent(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: asyncio.Queue[None] = asyncio.Queue()
-
-    def fail(_: ReadModel) -> NoReturn:
-        calls.put_nowait(None)
-        raise LookupError("a bug")
-
-    monkeypatch.setattr(ReadModel, "report", fail)
-    with capture_logs() as logs:
-        async with started(sim, tmp_path), asyncio.timeout(10):
-            for _ in range(2):  # the daemon calls it again and again
-                await calls.get()
-    failed = sorted(line["daemon"] for line in logs if line["event"] == "daemon_failed")
-    assert failed == ["node_reports"]

@@ -97,21 +97,6 @@ def test_quarantine_and_cordons_by_the_operator_are_no_trouble() -> None:
     assert Node(held).condition() == HEALTHY
 
 
-def test_a_gpu_that_is_split_by_mig_is_no_trouble() -> None:
-    split = up(view=view_of(cordoned={uuid_of(1): "MIG is enabled"}), reasons={uuid_of(1): "mig"})
-    assert Node(split).condition() == HEALTHY
-
-
-def test_a_short_absence_of_the_driver_is_no_trouble() -> None:
-    node = Node(up())
-    node.look()
-    gone = view_of(failed={uuid_of(0): AWAY, uuid_of(1): AWAY})
-    reasons = {uuid_of(0): "nvml_down", uuid_of(1): "nvml_down"}
-    condition = node.condition(nvml_up=False, not_ready=(AWAY,), view=gone, reasons=reasons)
-    assert condition == HEALTHY
-    assert node.condition(nvml_up=True, not_ready=(), view=view_of(), reasons={}) == HEALTHY
-
-
 def test_a_start_and_a_restart_of_the_kubelet_are_no_trouble() -> None:
     node = Node(up(nvml_up=False, not_ready=("no driver was found yet", UNREGISTERED)))
     node.look()

@@ -112,11 +112,6 @@ async def test_a_refused_pod_that_the_agent_sees_later_ends_the_lock(cluster: Cl
     assert (locked(cluster), phase(cluster)) == (False, "failed")
 
 
-async def test_a_pod_that_ended_while_no_agent_ran_ends_the_lock(cluster: Cluster) -> None:
-    await show(cluster, phase="Failed")
-    assert (locked(cluster), phase(cluster)) == (False, "failed")
-
-
 async def test_a_pod_that_is_deleted_before_it_has_its_devices_ends_the_lock(cluster: Cluster) -> None:
     await show(cluster)
     cluster.api.remove("uid-h")

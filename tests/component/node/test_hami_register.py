@@ -120,14 +120,6 @@ def test_a_sick_or_cordoned_gpu_stays_listed_beside_the_others() -> None:
     assert [gpu["health"] for gpu in node.gpus] == [True, True]
 
 
-def test_nothing_is_written_before_the_pods_are_known() -> None:
-    node = Node()
-    node.pods.synced = False
-    assert node.look() == []
-    node.pods.synced = True
-    assert node.look() == [REGISTER, SCORES]
-
-
 def test_an_old_scheduler_gets_csv_and_a_handshake() -> None:
     node = Node(scheduler="legacy")
     assert node.look() == [REGISTER, SCORES, HANDSHAKE]

@@ -103,17 +103,6 @@ def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
     assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (False, True)]
 
 
-def test_a_gpu_that_cannot_be_described_leaves_a_gap_in_the_indices() -> None:
-    """The driver lists three GPUs, and can't describe the one with index 1."""
-    node, snapshot = Node(), snapshot_of(2)
-    gpus = tuple(replace(gpu, index=2 * place) for place, gpu in enumerate(snapshot.gpus))
-    view = view_of()
-    node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, snapshot=replace(snapshot, gpus=gpus))))
-    node.reporter.report(node.report)
-    assert '"index":0' not in node.written[-1]
-    assert [gpu.index for gpu in node.inventory.gpus] == [UNSET, 2]
-
-
 def test_only_what_the_scheduler_reads_changes_it() -> None:
     node = Node()
     assert [node.look(), node.look(), node.look(cordoned={uuid_of(1): "x"}), node.look(cordoned={uuid_of(1): "y"})] == [

@@ -39,19 +39,6 @@ async def test_every_attribution_is_right_in_any_order_of_resources(folder: Path
         node.check_agreement(*pods)
 
 
-async def test_a_full_node_takes_the_next_pod_as_soon_as_one_ends(folder: Path) -> None:
-    async with stage(folder) as node:
-        pods = [node.pod(f"p{n}", app(50, 8)) for n in range(8)]
-        for pod in pods:
-            await node.run_all(pod)
-        for round_number in range(10):
-            node.delete(pods.pop(0))
-            fresh = node.pod(f"r{round_number}", app(50, 8))
-            await node.run_all(fresh)
-            pods.append(fresh)
-            node.check_agreement(*pods)
-
-
 @pytest.mark.peer_bug("B18, B20: it rounds 150 cores down, and offers the sum of all GPUs' memory")
 @pytest.mark.parametrize(
     ("container", "sentence"),
@@ -71,19 +58,6 @@ async def test_refusals_are_sentences_in_the_pods_event(folder: Path, container:
         await node.run_all(node.pod("right", app(50, 4)))
 
 
-async def test_a_full_disk_refuses_and_loses_nothing(folder: Path) -> None:
-    async with stage(folder) as node:
-        first = node.pod("first", app(50, 4))
-        await node.run(first)
-        node.checkpoint.full = True
-        status = await node.run(node.pod("second", app(50, 4)))
-        assert "no space left" in (status.message or "")
-        node.checkpoint.full = False
-        third = node.pod("third", app(50, 4))
-        await node.run_all(third)
-        node.check_agreement(first, third)
-
-
 @pytest.mark.peer_bug("B1: after an error of the driver it does not try again")
 async def test_an_unhealthy_gpu_is_not_offered_until_it_is_healthy(folder: Path) -> None:
     async with stage(folder, node=snapshot(2)) as node:
@@ -99,10 +73,3 @@ async def test_an_unhealthy_gpu_is_not_offered_until_it_is_healthy(folder: Path)
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
         node.clock.now += 5
         await node.run_all(node.pod("c", app(60, 4)))
-
-
-async def test_a_share_without_memory_is_refused_at_its_start_when_the_spec_is_unknown(folder: Path) -> None:
-    async with stage(folder, known=False) as node:
-        pod = node.pod("a", app(30), known=False)
-        with pytest.raises(Exception, match="asked without memory"):
-            await node.kubelet.run(pod)

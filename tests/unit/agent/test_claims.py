@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import CommitBatch, Decision, NodeClaims, report_two_limits
-from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
@@ -157,25 +156,6 @@ async def test_the_answer_stays_the_same_without_the_api_server_and_over_a_resta
     assert await node.prepare(ref) == first, "whether its pod is there is not known"
 
 
-async def test_a_claim_of_a_former_process_is_prepared_once_the_kubelet_asks_again(node: Node) -> None:
-    """The former one may have been killed before it answered: then the kubelet has to be made to ask."""
-    ref = node.claim("a", node.share(0, 30, 5120))
-    await node.prepare(ref)
-    assert node.claims.held() == {("team", "a"): True}
-    node.start()
-    assert node.claims.held() == {("team", "a"): False}
-    await node.prepare(ref)
-    assert node.claims.held() == {("team", "a"): True}
-    await node.claims.unprepare(ref)
-    assert not node.claims.held()
-
-
-async def test_requests_of_a_claim_are_allocations_of_their_own(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 256, request="c1", number=2))
-    assert [device.request_names for device in await node.prepare(ref)] == [["c0"], ["c1"]]
-    assert node.world.ledger.used(node.gpu(0)) == Amounts(30, 768)
-
-
 async def test_a_request_with_several_gpus_is_one_allocation(node: Node) -> None:
     ref = node.claim("a", node.share(0, 100, 1), node.share(1, 100, 1, number=2))
     devices = await node.prepare(ref)
@@ -183,30 +163,6 @@ async def test_a_request_with_several_gpus_is_one_allocation(node: Node) -> None
     assert [device.share_id for device in devices] == ["share-1", "share-2"]
     assert allocation.whole
     assert node.world.ledger.available(node.gpu(0)) == Amounts()
-
-
-@pytest.mark.parametrize(
-    ("shares", "words"),
-    [
-        ([(0, 71, 256)], "71 cores"),
-        ([(0, 10, 10**6)], "1000000 MiB"),
-        ([(0, 100, 256)], "team/first"),
-        ([(0, 0, 256)], "more than 0"),
-        ([(1, 60, 256), (1, 10, 256)], "names one GPU twice"),
-        ([(1, 30, 256), (0, 80, 256)], "80 cores"),
-    ],
-)
-async def test_more_than_a_gpu_has_is_refused_and_changes_nothing(
-    node: Node, shares: list[tuple[int, int, int]], words: str
-) -> None:
-    await node.prepare(node.claim("first", node.share(0, 30, 512)))
-    before = node.world.ledger
-    ref = node.claim("a", *(node.share(gpu, cores, memory, number=n) for n, (gpu, cores, memory) in enumerate(shares)))
-    with pytest.raises(Refusal, match=words):
-        await node.prepare(ref)
-    assert node.world.ledger == before
-    refused = node.world.agent_state.history.entries()[-1]
-    assert (refused.what, refused.call) == ("refused", "prepare")
 
 
 async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> None:
@@ -225,19 +181,6 @@ async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> Non
     assert node.world.ledger.available(node.gpu(0)) == Amounts()
 
 
-async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
-    ref = node.claim("a", replace(node.share(0, 10, 256), device="gpu-unknown"))
-    with pytest.raises(Refusal, match="gpu-unknown"):
-        await node.prepare(ref)
-
-
-async def test_a_failed_gpu_is_refused(node: Node) -> None:
-    uuid = node.world.node.gpus[0].uuid
-    await node.world.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
-    with pytest.raises(Refusal, match="XID 79; delete the pod, so that kube-scheduler chooses another GPU"):
-        await node.prepare(node.claim("a", node.share(0, 10, 256)))
-
-
 async def test_admin_access_counts_nothing_and_is_never_limited(node: Node) -> None:
     await node.prepare(node.claim("whole", node.share(0, 100, 1)))
     await node.prepare(node.claim("monitor", node.share(0, 0, 0, admin=True)))
@@ -245,16 +188,6 @@ async def test_admin_access_counts_nothing_and_is_never_limited(node: Node) -> N
     assert monitor.mechanisms == ()
     assert node.world.ledger.used(node.gpu(0)).cores == 100
     await node.prepare(node.claim("other", node.share(1, 100, 1)))
-
-
-async def test_unprepare_needs_no_api_server_and_may_be_repeated(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 30, 512))
-    await node.prepare(ref)
-    node.reader.claims.clear()
-    await node.claims.unprepare(ref)
-    await node.claims.unprepare(ref)
-    assert not node.world.ledger.allocations
-    assert not node.world.checkpoint.allocations
 
 
 async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing(node: Node) -> None:
@@ -332,23 +265,6 @@ async def test_the_next_pod_of_a_claim_that_the_watch_has_not_shown_yet_is_looke
     assert allocation.uid == "pod-a2"
 
 
-async def test_the_unprepared_pods_of_a_claim_are_not_kept_for_ever(node: Node) -> None:
-    ref, views = ClaimRef(namespace="team", name="s", uid="claim-s"), node.world.pods.views
-    for number in range(5):
-        views.clear()
-        use, name, uid = ClaimUse(container="main", claim="s"), f"p{number}", f"pod-{number}"
-        views["team", name] = PodView(namespace="team", name=name, uid=uid, phase="Pending", claims=(use,))
-        shares = (node.share(0, 10, 256, number=number),)
-        node.reader.claims[ref.uid] = AllocatedClaim(ref=ref, pods=((("team", name), uid),), shares=shares)
-        await node.prepare(ref)
-        views["team", name] = replace(views["team", name], phase="Succeeded")
-        await node.claims.unprepare(ref)
-    assert node.claims._unprepared[ref.uid] == {"pod-4"}
-    node.reader.claims[ref.uid] = replace(node.reader.claims[ref.uid], pods=((("team", "p0"), "pod-0"),))
-    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
-        await node.prepare(ref)
-
-
 async def test_a_freed_holder_stays_refused_after_the_cache_has_begun_anew(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     await node.prepare(ref)
@@ -357,12 +273,6 @@ async def test_a_freed_holder_stays_refused_after_the_cache_has_begun_anew(node:
     node.world.pods.synced = False
     with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
         await node.prepare(ref)
-
-
-async def test_a_claim_of_an_unknown_pod_is_prepared_if_it_was_never_unprepared(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 30, 512))
-    node.world.pods.views.clear()
-    await node.prepare(ref)
 
 
 @pytest.mark.parametrize("former", ["gone", "unknown", "still shown", "is deleted"])
@@ -457,21 +367,6 @@ async def test_a_claim_that_is_freed_while_it_starts_is_refused(node: Node, monk
     assert len(started) == 2, "the second allocation was freed before its turn"
 
 
-async def test_what_can_not_be_restored_is_logged_once_for_each_reason(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    await node.prepare(node.claim("a", node.share(0, 30, 512)))
-    reasons = iter(("full", "full", "full", None, "full", "read-only"))
-
-    async def start(_allocation: Allocation) -> None:
-        if reason := next(reasons):
-            raise Refusal("internal", reason)
-
-    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
-    with capture_logs() as logs:
-        for _ in range(6):
-            await node.claims.restore()
-    assert [line["reason"] for line in logs if line["event"] == "claim_not_restored"] == ["full", "full", "read-only"]
-
-
 def holding(name: str, gpu: str, cores: int) -> Decision[str]:
     allocation = Allocation(id=name, pod=("team", name), uid=name, gpus={gpu: Amounts(cores, 256)}, granted_at=0.0)
     return lambda ledger: (ledger.occupy(allocation), (), name)
@@ -530,14 +425,6 @@ async def test_a_full_disk_refuses_both_calls_and_loses_nothing(node: Node) -> N
     await node.prepare(other)
 
 
-async def test_the_sweep_of_ended_pods_leaves_claims_alone(node: Node) -> None:
-    await node.prepare(node.claim("a", node.share(0, 30, 512)))
-    node.world.pods.views.clear()
-    for _ in range(8):
-        await node.world.sweep(40.0)
-    assert len(node.world.ledger.allocations) == 1
-
-
 class Found:
     """What the API server has: claim -> its UID and shares on this node. `asked`: the claims that were looked for."""
 
@@ -566,15 +453,6 @@ async def test_claims_that_are_gone_everywhere_are_freed_at_the_second_look(node
     await node.claims.reclaim(find, listing)
     assert held(node) == {"listed", "pod-listed", "known"}
     assert not {"listed", "pod-listed"}.intersection(find.asked), "no request for claims in ordinary use"
-
-
-async def test_a_leaked_claim_is_freed_though_another_pod_of_the_same_name_is_there(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 100, 256))
-    await node.prepare(ref)
-    node.world.pods.views["team", "a"] = replace(node.world.pods.views["team", "a"], uid="pod-a2")
-    for _ in range(2):
-        await node.claims.reclaim(Found(), Listing.of({("team", "a"): {}}))
-    assert not node.world.ledger.allocations
 
 
 @pytest.mark.parametrize(("uid", "freed"), [("claim-new", True), ("claim-a", False), ("", False)])
@@ -628,29 +506,6 @@ async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) ->
     go_on.set()
     await preparing
     assert held(node) == {"a"}
-
-
-async def test_specs_that_others_removed_with_their_claim_are_forgotten(tmp_path: Path) -> None:
-    limits = unlimited(tmp_path / "cdi")
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
-    for name in ("a", "b"):
-        await node.prepare(node.claim(name, node.share(0, 10, 256)))
-        if name == "a":
-            (spec,) = (tmp_path / "cdi").iterdir()
-            spec.unlink()
-            await node.claims.unprepare(ClaimRef(namespace="team", name="a", uid="claim-a"))
-    await limits.tend(lambda: node.world.ledger.allocations)
-    assert limits._written.keys() == set(node.world.ledger.allocations)
-    assert len(limits._written) == 1
-
-
-async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 30, 512))
-    first = await node.prepare(ref)
-    await node.world.restart(lost=True)
-    node.start()
-    assert await node.prepare(ref) == first
-    assert node.reader.reads == 2
 
 
 def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
@@ -816,14 +671,6 @@ async def test_why_a_claim_is_not_restored_is_logged_once_until_it_changes(tmp_p
         for reason in ("full", "full", "gone", "", "gone"):  # noqa: B007
             await node.claims.restore()
     assert [each["reason"] for each in logs if each["event"] == "claim_not_restored"] == ["full", "gone", "gone"]
-
-
-async def test_a_bug_with_one_claim_does_not_fail_the_others(node: Node) -> None:
-    good, bad = node.claim("good", node.share(0, 10, 256)), node.claim("bad", node.share(0, 10, 256))
-    node.reader.claims[bad.uid] = replace(node.reader.claims[bad.uid], shares=(cast("ClaimShare", None),))
-    results = await asyncio.gather(node.prepare(bad), node.prepare(good), return_exceptions=True)
-    assert isinstance(results[0], AttributeError)
-    assert isinstance(results[1], list)
 
 
 async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node) -> None:

@@ -1,13 +1,11 @@
 """Decisions that are saved together: what happens to one of them does not affect the others."""
 
 import asyncio
-import gc
 from collections.abc import Sequence
 
 import pytest
 
 from gpumgr.agent.claims import CommitBatch, Decision
-from gpumgr.common.aio import finish_shielded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.history import HistoryEntry
@@ -50,24 +48,6 @@ async def test_a_caller_that_is_cancelled_while_it_saves_fails_no_other(world: W
     assert {"a", "b"} == set(world.ledger.allocations)
     with pytest.raises(asyncio.CancelledError):
         await first
-
-
-async def test_the_failure_of_a_caller_that_was_cancelled_is_not_logged_as_never_retrieved(world: World) -> None:
-    batch, complaints = CommitBatch(world.agent_state), list[dict[str, object]]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    world.checkpoint.full = True
-    async with world.agent_state.lock:
-        caller = asyncio.ensure_future(batch.add(grant(world, "a")))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-    await finish_shielded(5)
-    del caller
-    gc.collect()
-    await asyncio.sleep(0)
-    assert not complaints
 
 
 async def test_callers_of_a_batch_that_is_cancelled_at_the_end_of_the_process_are_cancelled(world: World) -> None:

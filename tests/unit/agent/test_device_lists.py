@@ -54,13 +54,6 @@ async def test_nothing_is_published_before_the_start() -> None:
     assert kubelet.heard == [node_devices()]
 
 
-async def test_an_unchanged_device_list_is_not_published_again() -> None:
-    kubelet = Kubelet()
-    kubelet.device_lists.update(node_devices())
-    kubelet.device_lists.update(node_devices())
-    assert len(kubelet.heard) == 1
-
-
 async def test_changes_of_blocks_are_collected() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
@@ -112,14 +105,6 @@ async def test_a_block_counts_as_seen_healthy_a_second_after_its_publication() -
     assert kubelet.seen == ALL
 
 
-async def test_a_block_that_turned_unhealthy_is_not_visible_at_once() -> None:
-    kubelet = Kubelet()
-    kubelet.device_lists.update(node_devices())
-    kubelet.clock.now += 2
-    kubelet.device_lists.update(node_devices(blocks=0b0001))
-    assert kubelet.seen == 0b0001
-
-
 async def test_blocks_that_change_often_are_not_visible_until_they_are_stable() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
@@ -140,13 +125,6 @@ async def test_an_urgent_publication_includes_delayed_changes_and_counts() -> No
     assert kubelet.heard[-1] == node_devices()
     assert kubelet.seen == 0b0001
     assert kubelet.device_lists.visible_blocks(0)[CARD.name] == ALL
-
-
-async def test_nothing_is_sent_early_when_all_blocks_are_visible() -> None:
-    kubelet = Kubelet()
-    kubelet.device_lists.update(node_devices())
-    assert not kubelet.device_lists.hurry()
-    assert kubelet.heard == [node_devices()]
 
 
 async def test_after_the_close_nothing_is_published() -> None:

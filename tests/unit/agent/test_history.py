@@ -73,16 +73,6 @@ async def test_a_failed_write_is_retried_and_the_queue_is_bounded() -> None:
     assert [entry.number for entry in history.entries()] == [3, 4, 5]
 
 
-async def test_a_repeated_refusal_of_one_start_is_recorded_once() -> None:
-    history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
-    for at in range(3):
-        history.add_unless_repeated(
-            HistoryEntry(at=float(at), what="refused", id="a", call="pre_start", code="conflict", why="it is so")
-        )
-    history.add_unless_repeated(HistoryEntry(at=9.0, what="refused", id="b", call="pre_start", code="conflict", why="it is so"))
-    assert [entry.id for entry in history.entries()] == ["a", "b"]
-
-
 def test_a_refusal_that_differs_only_in_time_and_free_capacity_is_a_repetition() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
     entry = HistoryEntry(at=1.0, what="refused", id="a", why="it is so")

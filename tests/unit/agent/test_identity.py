@@ -60,23 +60,6 @@ async def test_ids_of_an_ended_pods_init_container_are_not_reused() -> None:
     assert not world.ledger.of(("team", "dead"))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_name_that_recurs_is_waited_for_like_a_new_one(order: str, seed: int) -> None:
-    """The cache gets each pod only while the agent waits for it. A share needs its spec to be placed: GPU 0 has cores left and
-    no memory."""
-    world = await World.made(snapshot(2, 16), known="late", resource_order=order, seed=seed)
-    old = await world.run(world.pod("web-0", app(20, 2)))
-    await world.run(world.pod("big", app(20, 14)))
-    await world.run(world.pod("other", app(20, 8)))
-    for _ in range(3):
-        world.end(old, None)
-        old = await world.run(world.pod("web-0", app(30, 4)))
-        world.check_names()
-        world.check_places()
-        assert gpus_of(world, old) == {"00000001"}
-
-
 async def test_an_earlier_incarnation_in_the_cache_does_not_affect_the_present_one() -> None:
     """The cache still says Failed of the name's earlier life while the new one is admitted and runs."""
     world = await World.made(known=False)
@@ -103,38 +86,6 @@ async def test_half_a_share_of_an_earlier_incarnation_is_not_continued(order: st
     second = await world.run(world.pod("web-0", app(30, 5)))
     world.check_names()
     assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", "web-0"), second.uid)] == [(30, 5)]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_pods_without_gpus_between_do_not_change_the_caller(order: str) -> None:
-    """Without an API server the first `List` shows several new pods at once; a later one has the ids."""
-    world = await World.made(known=False, resource_order=order, seed=3)
-    pods = []
-    for number in range(6):
-        await world.admit(world.pod(f"cpu-{number}", app(0)))
-        pods.append(world.pod(f"p{number}", app(20, 3)))
-        await world.admit(pods[-1])
-        await world.admit(world.pod(f"zcpu-{number}", app(0)))
-    for pod in pods:
-        await world.start(pod)
-    world.check_names()
-    world.check_places()
-
-
-@pytest.mark.parametrize("known", [False, "late"])
-@pytest.mark.parametrize("order", ORDERS)
-async def test_a_list_call_just_before_does_not_change_the_caller(order: str, known: bool | str) -> None:
-    """Housekeeping sees the pod first. The whole GPU before it, for all that is known, might be waiting for its memory still."""
-    world = await World.made(known=known, resource_order=order)
-    await world.admit(world.pod("before", app(100)))
-    for name in ("after", "a-share"):
-        pod = world.pod(name, app(100, 8) if name == "after" else app(30, 4))
-        world.active[pod.uid] = pod
-        assert await world.admission.list_pods()
-        await world.admit(pod)
-    world.check_names()
-    world.check_places()
-    assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", "before"), "uid-1")] == [(100, 0)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -190,22 +141,6 @@ async def test_a_name_that_recurs_is_not_the_newest_once_another_pod_is_admitted
     assert (held.cores, block_count(held)) == (5, 2)
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_init_containers_without_an_api_server(seed: int) -> None:
-    """They are not listed and have no spec: what the kubelet passes on was theirs, and is held as long as the pod runs."""
-    world = await World.made(known=False, seed=seed)
-    pod = await world.run(world.pod("train", init(30, 6), init(10, 2, "second"), app(20, 4), app(5, 1, "last")))
-    for _ in range(4):
-        await world.sweep(2)
-        world.check_ids()
-    await world.start(pod)
-    assert {a.container for a in world.ledger.allocations.values() if not a.init} == {"main", "last"}
-    world.end(pod)
-    for _ in range(6):
-        await world.sweep(2)
-    assert not world.ledger.allocations
-
-
 async def test_ids_without_a_preference_belong_to_the_pod_that_list_shows() -> None:
     """Two equal pods are bound at once and the younger is admitted first; aligned ids are handed out without a preference."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
@@ -253,38 +188,6 @@ async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(
     assert found == [(("team", "web-0"), 30, 4), (("team", "after"), 10, 4)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("containers", [(init(20, 2), app(10, 4)), (init(20, 2),), (app(20, 2),)], ids=["both", "init", "app"])
-async def test_of_several_replicas_list_is_called_again(order: str, containers: tuple[SimContainer, ...]) -> None:
-    """One `List` fails at the first call of the younger replica, which the kubelet admits first."""
-    world = await World.made(snapshot(2, 16), resource_order=order)
-    older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
-    world.update_cache(older)
-    world.update_cache(younger)
-    world.failing_lists = 1
-    await world.run(younger)
-    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-1")}
-    await world.run(older)
-    await world.sweep(2)
-    world.check_places()
-    world.check_names()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_a_container_that_is_listed_with_one_of_its_resources_makes_the_next_call(order: str) -> None:
-    """Another replica, which is younger, is listed too and waits for the same."""
-    world = await World.made(snapshot(2, 16), resource_order=order)
-    older, younger = world.pod("web-0", app(20, 2)), world.pod("web-1", app(20, 2))
-    for pod in (older, younger):
-        world.update_cache(pod)
-        world.active[pod.uid] = pod
-    world.failing_lists = 1
-    await world.admit(older)
-    await world.admit(younger)
-    world.check_places()
-    world.check_names()
-
-
 async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     """Every listed pod is known and has what it wants. The ids are held all the same until a sweep finds them with no pod."""
     world = await World.made()
@@ -305,18 +208,6 @@ async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     for _ in range(PATIENCE):
         await world.sweep(2)
     assert len(world.ledger.allocations) == 3
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_without_podresources_the_order_of_calls_decides(order: str) -> None:
-    """Unknown pods, without an API server and PodResources."""
-    world = await World.made(known=False, resource_order=order)
-    world.away = True
-    for number in range(4):
-        await world.admit(world.pod(f"p{number}", app(20, 3)))
-        world.clock.now += 0.1
-    world.check_places()
-    assert [(a.cores, block_count(a), a.pod) for a in world.ledger.allocations.values()] == [(20, 3, None)] * 4
 
 
 async def test_without_podresources_the_only_pod_that_waits_is_the_caller() -> None:
@@ -412,17 +303,6 @@ async def test_whole_gpus_that_were_just_freed_are_granted_to_a_memory_call() ->
     assert gpus_of(world, pair) == {"00000000", "00000001"}
 
 
-async def test_a_refusal_of_a_full_node_has_the_free_amounts() -> None:
-    world = await World.made(snapshot(2, 16))
-    await world.run(world.pod("first", app(30, 10)))
-    await world.run(world.pod("second", app(30, 12)))
-    sentence = (
-        r"no GPU is entirely free; free: GPU0 \(00000000\) 70 cores and 6 memory blocks, GPU1 \(00000001\) 70 cores and 4 mem"
-    )
-    with pytest.raises(Refused, match=sentence):
-        await world.admit(world.pod("whole", app(100)))
-
-
 async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> None:
     """The kubelet dropped them during the Allocate, and the Topology Manager leaves it no choice but these."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
@@ -441,33 +321,6 @@ async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> No
     with pytest.raises(Refused, match="team/first \\(prepare\\) still holds"):
         await world.admit(world.pod("second", init(100)))
     world.check_ids()
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_ids_that_another_clients_list_call_releases_are_not_granted_twice(seed: int) -> None:
-    """Every Allocate meets an ended pod and a List of another client, after which the kubelet offers the same ids again."""
-    world = await World.made(snapshot(4, 64), seed=seed)
-    pods: list[SimPod] = []
-
-    def strike() -> None:
-        if len(pods) > 3:
-            world.end(pods.pop(0))
-        world.free_ended()
-
-    world.in_flight = strike
-    offered = 0
-    for number in range(40):
-        pod = world.pod(f"p{number}", app(10, 4))
-        try:
-            await world.admit(pod)
-        except Refused as refused:
-            assert "nothing was given twice" in str(refused) or "healthy" in str(refused) or "no GPU has" in str(refused)  # noqa: PT017
-            continue
-        offered += 1
-        pods.append(pod)
-        world.check_ids()
-        world.check_names()
-    assert offered > 30
 
 
 async def test_a_share_gets_the_blocks_of_a_whole_gpu_that_was_just_freed() -> None:

@@ -17,7 +17,7 @@ from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import ClaimRequest
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
 from gpumgr.placement.topology.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
@@ -140,25 +140,6 @@ class Bench:
         return list(self.world.agent_state.node().unschedulable.values())
 
 
-@pytest.mark.parametrize(
-    "text", ["2", "GPU2", "gpu2", " 2 ", "GPU-00000002-1111-2222-3333-444444444444", "GPU-00000002", "gpu-00000002-1", "00000002"]
-)
-async def test_a_gpu_is_found_by_each_of_its_names(text: str) -> None:
-    bench = await Bench.made(4)
-    answer = await bench.order("cordon", text)
-    assert answer["gpu"] == {"uuid": "GPU-00000002-1111-2222-3333-444444444444", "name": "00000002", "index": 2}
-
-
-@pytest.mark.parametrize(("text", "what"), [("GPU-0000", "several"), ("7", "no"), ("", "no"), ("00000", "no"), ("GPU", "no")])
-async def test_a_name_of_no_gpu_or_of_several_is_refused_with_all_names(text: str, what: str) -> None:
-    bench = await Bench.made(2)
-    with pytest.raises(
-        InputError, match=f"{what} GPUs? of this node (is|are) called '{text}'.*GPU0 = {FIRST}, GPU1 = GPU-00000001"
-    ):
-        await bench.order("cordon", text)
-    assert (bench.unschedulable, bench.told) == ([], [])
-
-
 @pytest.mark.hami_bug("B23: a cordon is not seen")
 async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones() -> None:
     bench = await Bench.made()
@@ -235,16 +216,6 @@ async def test_a_missing_gpu_can_be_cordoned_and_uncordoned() -> None:
     assert bench.unschedulable == []
 
 
-async def test_uncordon_changes_the_state_once() -> None:
-    bench = await Bench.made()
-    await bench.order("cordon", reason="broken fan")
-    answer = await bench.order("uncordon", reason="fan replaced")
-    assert (answer["cordon"], answer["changed"], bench.unschedulable) == (None, True, [])
-    assert not (await bench.order("uncordon"))["changed"]
-    assert bench.told == [("cordoned", "broken fan"), ("uncordoned", "fan replaced")]
-    assert json.loads(bench.world.checkpoint.notes["cordons"]) == {}
-
-
 async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -> None:
     bench = await Bench.made()
     async with bench.world.agent_state.lock:
@@ -282,32 +253,6 @@ async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> No
     assert bench.told == [("draining", "broken fan")]
 
 
-async def test_a_drain_shows_the_use_of_the_remaining_containers() -> None:
-    bench = await Bench.made()
-    await bench.run("first")
-    (allocation,) = bench.world.agent_state.ledger.allocations
-    processes = ContainerUse(
-        allocation=allocation, gpu="00000000", uuid=FIRST, memory_bytes=7, utilization_ratio=0.5, processes={9: 7}
-    )
-    bench.use, bench.over = NodeUse(taken_at=1.0, containers={(allocation, "00000000"): processes}), {(allocation, "00000000")}
-    (row,) = (await bench.order("drain"))["containers"]
-    assert (row["memory_used_bytes"], row["utilization_ratio"], row["processes"], row["over"]) == (7, 0.5, 1, True)
-
-
-async def test_a_whole_gpus_memory_is_all_of_it() -> None:
-    bench = await Bench.made(2)
-    await bench.run("first", 200, 0)
-    answer = await bench.order("drain", "1")
-    assert [(row["cores"], row["memory_bytes"], row["whole"]) for row in answer["containers"]] == [(100, 16 * BLOCK_BYTES, True)]
-
-
-async def test_a_cordon_does_not_cancel_a_drain() -> None:
-    bench = await Bench.made()
-    await bench.order("drain")
-    assert (await bench.order("cordon", reason="broken fan"))["cordon"]["draining"]
-    assert bench.told == [("draining", ""), ("draining", "broken fan")]
-
-
 async def test_processes_without_an_allocation_block_a_drain() -> None:
     bench = await Bench.made(2)
     unattributed = [
@@ -317,15 +262,6 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
     answer = await bench.order("drain")
     assert (answer["empty"], answer["unattributed"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
-
-
-async def test_a_gpu_is_not_empty_before_the_first_check() -> None:
-    """After a restart: what would block a reset may well be there."""
-    bench = await Bench.made()
-    bench.use = None
-    assert not (await bench.order("drain"))["empty"]
-    bench.use = NodeUse(taken_at=1.0)
-    assert (await bench.order("drain"))["empty"]
 
 
 async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None:
@@ -472,11 +408,6 @@ async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
     await bench.order("cordon")
     await bench.order("reset")
     assert bench.driver.resets == [FIRST]
-
-
-async def test_cordons_are_values() -> None:
-    assert Cordon().sentence == "cordoned by the operator"
-    assert Cordon(reason="broken fan").sentence == "cordoned by the operator: broken fan"
 
 
 # -- GPUs that are gone ------------------------------------------------------------------------------------------------------

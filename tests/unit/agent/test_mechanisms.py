@@ -78,18 +78,6 @@ async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: 
     assert [(gpu.uuid, gpu.cores, gpu.memory_bytes) for gpu in started.gpus] == [(world.node.gpus[0].uuid, 30, 8 * BLOCK_BYTES)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("known", [True, False])
-async def test_whole_gpus_have_no_limits(order: str, known: bool) -> None:
-    world, backend = await limited(resource_order=order, known=known)
-    await world.run(world.pod("whole", app(100, 8)))
-    (allocation,) = world.ledger.allocations.values()
-    assert allocation.mechanisms == ()
-    assert backend.started == []
-    core = next(answer for answer in world.answers if "tencent.com/vcuda-core" in answer.annotations)
-    assert "gpumgr.io/enforcement" not in core.annotations
-
-
 async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
     world, backend = await limited(overrides=["team=none"])
     pod = await world.run(world.pod("share", app(30, 8)))
@@ -102,27 +90,11 @@ async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
     assert backend.started == []
 
 
-async def test_a_container_that_starts_again_is_prepared_again() -> None:
-    world, backend = await limited()
-    pod = await world.run(world.pod("share", app(30, 8)))
-    await world.start(pod)
-    first, second = backend.started
-    assert first == second
-
-
 async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its_own_size() -> None:
     world, backend = await limited()
     await world.run(world.pod("stages", app(40, 8, "init", "prepare"), app(20, 4)))
     sizes = {tenant.container: (gpu.cores, gpu.memory_bytes // BLOCK_BYTES) for tenant in backend.started for gpu in tenant.gpus}
     assert sizes == {"prepare": (40, 8), "main": (20, 4)}
-
-
-async def test_the_response_to_allocate_depends_on_no_name() -> None:
-    world, backend = await limited()
-    await world.run(world.pod("share", app(30, 8)))
-    nameless = [(kind, replace(t, pod=None, pod_uid=None, container=None, core_limit=None)) for kind, t in backend.prepared]
-    again = Recorded()
-    assert [again.prepare(t, kind) for kind, t in nameless] == [again.prepare(t, kind) for kind, t in backend.prepared]
 
 
 async def test_an_exemption_needs_a_certain_caller() -> None:

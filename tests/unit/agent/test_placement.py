@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.sim.kubelet_pods import SimContainer
 from tests.component.stage.stage import snapshot
 
 from .world import Refused, World, played
-
-UUIDS = [gpu.uuid for gpu in snapshot(4, 16).gpus]
 
 
 def app(name: str = "main", cores: int = 30, blocks: int = 4, kind: str = "app") -> SimContainer:
@@ -42,25 +39,6 @@ async def test_each_pod_gets_its_gpu_in_either_order_of_resources(seed: int, kno
         await world.run(world.pod(name, app("fetch", 10, 1, "init"), app("main", 20), app("side", 5, 1)))
     assert {name: where for name, where in gpus(world).items() if name != "free"} == {"a": {3}, "b": {1}, "c": {3}}
     world.check_ids()
-
-
-async def test_a_gpu_without_the_room_refuses_the_pod_and_changes_nothing() -> None:
-    world = await made()
-    world.placed = {"first": 2, "second": 2}
-    await world.run(world.pod("first", app(cores=80)))
-    before = world.ledger.allocations
-    with pytest.raises(Refused, match="the scheduler's placement of container main can't be followed: no GPU has 30 cores"):
-        await world.run(world.pod("second", app()))
-    assert world.ledger.allocations == before
-    assert world.agent_state.history.entries()[-1].code == "no_fit"
-
-
-async def test_a_cordoned_gpu_refuses_the_pod_with_the_cordon() -> None:
-    world = await made()
-    world.placed = {"a": 2}
-    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={UUIDS[2]: "cordoned by the operator: fan"}))
-    with pytest.raises(Refused, match="cordoned by the operator: fan"):
-        await world.run(world.pod("a", app()))
 
 
 async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_pod() -> None:
@@ -108,10 +86,3 @@ def test_a_placed_pod_is_identified_by_list_alone() -> None:
         assert set(gpus(world)) == {"b"}
 
     played(scenario, node=snapshot(4, 16))
-
-
-async def test_a_pod_that_is_placed_by_the_agent_waits_for_nothing_new() -> None:
-    world = await made()
-    world.away = True
-    await world.run(world.pod("b", app()))
-    assert gpus(world) == {"b": {0}}

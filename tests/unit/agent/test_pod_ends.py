@@ -151,31 +151,9 @@ async def test_a_kubelet_without_its_checkpoint_gets_no_ids_of_running_pods(
     assert {a.pod for a in world.ledger.allocations.values()} == {("team", "heir")}
 
 
-@pytest.mark.parametrize("known", [True, "late", False])
-@pytest.mark.parametrize("late_ends", [False, True], ids=["in time", "watch is late"])
-@pytest.mark.parametrize("name", ["second", "first"], ids=["another name", "the name recurs"])
-async def test_the_ids_of_an_ended_pod_are_granted_at_once(known: bool | str, late_ends: bool, name: str) -> None:
-    world, first = await full(known=known)
-    world.late_ends = late_ends
-    world.end(first, None)
-    second = await world.run(world.pod(name, WHOLE))
-    assert {a.pod for a in world.ledger.allocations.values()} == {("team", name)}
-    world.check_ids()
-    assert second.uid in world.active
-    assert world.runtime.asked == 0 or known is not True
-
-
 async def test_the_ids_of_an_ended_pod_are_granted_during_an_outage_of_the_api_server() -> None:
     world, first = await full()
     world.pods.down = True
     world.end(first)
     await world.run(world.pod("second", WHOLE))
     assert {a.pod for a in world.ledger.allocations.values()} == {("team", "second")}
-
-
-async def test_ids_that_init_containers_pass_on_in_their_own_pod_stay_its_own() -> None:
-    world = await World.made(snapshot(1, 16))
-    world.runtime.error = "no socket"
-    prepare = SimContainer(name="prepare", cores=100, memory_blocks=16, kind="init")
-    await world.run(world.pod("train", prepare, WHOLE))
-    world.check_names()

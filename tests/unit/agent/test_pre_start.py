@@ -18,13 +18,6 @@ def app(cores: int = 20, blocks: int = 2) -> SimContainer:
     return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
-async def test_the_allocations_folder_is_created() -> None:
-    world = await World.made()
-    await world.run(world.pod("a", app()))
-    (allocation,) = world.ledger.allocations
-    assert set(world.folders) == {f"/nonexistent/{allocation}"}
-
-
 async def test_the_folders_of_all_containers_that_share_ids_are_created() -> None:
     """The init container and the app container have the same ids, and each mounts a folder of its own."""
     world = await World.made()
@@ -35,14 +28,6 @@ async def test_the_folders_of_all_containers_that_share_ids_are_created() -> Non
     await world.kubelet.pre_start(pod, containers[0])
     assert {os.path.basename(folder) for folder in world.folders} == set(world.ledger.allocations)
     assert len(world.ledger.allocations) == 3
-
-
-async def test_a_known_container_costs_no_list_call() -> None:
-    world = await World.made()
-    pod = await world.run(world.pod("a", app()))
-    looks = world.lists
-    await world.start(pod)
-    assert world.lists == looks
 
 
 async def test_an_unknown_container_is_looked_up_and_recorded() -> None:
@@ -61,19 +46,6 @@ async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them()
     await world.agent_state.commit(world.ledger.free(world.ledger.allocations))
     await world.start(pod)
     world.check_names()
-
-
-async def test_ids_missing_in_the_ledger_are_refused_if_the_kubelet_does_not_list_them() -> None:
-    world = await World.made()
-    with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) belong to no allocation of this node"):
-        await world.agent.pre_start("core", ["00000000-c00", "00000000-c01"])
-
-
-async def test_ids_that_were_never_offered_are_refused() -> None:
-    world = await World.made()
-    with pytest.raises(Refusal, match="ids that this node never offered") as refused:
-        await world.agent.pre_start("memory", ["deadbeef-m0"])
-    assert refused.value.code == "unknown_device"
 
 
 @pytest.mark.parametrize(("cores", "blocks", "sentence"), [(30, 0, "without memory"), (0, 3, "without cores")])

@@ -9,13 +9,12 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler
 from gpumgr.agent.reconciler import GAP_SECONDS, INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
-from gpumgr.common.errors import CheckpointError
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.ledger.sweep import sweep
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
-from tests.unit.agent.world import Refused, World
+from tests.unit.agent.world import World
 
 LONG = 60.0
 
@@ -135,19 +134,6 @@ async def test_after_a_kubelet_restart_absence_takes_longer_unless_the_api_serve
     assert pod.uid not in world.active
 
 
-async def test_a_restarted_kubelet_without_pods_frees_nothing() -> None:
-    world = await settled()
-    pods = [await world.run(world.pod(f"p{n}", app())) for n in range(3)]
-    world.sources_ready = False
-    world.reconciler.kubelet_restarted()
-    for _ in range(PATIENCE_WHILE_INCOMPLETE - 1):
-        await world.sweep()
-    world.sources_ready = True
-    await world.sweep()
-    world.check_names()
-    assert len(pods) == len(world.ledger.allocations)
-
-
 async def test_what_only_an_incomplete_list_lacks_is_kept() -> None:
     """Neither the API server nor the container runtime answers, and the kubelet's sources take long to be ready."""
     world = await settled()
@@ -172,28 +158,6 @@ async def test_unavailable_podresources_free_nothing() -> None:
     for _ in range(10):
         await world.sweep()
     assert world.ledger.allocations
-
-
-async def test_a_pod_that_ended_at_the_api_server_holds_nothing() -> None:
-    world = await settled()
-    pod = await world.run(world.pod("a", app()))
-    world.update_cache(pod, "Succeeded")
-    await world.sweep()
-    assert not world.ledger.allocations
-
-
-async def test_a_full_disk_frees_later() -> None:
-    world = await settled()
-    pod = await world.run(world.pod("a", app()))
-    world.end(pod)
-    world.checkpoint.full = True
-    with pytest.raises(CheckpointError):
-        await world.sweep()
-    assert world.ledger.allocations
-    world.checkpoint.full = False
-    await world.sweep()
-    assert not world.ledger.allocations
-    assert not world.checkpoint.allocations
 
 
 async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk() -> None:
@@ -334,22 +298,9 @@ async def test_pods_of_gpu_manager_keep_their_gpus_until_they_end() -> None:
     await world.run(world.pod("next", app(60, 10)))
 
 
-async def test_a_record_without_a_name_ends_when_the_api_server_has_no_such_pod() -> None:
-    world = await migrated(SHARE)
-    for _ in range(3):
-        await world.sweep(2)
-    assert not world.ledger.allocations
-
-
 async def test_a_record_without_a_name_stays_without_an_api_server() -> None:
     world = await migrated(SHARE)
     world.pods.synced = False
     for _ in range(20):
         await world.sweep(2)
     assert world.ledger.allocations
-
-
-async def test_a_whole_gpu_of_gpu_manager_is_not_granted_again() -> None:
-    world = await migrated(AnonymousRecord(uid="uid-900", container="main", minors=(0, 1), cores=200, memory_blocks=0))
-    with pytest.raises(Refused):
-        await world.admit(world.pod("a", app(1, 1)))

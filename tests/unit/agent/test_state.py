@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
@@ -87,19 +86,6 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
     assert not world.agent.view().node.unschedulable
 
 
-async def test_a_cordoned_gpu_keeps_its_used_ids_healthy() -> None:
-    world = await World.made(snapshot(1, 16))
-    pod = await world.run(world.pod("first", app(50, 4)))
-    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={world.node.gpus[0].uuid: "MIG is enabled"}))
-    assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
-    await world.start(pod)
-    with pytest.raises(Refused):
-        await world.admit(world.pod("second", app(10, 1)))
-    await world.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
-    world.clock.now += 2
-    await world.run(world.pod("third", app(10, 1)))
-
-
 # -- a whole GPU's memory ------------------------------------------------------------------------------------------------
 
 
@@ -130,14 +116,6 @@ async def test_without_a_spec_blocks_are_withdrawn_at_the_containers_start() -> 
     world = await opened(known=False)
     pod = next(iter(world.active.values()))
     await world.start(pod)
-    assert healthy_blocks(world) == 16
-
-
-async def test_without_a_spec_blocks_are_withdrawn_at_the_next_allocation() -> None:
-    world = await opened(known=False)
-    await world.admit(world.pod("next", app(100, 16)))
-    world.clock.now += 2
-    world.agent_state.publish()
     assert healthy_blocks(world) == 16
 
 
@@ -244,26 +222,6 @@ async def test_an_unattributed_process_is_still_unattributed_after_a_restart() -
         await world.sweep(2)
     assert not world.ledger.allocations
     assert not world.agent.view().node.unschedulable
-
-
-async def test_an_empty_quarantine_is_not_saved() -> None:
-    world = await World.made()
-    await world.agent_state.note_quarantine()
-    assert not world.checkpoint.notes
-    world.agent_state.restore_quarantine({})
-    assert not world.agent.view().node.unschedulable
-
-
-async def test_frees_are_saved_even_when_no_allocation_is_left() -> None:
-    """The next admission freed them in memory and was refused, so there was nothing to commit."""
-    world = await World.made(snapshot(1, 16))
-    pod = await world.run(world.pod("first", app(50, 8)))
-    world.end(pod, None)
-    with pytest.raises(Refused):
-        await world.admit(world.pod("refused", app(50)))
-    assert not world.ledger.allocations
-    await world.sweep(2)
-    assert not world.checkpoint.allocations
 
 
 async def test_two_halves_of_a_share_that_become_one_allocation_are_not_freed() -> None:

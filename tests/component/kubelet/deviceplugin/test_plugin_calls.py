@@ -22,12 +22,6 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-async def test_options(stub: Any) -> None:
-    options = await stub.GetDevicePluginOptions(pb.Empty())
-    assert options.pre_start_required
-    assert options.get_preferred_allocation_available
-
-
 async def test_allocate(stub: Any, served: Served) -> None:
     answer = await stub.Allocate(allocate_request("a-m0", "a-m1"))
     [container] = answer.container_responses
@@ -39,24 +33,12 @@ async def test_allocate(stub: Any, served: Served) -> None:
     assert served.outcomes == [("Allocate", "ok")]
 
 
-async def test_two_containers_in_one_call(stub: Any, served: Served) -> None:
-    requests = [pb.ContainerAllocateRequest(devices_ids=[device_id]) for device_id in ("a-m0", "a-m1")]
-    answer = await stub.Allocate(pb.AllocateRequest(container_requests=requests))
-    assert len(answer.container_responses) == 2
-    assert [call[2] for call in served.allocator.calls] == [("a-m0",), ("a-m1",)]
-
-
 async def test_preference(stub: Any) -> None:
     wanted = pb.ContainerPreferredAllocationRequest(
         available_deviceIDs=["a-m2", "a-m0", "a-m1"], must_include_deviceIDs=["a-m2"], allocation_size=2
     )
     answer = await stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted]))
     assert [list(each.deviceIDs) for each in answer.container_responses] == [["a-m2", "a-m0"]]
-
-
-async def test_pre_start(stub: Any, served: Served) -> None:
-    await stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a-m0"]), timeout=30)
-    assert served.allocator.calls == [("pre_start", "memory", ("a-m0",))]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +89,6 @@ async def test_a_negative_preference(stub: Any) -> None:
     assert "-1 devices" in text
 
 
-async def test_a_hundred_thousand_ids(stub: Any, served: Served) -> None:
-    ids = [f"5f3a9c01-m{number}" for number in range(100_000)]
-    await stub.Allocate(allocate_request(*ids))
-    assert served.allocator.calls == [("allocate", "memory", tuple(ids))]
-
-
 async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:
     async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
         for rpc in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):
@@ -122,18 +98,6 @@ async def test_malformed_bytes_are_refused_and_the_server_continues(served: Serv
             assert f"can't read this {rpc} request: the message is truncated" in text
     async with kubelet_stub(served.path) as stub:
         await stub.Allocate(allocate_request("a-m0"))
-
-
-@pytest.mark.parametrize("path", ["/v1beta1.DevicePlugin/Deallocate", "/v2.DevicePlugin/Allocate"])
-async def test_unknown_methods_are_unimplemented(served: Served, path: str) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
-        assert await refusal(channel.unary_unary(path)(b"")) == (grpc.StatusCode.UNIMPLEMENTED, f"unknown method {path}")
-
-
-async def test_compressed_messages_are_unimplemented(served: Served) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{served.path}", compression=grpc.Compression.Gzip) as channel:
-        call = channel.unary_unary("/v1beta1.DevicePlugin/PreStartContainer")(b"\x0a\x04a-m0" * 100)
-        assert (await refusal(call))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_bug_is_logged_once_and_named_to_the_kubelet(stub: Any, served: Served) -> None:
@@ -156,20 +120,6 @@ async def test_a_kubelet_that_hangs_up_cuts_no_decision_in_half(stub: Any, serve
         await call
     served.allocator.hold.set()
     await served.allocator.ended.wait()
-
-
-async def test_a_deadline_passes_to_the_client_and_the_decision_ends(stub: Any, served: Served) -> None:
-    served.allocator.hold = asyncio.Event()
-    while not served.allocator.began.is_set():  # of a call that comes too late nothing is begun
-        call = stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a-m0"]), timeout=0.05)
-        assert (await refusal(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
-    served.allocator.hold.set()
-    await served.allocator.ended.wait()
-
-
-async def test_many_calls_at_once_on_one_connection(stub: Any, served: Served) -> None:
-    await asyncio.gather(*(stub.Allocate(allocate_request(f"a-m{number}")) for number in range(300)))
-    assert len(served.allocator.calls) == 300
 
 
 async def test_the_list_comes_first_and_again_on_change_only(stub: Any, served: Served) -> None:

@@ -22,12 +22,6 @@ def plain_pod(name: str) -> SimPod:
     return SimPod(namespace="default", name=name, uid=f"uid-{name}", containers=())
 
 
-async def test_pods_are_listed_from_their_admission_on(kubelet: SimKubelet, client: PodResourcesClient) -> None:
-    assert (await client.list()).pods == ()
-    await kubelet.admit(plain_pod("web"))
-    assert (await client.list()).pods == (("default", "web"),)
-
-
 async def test_an_answer_is_read_once_while_it_stays_the_same(kubelet: SimKubelet, client: PodResourcesClient) -> None:
     await kubelet.admit(plain_pod("web"))
     first = await client.list()
@@ -51,13 +45,6 @@ async def test_a_rate_limit_beyond_the_budget_is_an_error(kubelet: SimKubelet) -
     assert {type(each) for each in failed} == {KubeletError}
     assert all("RESOURCE_EXHAUSTED: rejected by rate limit" in str(each) for each in failed)
     hasty.close()
-
-
-async def test_a_restart_is_survived(kubelet: SimKubelet, client: PodResourcesClient) -> None:
-    await kubelet.admit(plain_pod("web"))
-    await client.list()
-    await kubelet.restart()
-    assert (await client.list()).pods == (("default", "web"),)
 
 
 async def test_a_kubelet_that_is_away_is_an_error(kubelet: SimKubelet, client: PodResourcesClient) -> None:

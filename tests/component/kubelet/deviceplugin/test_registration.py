@@ -89,15 +89,6 @@ async def offered(kubelet: SimKubelet) -> None:
     await kubelet.until_allocatable(MEMORY_RESOURCE, 40)
 
 
-async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
-    async with linked(kubelet.plugin_folder) as link:
-        await link.until(lambda: link.registered)
-        await offered(kubelet)
-        assert link.registered
-        assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
-        assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
-
-
 async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
     with capture_logs() as logs:
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
@@ -112,12 +103,6 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
             await link.until_registrations(2)
     waits = [line for line in logs if line["event"] == "registration_waits"]
     assert [(line["reason"], line["log_level"]) for line in waits] == [("first", "warning"), ("second", "warning")]
-
-
-async def test_a_link_that_is_held_back_can_be_stopped(kubelet: SimKubelet) -> None:
-    async with linked(kubelet.plugin_folder, held_back=["first"] * 10_000) as link:
-        await link.until(lambda: all(state.error == "first" for state in link.link.states.values()))
-    assert kubelet.registrations == []
 
 
 async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKubelet) -> None:
@@ -182,19 +167,6 @@ async def test_a_removed_socket_is_made_again(kubelet: SimKubelet) -> None:
         assert link.link.states["memory"].registrations == 1
         status = await kubelet.run(pod("after"))
         assert status.phase == "Running"
-
-
-async def test_an_allocation_in_flight_survives_the_removal_of_the_socket(kubelet: SimKubelet) -> None:
-    async with linked(kubelet.plugin_folder) as link:
-        await offered(kubelet)
-        link.allocator.hold = asyncio.Event()
-        admission = asyncio.create_task(kubelet.admit(pod("busy", memory_blocks=0)))
-        await link.allocator.began.wait()
-        (kubelet.plugin_folder / "gpumgr-core.sock").unlink()
-        await link.until(lambda: not link.link.states["core"].registered)
-        link.allocator.hold.set()
-        assert (await admission).phase == "Pending"
-        await offered(kubelet)
 
 
 async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
@@ -264,17 +236,6 @@ async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sente
     if server is not None:
         server.close()
         await server.wait_closed()
-
-
-async def test_run_can_be_cancelled(kubelet: SimKubelet) -> None:
-    link = Link(kubelet.plugin_folder, QUICK)
-    running = asyncio.create_task(link.link.run())
-    await offered(kubelet)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    await link.link.stop(1)
-    assert not (kubelet.plugin_folder / "gpumgr-core.sock").exists()
 
 
 def pod(name: str, cores: int = 20, memory_blocks: int = 4) -> SimPod:

@@ -12,9 +12,8 @@ import pytest
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import UnixServer
-from gpumgr.kubelet.dra.driver import DraDriver
 from gpumgr.kubelet.dra.health import DraHealth, Faults
-from tests.component.kubelet.dra.harness import StubKubelet, channel_to, soon
+from tests.component.kubelet.dra.harness import channel_to, soon
 from tests.kubelet_api import drahealth as pb
 
 GPUS: Faults = {f"gpu-{number}": None for number in range(3)}
@@ -89,18 +88,3 @@ async def test_streams_end_cleanly(folder: Path) -> None:
             assert await stream.code() is grpc.StatusCode.OK
         await draining
         assert one.faults.readers == 0
-
-
-async def test_the_end_of_the_driver_ends_the_stream(folder: Path) -> None:
-    kubelet = StubKubelet(folder)
-    driver = DraDriver(kubelet.plugins, kubelet.registry, None, "node-1")
-    driver.faults.set(GPUS)
-    running = asyncio.create_task(driver.link.run())
-    async with asyncio.timeout(30):
-        stream = watch(await kubelet.register())
-        assert [device.device.pool_name for device in (await stream.read()).devices] == ["node-1"] * 3
-        await driver.link.stop(5)
-        assert await stream.read() is grpc.aio.EOF
-        assert await stream.code() is grpc.StatusCode.OK
-        await running
-    await kubelet.end()

@@ -58,23 +58,6 @@ async def test_a_restarted_kubelet_registers_again(folder: Path) -> None:
         assert one.state.value == one.link.state
 
 
-async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> None:
-    async with linked(folder) as one:
-        connection = await one.kubelet.register()
-        await one.kubelet.end()
-        await one.until(lambda state: not state.registered)
-        connection = grpc.aio.insecure_channel(f"unix:{one.kubelet.plugins}/{DRIVER}/dra.sock")
-        await Caller(connection).prepare()
-        await one.until(lambda state: state == LinkState(registered=True, registrations=1))
-        await connection.close()
-
-
-async def test_a_kubelet_that_ends_at_once_is_noticed(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register(hang_up=True)
-        await one.until(lambda state: not state.registered)
-
-
 async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: Path) -> None:
     async with linked(folder) as one:
         await one.kubelet.register(connect=False)
@@ -112,19 +95,6 @@ async def test_a_kubelet_that_does_not_call_is_reported_once(folder: Path, asked
             assert one.link.state == LinkState(registered=True, registrations=1)
     failures = [line["error"] for line in logs if line["event"] == "registration_failed"]
     assert len(failures) == len(set(failures)) <= 2
-
-
-async def test_a_link_that_is_continued_reports_no_removed_socket(folder: Path) -> None:
-    kubelet = StubKubelet(folder)
-    link = DraLink(kubelet.plugins, kubelet.registry, [], timing=QUICK)
-    with capture_logs() as logs:
-        for _ in range(2):
-            running = asyncio.create_task(link.run())
-            await kubelet.register(connect=False)
-            await link.suspend()
-            await asyncio.wait([running])
-    await link.stop(0)
-    assert "socket_made_again" not in {line["event"] for line in logs}
 
 
 async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path) -> None:
@@ -203,12 +173,6 @@ async def test_a_missing_folder_is_reported_until_it_is_there(folder: Path, name
         await one.until(lambda state: state.registered and state.error is None)
 
 
-async def test_a_file_in_place_of_the_drivers_folder_is_reported(folder: Path) -> None:
-    async with linked(folder) as one:
-        (one.kubelet.plugins / DRIVER).write_text("precious")
-        await one.until(lambda state: f"can't make the folder {one.kubelet.plugins / DRIVER}: File exists" in str(state.error))
-
-
 async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> None:
     kubelet = StubKubelet(folder)
     async with linked(folder, instance="old") as old:
@@ -252,28 +216,6 @@ async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kil
             assert kubelet.sockets() == made
 
 
-@pytest.mark.parametrize("place", [f"plugins/{DRIVER}/dra-again.sock", f"plugins_registry/{DRIVER}-again-reg.sock"])
-async def test_another_file_at_the_second_name_leaves_the_first(folder: Path, place: str) -> None:
-    kubelet = StubKubelet(folder)
-    (kubelet.plugins / DRIVER).mkdir()
-    dead_socket(kubelet.registry / REGISTRATION)
-    (folder / place).write_text("precious")
-    async with linked(folder) as one:
-        await one.kubelet.register(REGISTRATION)
-        await one.until(lambda state: state.registered)
-    assert (folder / place).read_text() == "precious"
-
-
-async def test_a_killed_process_is_followed_where_no_longer_name_has_room(folder: Path) -> None:
-    root = folder / ("r" * (107 - len(f"{folder}//plugins_registry/{REGISTRATION}")))
-    root.mkdir()
-    kubelet = StubKubelet(root)
-    dead_socket(kubelet.registry / REGISTRATION)
-    async with linked(root) as one:
-        await one.kubelet.register(REGISTRATION)
-        await one.until(lambda state: state.registered)
-
-
 async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None:
     async with linked(folder) as one:
         connection = await one.kubelet.register()
@@ -289,13 +231,3 @@ async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None
         with capture_logs() as logs:
             await stopping
         assert (one.link.state.registered, logs) == (False, [])
-
-
-async def test_malformed_bytes_and_a_link_that_never_ran(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register()
-        async with grpc.aio.insecure_channel(f"unix:{one.kubelet.registry / REGISTRATION}") as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/pluginregistration.Registration/NotifyRegistrationStatus")(b"\x12\x7f")
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert one.link.state.registered

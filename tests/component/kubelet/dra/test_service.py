@@ -131,10 +131,6 @@ async def test_malformed_bytes_are_refused_and_the_server_continues(channel: Any
     assert dict((await Caller(channel).prepare()).claims) == {}
 
 
-async def test_an_unknown_version_is_unimplemented(channel: Any) -> None:
-    assert (await refusal(Caller(channel, "v2").prepare()))[0] is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_what_a_call_has_waited_is_no_more_there_for_the_decision() -> None:
     """The kubelet ends a call after 45 s, and then no reason reaches the pod."""
 

@@ -113,15 +113,6 @@ async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
         assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
 
 
-async def test_no_devices_is_an_empty_list_and_unknown_hardware_is_nothing(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.devices.set(None)
-        stage.register(1)
-        stage.devices.set(())
-        await stage.settled()
-        assert stage.slice["spec"]["devices"] == []
-
-
 @pytest.mark.parametrize("same", [True, False])
 async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_path: Path, same: bool) -> None:
     def before(resources: Resources) -> None:
@@ -152,16 +143,6 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
             await asyncio.sleep(0)
         assert stage.slice is None
         stage.register(2)
-        await stage.settled(*names(*DEVICES))
-
-
-async def test_what_others_delete_is_back_without_a_registration(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.publisher._registered_at = float("-inf")
-        stage.resources.remove(NAME)
-        await stage.until(lambda: stage.methods == ["POST", "POST"])
         await stage.settled(*names(*DEVICES))
 
 
@@ -276,19 +257,6 @@ async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_publishe
         assert [each["event"] for each in logs] == ["slice_not_looked_up"]
         assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
         assert stage.methods == ["POST"]
-
-
-async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.publisher._registered_at = float("-inf")
-        stage.registration.set(LinkState(registered=True, registrations=1, error="the folder is read-only"))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert stage.publisher._registered_at == float("-inf")
-        stage.register(2)
-        await stage.until(lambda: stage.publisher._registered_at > float("-inf"))
 
 
 async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,10 +105,6 @@ def test_options_are_both_on() -> None:
     assert options.SerializeToString() == OPTIONS
 
 
-def test_an_empty_answer_is_written() -> None:
-    assert codec.encode_allocate([ContainerResponse()]) == b"\x0a\x00"
-
-
 @given(st.binary(max_size=60))
 def test_any_bytes_give_googles_values_or_an_error(data: bytes) -> None:
     """What Google refuses inside fields that we skip may pass; groups, which proto3 no longer knows, only Google skips."""

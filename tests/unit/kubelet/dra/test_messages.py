@@ -6,29 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
 from gpumgr.kubelet.dra.health import health_message
 from gpumgr.kubelet.dra.service import decode_claims
 from gpumgr.ledger.ledger import ClaimRef
-from tests.kubelet_api import DecodeError, dra, drahealth, pluginregistration
+from tests.kubelet_api import DecodeError, dra, drahealth
 
 TEXTS = st.text(min_size=1, max_size=5)
-REQUESTS: Any = [dra.NodePrepareResourcesRequest, dra.NodeUnprepareResourcesRequest]
 
 
 def as_refs(claims: Any) -> list[ClaimRef]:
     return [ClaimRef(namespace=each.namespace, name=each.name, uid=each.uid) for each in claims]
-
-
-@given(
-    st.lists(st.builds(ClaimRef, namespace=TEXTS, name=TEXTS, uid=TEXTS), unique_by=lambda each: each.uid),
-    st.sampled_from(REQUESTS),
-)
-def test_claims_are_read_as_they_were_written(claims: list[ClaimRef], request: Any) -> None:
-    wanted = [dra.Claim(namespace=each.namespace, name=each.name, uid=each.uid) for each in claims]
-    assert decode_claims(request(claims=wanted).SerializeToString()) == claims
 
 
 FRAGMENTS = st.one_of(
@@ -63,18 +52,6 @@ def test_truncated_requests_are_refused(claim: ClaimRef, data: st.DataObject) ->
         decode_claims(request[: data.draw(st.integers(1, len(request) - 1))])
 
 
-@pytest.mark.parametrize(("fault", "status"), [(None, 1), ("Xid 79", 2)])
-def test_health(fault: str | None, status: int) -> None:
-    message = health_message("node-1", {"gpu-0a1b2c30": fault}, 1_790_000_000.9)
-    [read] = drahealth.NodeWatchResourcesResponse.FromString(bytes(message)).devices
-    assert read == drahealth.DeviceHealth(
-        device=drahealth.DeviceIdentifier(pool_name="node-1", device_name="gpu-0a1b2c30"),
-        health=status,
-        last_updated_time=1_790_000_000,
-        message=fault or "",
-    )
-
-
 @pytest.mark.parametrize(
     ("message", "cut"),
     [
@@ -89,14 +66,3 @@ def test_long_messages_are_cut_between_characters(message: str, cut: str) -> Non
     [device] = health_message("p", {"d": message}, 0).devices
     assert device.message == cut
     assert drahealth.NodeWatchResourcesResponse.FromString(bytes(health_message("p", {}, 0))).devices == []
-
-
-def test_registration() -> None:
-    info = PluginInfo(type="DRAPlugin", name="n", endpoint="/e", supported_versions=["v1.DRAPlugin", "v1beta1.DRAPlugin"])
-    expected = pluginregistration.PluginInfo(
-        type="DRAPlugin", name="n", endpoint="/e", supported_versions=["v1.DRAPlugin", "v1beta1.DRAPlugin"]
-    )
-    assert bytes(info) == expected.SerializeToString()
-    for registered, error in ((True, ""), (False, "no – reason")):
-        data = pluginregistration.RegistrationStatus(plugin_registered=registered, error=error).SerializeToString()
-        assert wire.parse(RegistrationStatus, data) == RegistrationStatus(plugin_registered=registered, error=error)

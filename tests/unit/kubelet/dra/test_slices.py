@@ -339,12 +339,6 @@ def test_what_others_change_is_a_difference(change: Any) -> None:
     assert stored_slice(stored).content != comparable(SENT)
 
 
-def test_a_generation_is_no_difference() -> None:
-    stored = as_stored(SENT)
-    stored["spec"]["pool"]["generation"] = 8
-    assert stored_slice(stored).content == comparable(SENT)
-
-
 # -- feature gates -----------------------------------------------------------------------------------------------------------
 
 

@@ -114,14 +114,6 @@ async def test_pods_of_other_drivers_and_pods_that_run_are_left_alone() -> None:
         assert await scene.at(now) == []
 
 
-async def test_a_pod_with_a_container_that_has_run_has_its_claims() -> None:
-    """A long init container, after a restart of the agent."""
-    scene = Scene(pod("a", "a", started=True), claims={"a": OURS})
-    scene.waiting.retry_now()
-    for now in (0.0, 10.0, 1000.0):
-        assert await scene.at(now) == []
-
-
 async def test_a_claim_of_the_ledger_is_a_reason_for_a_few_retries_after_each_registration() -> None:
     """A former process has saved it. The kubelet has had the answer, or has not."""
     scene = Scene(pod("a", "a"), claims={"a": OURS})
@@ -163,10 +155,3 @@ async def test_a_pod_that_loses_its_claim_is_not_due_at_once() -> None:
     scene.prepared.clear()
     assert await scene.at(110.0) == []
     assert await scene.at(112.0) == [("a", "1")]
-
-
-async def test_no_claim_is_read_after_one_of_ours() -> None:
-    scene = Scene(pod("a", "a", "b"), claims={"a": OURS, "b": TimeoutError()})
-    await scene.at(0.0)
-    assert await scene.at(2.0) == [("a", "1")]
-    assert scene.server.reads == 1
