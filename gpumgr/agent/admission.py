@@ -2,11 +2,9 @@
 
 The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each. The agent therefore calls it once for
 each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low. If `List`
-fails and several pods wait for the same, the agent calls it again for a while and then refuses: it does not guess.
+fails and several pods wait for the same, the agent calls it again for a while (`writer.py`) and then refuses: it does not guess.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -45,9 +43,13 @@ SPARE_LOOKS_BURST = 4.0
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
-#: How long `List` is called again, and the pause between two calls, if nothing else shows which pod a call is for.
+#: How long a call is tried again, and the pause between two tries, if only `List` shows which pod it is for.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
+
+
+class ListFailedError(Refusal):
+    """Only `List` can show which pod a call is for, and it failed. The ledger has not changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +129,8 @@ class Admission:
         self._refused = frozenset()  # it admits a pod again if the API server does not have its end yet
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
-        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises Refusal if several pods may be
-        the caller."""
+        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError if several pods
+        may be the caller."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
@@ -285,21 +287,17 @@ class Admission:
     async def _only_or_listed(
         self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None
     ) -> Caller | Listing:
-        """The only container that the call can be for, else what `List` returns within LIST_AGAIN_SECONDS. Raises Refusal if it does not
-        answer. `List` must also confirm an only pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
+        """The only container that the call can be for, else what `List` returns. Raises ListFailedError. `List` must also confirm an only
+        pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
             return UNKNOWN_CALLER
         if len(callers) == 1 and resource != "replica" and not (callers[0].view and callers[0].view.placed):
             return callers[0]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LIST_AGAIN_SECONDS):
-                while True:
-                    if (listing := await self.list_pods()) is not None:
-                        return listing
-                    await asyncio.sleep(LIST_PAUSE_SECONDS)
+        if (listing := await self.list_pods()) is not None:
+            return listing
         pods = ", ".join("/".join(each.pod) if each.pod else "an unknown pod" for each in callers[:3])
-        raise Refusal(
+        raise ListFailedError(
             "conflict",
             f"only the kubelet's PodResources API can show which pod requests these {size} {resource} ids, and it did not answer for "
             f"{LIST_AGAIN_SECONDS:g} s ({self._unavailable}); {len(callers)} of the known pods wait for as many ({pods}); the pod's "

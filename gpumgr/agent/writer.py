@@ -4,15 +4,16 @@ A call never waits for the API server, and for PodResources, the disk and the dr
 completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
-from gpumgr.agent.admission import Admission, Pending
+from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError, Pending
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
@@ -37,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 #: Reason of the event of a pod with an annotation gpumgr.io/placement that is not used.
 PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,8 @@ class Agent:
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to allocate. Raises Refusal, which fails the pod with its message."""
         with self._recording("prefer", resource, size) as record:
-            return await self._prefer(record, available, must_include)
+            self.admission.pending = None
+            return await self._until_listed(lambda: self._prefer(record, available, must_include))
 
     async def allocate(self, resource: Resource, device_ids: Sequence[str]) -> ContainerResponse:
         """Allocate: commits exactly these ids durably, then responds. Raises Refusal."""
@@ -116,28 +120,41 @@ class Agent:
             self.agent_state.history.add_unless_repeated(record.refused(refusal))
             raise
 
+    async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
+        """Calls `decide` under the lock; again, from the beginning, as long as only `List` can show the caller and fails. The lock is free
+        between two tries. Raises Refusal after LIST_AGAIN_SECONDS."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + LIST_AGAIN_SECONDS
+        while True:
+            try:
+                async with self.agent_state.lock:
+                    return await decide()
+            except ListFailedError:
+                if loop.time() >= give_up_at:
+                    raise
+            await asyncio.sleep(LIST_PAUSE_SECONDS)
+
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 
     async def _prefer(self, record: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
+        """The caller holds the lock."""
         agent_state, resource, size = self.agent_state, record.resource, record.size
-        async with agent_state.lock:
-            self.admission.pending = None
-            gpu_registry = agent_state.ledger.gpu_registry
-            request = Request(
-                resource=resource,
-                available=gpu_registry.known(resource, available),
-                must=gpu_registry.parse(resource, must_include),
-                size=size,
-            )
-            ledger, caller = await self.admission.identify(agent_state.ledger, request)
-            self._put(ledger)
-            self._identified(record, caller)
-            self.admission.refuse_placed(caller)
-            self._refuse_share(caller, resource, size)
-            choice = choose_instances(ledger, request) if resource == "mig" else await self._choose(caller, request)
-            self.admission.pending = Pending(record=record, choice=choice)
-            self.reconciler.preferred()
-            return gpu_registry.format(resource, choice.masks)
+        gpu_registry = agent_state.ledger.gpu_registry
+        request = Request(
+            resource=resource,
+            available=gpu_registry.known(resource, available),
+            must=gpu_registry.parse(resource, must_include),
+            size=size,
+        )
+        ledger, caller = await self.admission.identify(agent_state.ledger, request)
+        self._put(ledger)
+        self._identified(record, caller)
+        self.admission.refuse_placed(caller)
+        self._refuse_share(caller, resource, size)
+        choice = choose_instances(ledger, request) if resource == "mig" else await self._choose(caller, request)
+        self.admission.pending = Pending(record=record, choice=choice)
+        self.reconciler.preferred()
+        return gpu_registry.format(resource, choice.masks)
 
     def _put(self, ledger: Ledger) -> None:
         if ledger is not self.agent_state.ledger:
@@ -181,16 +198,20 @@ class Agent:
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
     async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        agent_state = self.agent_state
         await self._enforcement.settle()
-        async with agent_state.lock:
-            allocation, evaluator = await self._decide(record, device_ids)
-            if allocation.reserved:
-                self._put(agent_state.ledger.occupy(allocation))
-                self.reconciler.reserved()
-            else:
-                answer = await self._grant(record, allocation, evaluator)
-        if allocation.reserved:
+        pending, self.admission.pending = self.admission.pending, None
+
+        async def decide() -> tuple[Allocation, str | None, ContainerResponse | None]:
+            """The response is None for a reservation."""
+            allocation, evaluator = await self._decide(record, device_ids, pending)
+            if not allocation.reserved:
+                return allocation, evaluator, await self._grant(record, allocation, evaluator)
+            self._put(self.agent_state.ledger.occupy(allocation))
+            self.reconciler.reserved()
+            return allocation, evaluator, None
+
+        allocation, evaluator, answer = await self._until_listed(decide)
+        if answer is None:
             allocation, answer = await self._create_and_grant(record, allocation, evaluator)
         log.info(
             "allocation_granted",
@@ -206,14 +227,15 @@ class Agent:
         )
         return answer
 
-    async def _decide(self, record: CallRecord, device_ids: Sequence[str]) -> tuple[Allocation, str | None]:
+    async def _decide(
+        self, record: CallRecord, device_ids: Sequence[str], pending: Pending | None
+    ) -> tuple[Allocation, str | None]:
         """The allocation of exactly these ids, before MIG devices are created for it; and the evaluator that chose the ids, if one did.
-        The caller holds the lock. Raises Refusal."""
+        `pending` is the last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
             raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
         masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
-        pending, self.admission.pending = self.admission.pending, None
         if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
             before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
             record.caller, record.candidates, record.id = before.caller, before.candidates, before.id

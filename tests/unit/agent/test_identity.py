@@ -1,5 +1,6 @@
 """Identification of the caller: the cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -243,6 +244,31 @@ def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> No
         world.check_names()
 
     played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order=order)
+
+
+@pytest.mark.parametrize("numa", [True, False], ids=["allocate", "prefer"])
+def test_a_call_that_waits_for_the_list_delays_nothing_else(numa: bool) -> None:
+    """A snapshot is in force at once, and the call is then decided on it. With aligned ids no preference is asked."""
+
+    async def scenario(world: World) -> None:
+        await world.run(world.pod("first", app(50, 8)))
+        world.clock.now += 2
+        older, younger = world.pod("web-0", app(50, 8)), world.pod("web-1", app(50, 8))
+        world.update_cache(older)
+        world.away = True
+        waiting = asyncio.create_task(world.admit(younger))
+        await asyncio.sleep(1)
+        looks = world.lists
+        await world.agent_state.set_snapshot(world.node)
+        assert world.lists == looks, "the snapshot has not waited for further tries"
+        assert not waiting.done()
+        world.away = False
+        await waiting
+        await world.run(older)
+        world.check_names()
+        world.check_places()
+
+    played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order="core_first")
 
 
 @pytest.mark.parametrize("away", [True, False], ids=["no list", "no spare look"])
