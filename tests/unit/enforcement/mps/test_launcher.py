@@ -1,68 +1,46 @@
-"""How daemons are started."""
+"""How daemons and trial clients are started, and their shared memory mounted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from gpumgr.enforcement.mps import launcher
+from gpumgr.enforcement.mps.launcher import LaunchMethod
 
 SHM = Path("/run/gpumgr/mps/GPU-1/shm")
 COMMAND = ("/usr/bin/nvidia-cuda-mps-control", "-d")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+ENTER = ["nsenter", "--target", "1", "--mount", "--"]
+UNIT = ["systemd-run", "--quiet", "--collect"]
+BIND = f"--property=BindPaths={SHM}:/dev/shm"
+SET = "--setenv=CUDA_VISIBLE_DEVICES=GPU-1"
+SERVICE = [*UNIT, "--unit=gpumgr-mps-GPU-1", "--service-type=forking", "--property=KillMode=process", BIND, SET, "--", *COMMAND]
+OWN_MOUNTS = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", launcher._BIND, str(SHM), *COMMAND]
+WAITING = [*UNIT, "--wait", "--pipe"]
+MOUNT = ["mount", "-t", "tmpfs", "-o", "nosuid,nodev,noexec,mode=1777,size=1073741824", "gpumgr-mps", str(SHM)]
 
 
-def test_under_systemd_the_daemon_is_a_service_of_its_own() -> None:
-    argv = launcher.daemon_command("systemd", "GPU-1", SHM, ENVIRONMENT, COMMAND)
-    assert argv[0] == "systemd-run"
-    assert {"--unit=gpumgr-mps-GPU-1", "--service-type=forking", f"--property=BindPaths={SHM}:/dev/shm"} <= set(argv)
-    assert argv[-4:] == ["--setenv=CUDA_VISIBLE_DEVICES=GPU-1", "--", *COMMAND]
+@pytest.mark.parametrize(
+    ("method", "daemon", "client", "before_mount"),
+    [
+        ("systemd", SERVICE, [*WAITING, "--property=RuntimeMaxSec=60", BIND, SET, "--", *COMMAND], [*WAITING, "--"]),
+        ("host", [*ENTER, *SERVICE], None, ENTER),
+        ("namespace", OWN_MOUNTS, OWN_MOUNTS, []),
+        ("plain", [*COMMAND], [*COMMAND], None),  # without root nothing is mounted
+    ],
+)
+def test_commands_of_each_method(
+    method: LaunchMethod, daemon: list[str], client: list[str] | None, before_mount: Sequence[str] | None
+) -> None:
+    assert launcher.daemon_command(method, "GPU-1", SHM, ENVIRONMENT, COMMAND) == daemon
+    assert launcher.client_command(method, SHM, ENVIRONMENT, COMMAND) == client
+    mount, unmount = (launcher.shm_command(method, SHM, mounted=mounted) for mounted in (True, False))
+    assert mount == (None if before_mount is None else [*before_mount, *MOUNT])
+    assert unmount == (None if before_mount is None else [*before_mount, "umount", str(SHM)])
 
 
-def test_from_a_pod_the_same_is_done_among_the_hosts_files() -> None:
-    enter = ["nsenter", "--target", "1", "--mount", "--"]
+def test_from_a_pod_daemons_are_started_on_the_host() -> None:
     assert launcher.best_method(in_pod=True) == "host"
-    assert list(launcher.host_prefix("host")) == enter
-    argv = launcher.daemon_command("host", "GPU-1", SHM, ENVIRONMENT, COMMAND)
-    assert argv == [*enter, *launcher.daemon_command("systemd", "GPU-1", SHM, ENVIRONMENT, COMMAND)]
-    mount, unmount = launcher.shm_command("namespace", SHM, mounted=True), launcher.shm_command("namespace", SHM, mounted=False)
-    assert mount is not None
-    assert unmount is not None
-    assert launcher.shm_command("host", SHM, mounted=True) == [*enter, *mount]
-    assert launcher.shm_command("host", SHM, mounted=False) == [*enter, *unmount]
-
-
-def test_elsewhere_it_has_a_mount_namespace() -> None:
-    argv = launcher.daemon_command("namespace", "GPU-1", SHM, ENVIRONMENT, COMMAND)
-    assert argv[:4] == ["unshare", "--mount", "--propagation", "slave"]
-    assert argv[-3:] == [str(SHM), *COMMAND]
-
-
-def test_without_root_nothing_is_mounted() -> None:
-    assert launcher.daemon_command("plain", "GPU-1", SHM, ENVIRONMENT, COMMAND) == list(COMMAND)
+    assert [*launcher.host_prefix("host")] == ENTER
     assert launcher.host_prefix("plain") == ()
-    assert launcher.shm_command("plain", SHM, mounted=True) is None
-    assert launcher.shm_command("plain", SHM, mounted=False) is None
-
-
-def test_the_shared_memory_is_limited_and_mounted_on_the_host() -> None:
-    mount = launcher.shm_command("namespace", SHM, mounted=True)
-    assert mount is not None
-    assert "size=1073741824" in " ".join(mount)
-    within = launcher.shm_command("systemd", SHM, mounted=True)
-    assert within is not None
-    assert within[0] == "systemd-run"
-    assert within[-len(mount) :] == mount
-    assert launcher.shm_command("namespace", SHM, mounted=False) == ["umount", str(SHM)]
-
-
-def test_a_client_shares_the_memory_of_the_daemon_and_is_not_started_from_a_pod() -> None:
-    shm, environment, command = Path("/run/gpumgr/mps/GPU-1/shm"), {"A": "b"}, ("python3", "client.py")
-    systemd = launcher.client_command("systemd", shm, environment, command)
-    assert systemd is not None
-    assert systemd[0] == "systemd-run"
-    assert systemd[-2:] == ["python3", "client.py"]
-    assert {"--wait", "--setenv=A=b", f"--property=BindPaths={shm}:/dev/shm"} <= set(systemd)
-    namespace = launcher.client_command("namespace", shm, environment, command)
-    assert namespace is not None
-    assert namespace[0] == "unshare"
-    assert namespace[-3:] == [str(shm), "python3", "client.py"]
-    assert launcher.client_command("plain", shm, environment, command) == ["python3", "client.py"]
-    assert launcher.client_command("host", shm, environment, command) is None
