@@ -36,6 +36,19 @@ class PlacedPod:
     priority: int = 0
 
 
+class Asking(Protocol):
+    """A pod that asks for GPUs."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def request(self) -> PodRequest: ...
+    @property
+    def priority(self) -> int: ...
+
+
 class Listener(Protocol):
     """Is called for every change of the index, before the call that causes it returns."""
 
@@ -384,6 +397,14 @@ class ClusterIndex:
     def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
         node = self._nodes.get(name)
         return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
+
+
+def placed_pod(pod: Asking, node: NodeState, choice: NodeChoice) -> PlacedPod:
+    """The pod on the GPUs of this choice."""
+    shares = named_shares(node, choice)
+    return PlacedPod(
+        uid=pod.uid, node=node.name, request=pod.request, shares=shares, namespace=pod.namespace, priority=pod.priority
+    )
 
 
 def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:

@@ -171,7 +171,7 @@ class Shape:
     def _apart(self) -> int:
         """Nodes on which more than one GPU decides where a share fits: GPUs with MIG devices, or the agent chooses."""
         constraints, profiles = self.request.constraints, self._profiles
-        restricted = constraints.of_single_gpus or constraints.unused
+        restricted = self._allowed is not None and (constraints.of_single_gpus or constraints.unused)
         return profiles.with_mig | (profiles.unnamed if restricted else 0)
 
     def _views(self, offered: int) -> Iterator[tuple[Profile, bool, int]]:

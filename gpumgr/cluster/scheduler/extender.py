@@ -16,7 +16,7 @@ import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, placed_pod
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.quota_rank import RankWithinQuota
 from gpumgr.cluster.core.shape import Rejection
@@ -133,7 +133,7 @@ class Extender:
         """
         if (problem := self.problem) is not None:
             return FilterResult(error=problem)
-        if not pod.wants_gpu or not names:
+        if not (pod.containers and names):  # it requests no GPU
             return FilterResult(node_names=list(names))
         if pod.refusal is not None:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
@@ -388,7 +388,7 @@ class Extender:
     def _placed_on(self, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
         node = self._index.node(name)
         assert node is not None, "a node with a choice is in the index"
-        return pod.chosen(node, choice)
+        return placed_pod(pod, node, choice)
 
     def _place(self, pod: WatchedPod, placed: PlacedPod) -> None:
         self._assume(pod, placed)

@@ -10,8 +10,7 @@ from typing import Any, Final, Literal
 
 from msgspec import UNSET
 
-from gpumgr.cluster.core.choose import NodeChoice
-from gpumgr.cluster.core.index import NamedShares, PlacedPod, named_shares
+from gpumgr.cluster.core.index import NamedShares, PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
@@ -96,15 +95,15 @@ class WatchedPod:
     @property
     def placed(self) -> PlacedPod | None:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
-        return self.on(self.node, self.shares) if self.node is not None and self.request.containers else None
-
-    def chosen(self, node: NodeState, choice: NodeChoice) -> PlacedPod:
-        """The pod on the GPUs of this choice."""
-        return self.on(node.name, named_shares(node, choice))
-
-    def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
+        if self.node is None or not self.request.containers:
+            return None
         return PlacedPod(
-            uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
+            uid=self.uid,
+            node=self.node,
+            request=self.request,
+            shares=self.shares,
+            namespace=self.namespace,
+            priority=self.priority,
         )
 
 

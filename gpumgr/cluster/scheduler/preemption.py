@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, placed_pod
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.quota import Quotas, added_holdings
 from gpumgr.cluster.core.shape import Rejection
@@ -167,7 +167,7 @@ class Preemption:
     def _chosen(self, pod: WatchedPod, name: str, eviction: Eviction) -> PlacedPod:
         node = self._index.node(name)
         assert node is not None, "a node with an eviction is in the index"
-        return pod.chosen(node, eviction.choice)
+        return placed_pod(pod, node, eviction.choice)
 
     def _there(self, name: str) -> _There:
         return self._index.node(name), dict(self._index.pods_on(name))
