@@ -15,25 +15,28 @@ import click
 from gpumgr import __version__
 from gpumgr.common.errors import GpumgrError, InputError
 
+#: The commands in the order of `gpumgr --help`, which imports none of their modules.
 _COMMANDS: Final = {
-    "run": "run",
-    "scheduler": "scheduler",
-    "claims": "claims",
-    "usage": "usage",
-    "why": "why",
-    "history": "history",
-    "gpu": "gpu",
-    "doctor": "doctor",
-    "healthy": "healthy",
-    "install": "install",
-    "migrate": "migrate",
-    "place": "place",
-    "simulate": "simulate",
-    "topology": "topology",
-    "checkpoint": "checkpoint",
-    "config": "config",
-    "demo": "demo",
+    "run": "Run the agent until SIGTERM.",
+    "scheduler": "Choose node and GPUs for kube-scheduler.",
+    "claims": "Create claim templates, and keep quotas of DRA pods.",
+    "usage": "Show what containers hold and use of this node's GPUs.",
+    "why": "Explain why a pod has its GPUs, was refused, or waits.",
+    "history": "Show what happened on this node.",
+    "gpu": "Take a GPU out of service for maintenance, and bring it back.",
+    "doctor": "Check this node or the cluster, and name remedies.",
+    "healthy": "Check whether the agent responds.",
+    "install": "Install the agent as a service, or HAMi-core's library.",
+    "migrate": "Migrate from gpu-manager or HAMi.",
+    "place": "Show where the evaluators would place a request.",
+    "simulate": "Compare placement policies, or ask where a pod would fit.",
+    "topology": "Show how the GPUs are connected.",
+    "checkpoint": "Print the agent's checkpoint.",
+    "config": "Check and show settings.",
+    "demo": "Play a script on a simulated node.",
 }
+#: Commands that run for months; their modules are imported without the parts of libraries that they never use.
+_DAEMONS: Final = ("run", "scheduler", "claims")
 #: No space, by disk, quota or limit, or a broken disk.
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -47,9 +50,21 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 (click's signature)
         if cmd_name not in _COMMANDS:
             return None
-        command = importlib.import_module(f"gpumgr.cli.{_COMMANDS[cmd_name]}").command
+        name = f"gpumgr.cli.{cmd_name}"
+        if cmd_name in _DAEMONS:
+            from gpumgr.cli.daemon import lean_imports
+
+            with lean_imports():
+                module = importlib.import_module(name)
+        else:
+            module = importlib.import_module(name)
+        command = module.command
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 (click's signature)
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

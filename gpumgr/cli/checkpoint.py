@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import config_option, effective_settings, output_option
+from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.tables import open_table
+from gpumgr.cli.rendering.tables import show as show_table
 from gpumgr.common.errors import CheckpointError
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
@@ -62,8 +61,7 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
     elif loaded.lost:
         click.echo(loaded.why)
     else:
-        console = Console()
-        console.print(_table(loaded.ledger, wide=console.width >= WIDE))
+        show_table(lambda width: _table(loaded.ledger, wide=width >= WIDE))
 
 
 def document(ledger: Ledger) -> dict[str, Any]:

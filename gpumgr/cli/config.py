@@ -9,8 +9,7 @@ from typing import Literal
 import click
 import yaml
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import config_option, effective_settings, output_option
+from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
 from gpumgr.settings import InvalidSettingsError, check_settings
 from gpumgr.settings.schema import plain
 

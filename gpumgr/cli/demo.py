@@ -9,7 +9,7 @@ from typing import Final
 import click
 from rich.console import Console
 
-from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.log import configure_log
 from gpumgr.sim.demo.runner import Display, play
 from gpumgr.sim.demo.screen import LiveScreen, PlainText, summary

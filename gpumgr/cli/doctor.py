@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
 import click
+from rich.text import Text
 
 from gpumgr.cli.examination.checks import HostLocations, checks_for
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, examine
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import config_option, effective_settings, output_option, set_option, sim_option
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, examine
+from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
+from gpumgr.cli.rendering.tables import open_table, show
 from gpumgr.common.log import configure_log
 from gpumgr.settings import Settings
 
@@ -37,14 +38,12 @@ Examples:
 @click.command(
     "doctor",
     cls=ExitingCommand,
-    short_help="Check this node or the cluster, and name remedies.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
-@config_option
+@settings_options
 @sim_option
 @click.option("--standalone", is_flag=True, help="Without an API server.")
-@set_option
 @click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
 @click.option(
     "--cluster", is_flag=True, help="Check the scheduler, claims and all nodes through the API server, and nothing of this node."
@@ -59,10 +58,8 @@ Examples:
 @output_option
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
 def command(
-    file: Path | None,
+    settings: Settings,
     sim: str | None,
-    standalone: bool,
-    assignments: tuple[str, ...],
     before_start: bool,
     cluster: bool,
     kubeconfig: Path | None,
@@ -76,7 +73,6 @@ def command(
     missing), error (the settings ask for something that can't work) and skipped. Run it as the agent's user, root.
     """
     configure_log("error", "auto", cache_loggers=False)
-    settings = effective_settings(file, standalone=standalone, assignments=assignments)
     as_json = as_json or output == "json"
     if cluster:
         report_cluster(kubeconfig or settings.kubernetes.kubeconfig, scheduler_config, as_json=as_json)
@@ -117,18 +113,15 @@ def _report(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, l
         click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))
     else:
         # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
+        table = open_table(("", False), ("", False), ("", False), header=False)
         for name, finding in sorted(report.findings.items(), key=lambda found: found[1].state == "error"):
-            click.echo(_line(name, finding))
+            text = "; ".join(filter(None, (finding.message, finding.remedy)))
+            table.add_row(Text(finding.state, style=_COLORS[finding.state]), Text(name), Text(text))
+        show(lambda _width: table)
     if report.hung:
         sys.stdout.flush()
         os._exit(report.exit_code)  # a normal exit waits for threads that hang
     sys.exit(report.exit_code)
-
-
-def _line(name: str, finding: CheckResult) -> str:
-    state = click.style(f"{finding.state:<9}", fg=_COLORS[finding.state])
-    text = "; ".join(filter(None, (finding.message, finding.remedy)))
-    return f"{state}{name:<14}{text}"
 
 
 @contextmanager

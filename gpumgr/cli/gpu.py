@@ -1,23 +1,51 @@
 """`gpumgr gpu`: takes GPUs out of service and brings them back."""
 
 import asyncio
+import contextlib
+import sys
+import time
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import MaintenanceResult
-from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.cli.client.drain import counted, drain_gpu, request_maintenance
-from gpumgr.cli.client.schema import read_result
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import agent_options, find_agent, output_option
-from gpumgr.cli.parameters import gpu_word, reason_text, seconds
+from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
+from gpumgr.agent.cordons import REASON_CHARACTERS
+from gpumgr.cli.client.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option, sendable
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.rendering.formats import clock_time, cores, memory_text
+from gpumgr.common.errors import GpumgrError
 
 WAIT_SECONDS: Final = 600.0
+#: A reset takes a minute at most, and a request waits for the one before it.
+RESPONSE_SECONDS: Final = 150.0
+POLL_SECONDS: Final = 1.0
+
+
+def seconds(_ctx: click.Context, _param: click.Parameter, number: float | None) -> float | None:
+    """Refuses `nan` and `inf`, which click accepts as numbers."""
+    if number is not None and not isfinite(number):
+        raise click.BadParameter(f"{number} is not a number of seconds")
+    return number
+
+
+def reason_text(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """The reason of a cordon."""
+    if len(text) > REASON_CHARACTERS:
+        raise click.BadParameter(f"it has {len(text)} characters; {REASON_CHARACTERS} at most")
+    return sendable(ctx, param, text)
+
+
+def gpu_word(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """The name of a GPU, which the agent resolves."""
+    if not text.strip(" ."):  # a URL has another meaning for dots alone
+        raise click.BadParameter("the GPU's name is empty: give its index (3 or GPU3), or its UUID or the beginning of it")
+    return sendable(ctx, param, text)
+
 
 _GPU = click.argument("gpu", metavar="GPU", callback=gpu_word)
 _REASON = click.option(
@@ -48,7 +76,7 @@ def command() -> None:
 @_REASON
 @agent_options
 @output_option
-def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output: str) -> None:
+def cordon(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
     """Place nothing new on a GPU. Containers on it continue.
 
     A second cordon with another reason changes the reason.
@@ -58,7 +86,7 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
       gpumgr gpu cordon 3 --reason 'broken fan'
       gpumgr gpu cordon GPU-0fe1 --output json
     """
-    document = asyncio.run(_order(find_agent(file, socket).socket, "cordon", gpu, reason=reason))
+    document = asyncio.run(_order(location.socket, "cordon", gpu, reason=reason))
     _print(document, output, _cordoned(read_result(document)))
 
 
@@ -78,16 +106,13 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
 )
 @agent_options
 @output_option
-@click.pass_context
 def drain(
-    ctx: click.Context,
     gpu: str,
     reason: str,
     evict: bool,
     wait: bool,
     timeout: float | None,
-    file: Path | None,
-    socket: Path | None,
+    location: AgentLocation,
     output: str,
 ) -> None:
     """Cordon a GPU and show what is still on it.
@@ -102,24 +127,24 @@ def drain(
     if timeout is not None and not wait:
         raise click.UsageError("--timeout needs --wait")
     wait_seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
-    document = asyncio.run(drain_gpu(find_agent(file, socket).socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
+    document = asyncio.run(drain_gpu(location.socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
     result = read_result(document)
     _print(document, output, _drained(result))
-    ctx.exit(0 if result.empty else 1)
+    sys.exit(0 if result.empty else 1)
 
 
 @command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @agent_options
 @output_option
-def uncordon(gpu: str, file: Path | None, socket: Path | None, output: str) -> None:
+def uncordon(gpu: str, location: AgentLocation, output: str) -> None:
     """Return a GPU to service. It is offered again after a few successful health checks.
 
     \b
     Examples:
       gpumgr gpu uncordon 3
     """
-    document = asyncio.run(_order(find_agent(file, socket).socket, "uncordon", gpu))
+    document = asyncio.run(_order(location.socket, "uncordon", gpu))
     result = read_result(document)
     state = "is back in service as soon as its health checks succeed" if result.changed else "was not cordoned"
     _print(document, output, [f"{result.gpu.label} {state}"])
@@ -129,7 +154,7 @@ def uncordon(gpu: str, file: Path | None, socket: Path | None, output: str) -> N
 @_GPU
 @agent_options
 @output_option
-def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None:
+def reset(gpu: str, location: AgentLocation, output: str) -> None:
     """Reset a GPU that is cordoned and empty, by `nvidia-smi --gpu-reset`. It stays cordoned.
 
     nvidia-smi refuses while a process has the GPU open. The agent closes it for the reset; stop other monitors (DCGM) and persistence mode
@@ -139,7 +164,7 @@ def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None
     Examples:
       gpumgr gpu drain 3 --evict --wait && gpumgr gpu reset 3 && gpumgr gpu uncordon 3
     """
-    document = asyncio.run(_order(find_agent(file, socket).socket, "reset", gpu))
+    document = asyncio.run(_order(location.socket, "reset", gpu))
     done = f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
     _print(document, output, [*map(printable, str(document.get("said", "")).splitlines()), done])
 
@@ -149,7 +174,7 @@ def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None
 @_REASON
 @agent_options
 @output_option
-def forget(gpu: str, reason: str, file: Path | None, socket: Path | None, output: str) -> None:
+def forget(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
     """Forget a GPU that was removed from the machine and holds nothing: it is no longer reported as missing.
 
     The agent forgets a GPU by itself when another one is at its PCI address. A forgotten GPU that is installed again is offered again.
@@ -158,13 +183,90 @@ def forget(gpu: str, reason: str, file: Path | None, socket: Path | None, output
     Examples:
       gpumgr gpu forget GPU-0fe1 --reason 'sent back to the vendor'
     """
-    document = asyncio.run(_order(find_agent(file, socket).socket, "forget", gpu, reason=reason))
+    document = asyncio.run(_order(location.socket, "forget", gpu, reason=reason))
     _print(document, output, [f"{read_result(document).gpu.label} is forgotten"])
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------------
 
 
 async def _order(socket: Path, action: str, gpu: str, *, reason: str = "") -> dict[str, Any]:
     async with AgentClient(socket) as agent:
         return await request_maintenance(agent, action, gpu, reason=reason)
+
+
+async def request_maintenance(
+    agent: AgentClient, action: str, gpu: str, *, reason: str = "", evict: bool = False
+) -> dict[str, Any]:
+    """The agent's response as JSON data. Raises as AgentClient does."""
+    path = f"/api/gpus/{quote(gpu, safe='')}/{action}"
+    document: dict[str, Any] = await agent.post(path, {"reason": reason, "evict": evict}, timeout_seconds=RESPONSE_SECONDS)
+    return document
+
+
+async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:
+    """The agent's last response: the GPU is empty, or the time is over (`wait_seconds` None: does not wait).
+
+    Once the agent has responded, requests are retried while it is unavailable: it stores the cordon and the pods to evict. Raises
+    GpumgrError if the agent refuses, or if the GPU is uncordoned in the meantime.
+    """
+    async with AgentClient(socket) as agent:
+        first = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
+        last = first if wait_seconds is None else await _Wait(agent, first, time.monotonic() + wait_seconds).run()
+    return {**first, **last, "changed": first["changed"]}
+
+
+class _Wait:
+    """The wait of one drain. It reports each change on stderr."""
+
+    def __init__(self, agent: AgentClient, first: dict[str, Any], deadline: float) -> None:
+        self._agent, self._deadline = agent, deadline
+        self._document, self._result = first, read_result(first)
+        self._reported, self._unavailable = "", False
+
+    async def run(self) -> dict[str, Any]:
+        while not self._result.empty and (left := self._deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(POLL_SECONDS, left))
+            try:
+                await self._poll()
+            except AgentUnavailable as error:
+                if not self._unavailable:
+                    report_unavailable(str(error))
+                self._unavailable = True
+            else:
+                self._unavailable = False
+        if not self._result.empty and not self._unavailable:
+            with contextlib.suppress(AgentUnavailable):
+                await self._request()
+        return self._document
+
+    async def _poll(self) -> None:
+        """The state is cheap; the drain is requested again only when the GPU seems to be empty."""
+        state = read_state(await self._agent.get(STATE))
+        if state.at >= self._result.at and self._seems_empty(state):  # an older state has no information
+            await self._request()
+
+    async def _request(self) -> None:
+        self._document = await request_maintenance(self._agent, "drain", self._result.gpu.uuid)
+        self._result = read_result(self._document)
+
+    def _seems_empty(self, state: NodeState) -> bool:
+        row = next((row for row in state.gpus if row.uuid == self._result.gpu.uuid), None)
+        if row is None:
+            return False  # a restarted agent may not have detected the GPU yet
+        if row.cordon is None:
+            raise GpumgrError(f"{self._result.gpu.label} was uncordoned by another request: it is not drained any more")
+        left = [container for container in state.containers if container.gpu == row.name]
+        processes = (row.unattributed.processes or 0) if row.unattributed else 0
+        self._report(left, processes)
+        return not left and not processes
+
+    def _report(self, left: list[ContainerRow], processes: int) -> None:
+        names = ", ".join(sorted({each.pod_name for each in left})) or "processes"
+        now = f"waiting for {counted(len(left), processes)}: {names}"
+        if (left or processes) and now != self._reported:
+            click.echo(now, err=True)
+            self._reported = now
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -204,3 +306,13 @@ def _rows(result: MaintenanceResult) -> Iterator[str]:
         yield f"  pid {each.pid}  {memory_text(each.memory_bytes)}" + (
             f", in container {each.container}" if each.container else ""
         )
+
+
+def counted(containers: int, processes: int) -> str:
+    """`1 container and 2 processes`."""
+    parts = [
+        f"{count} {one if count == 1 else many}"
+        for count, one, many in ((containers, "container", "containers"), (processes, "process", "processes"))
+        if count
+    ]
+    return " and ".join(parts)

@@ -7,8 +7,7 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import agent_options, find_agent
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.printable import printable
 from gpumgr.common.errors import GpumgrError
 
@@ -34,9 +33,9 @@ def ask(socket: Path) -> tuple[int, str]:
         connection.close()
 
 
-@click.command("healthy", cls=ExitingCommand, short_help="Check whether the agent responds.", exit_codes=_EXIT_CODES)
+@click.command("healthy", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @agent_options
-def command(file: Path | None, socket: Path | None) -> None:
+def command(location: AgentLocation) -> None:
     """Request /healthz from the running agent over its unix socket: for health checks of Docker, podman and supervisors.
 
     \b
@@ -44,7 +43,7 @@ def command(file: Path | None, socket: Path | None) -> None:
       gpumgr healthy
       gpumgr healthy --socket /run/gpumgr/agent.sock
     """
-    status, text = ask(find_agent(file, socket).socket)
+    status, text = ask(location.socket)
     if status != http.client.OK:
         raise GpumgrError(f"the agent responds {status}: {printable(text)}")
     click.echo(printable(text))

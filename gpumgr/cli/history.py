@@ -1,33 +1,35 @@
 """`gpumgr history`: the history of this node, one line per entry, the newest last."""
 
 import asyncio
+import re
 import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import click
 
-from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.cli.client.follow import follow_states, report_unavailable
-from gpumgr.cli.client.node_data import AgentData, NodeData, open_node_data
-from gpumgr.cli.client.schema import STATE, read_state
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import AgentLocation, agent_options, find_agent
-from gpumgr.cli.parameters import duration_seconds
+from gpumgr.cli.client.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
+from gpumgr.cli.client.node_data import AgentData, Document, NodeData, open_node_data
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
-from gpumgr.cli.printable import printable
-from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
-from gpumgr.common.errors import GpumgrError
-from gpumgr.ledger.history import HISTORY_ENTRIES
+from gpumgr.cli.printable import json_line, printable
+from gpumgr.cli.rendering.formats import clock_time, cores
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.units import GpuName
+from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
 from gpumgr.ledger.pods import PodKey
 
 #: Without -n and --since.
 _SHOWN: Final = 20
 #: Requested in addition to the entries that a state has: more may have been recorded since.
 _SPARE: Final = 50
-_EPILOG = """
+_COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
+_UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")
+_EPILOG: Final = """
 \b
 Examples:
   gpumgr history
@@ -42,9 +44,87 @@ _EXIT_CODES: Final = {
 }
 
 
-@click.command(
-    "history", cls=ExitingCommand, short_help="Show what happened on this node.", epilog=_EPILOG, exit_codes=_EXIT_CODES
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryQuery:
+    """Only refusals, of one pod, about one GPU (by a name for people), since a time (unix seconds). None: no restriction."""
+
+    refused: bool = False
+    pod: PodKey | None = None
+    gpu: str | None = None
+    since: float | None = None
+    as_json: bool = False
+
+
+class HistoryFilter:
+    """Keeps the entries that were read. `last` is the newest one's number; older ones are not printed again."""
+
+    def __init__(self, query: HistoryQuery) -> None:
+        self._query = query
+        self._entries: deque[HistoryEntry] = deque(maxlen=HISTORY_ENTRIES)
+        self.last = 0
+
+    def lines(self, documents: list[Document], state: Document) -> list[str]:
+        """Lines for the new entries, oldest first. Raises InputError for an unknown GPU."""
+        read = list(zip(documents, read_entries(documents), strict=True))
+        new = [(document, entry) for document, entry in read if entry.number > self.last]
+        self._entries.extend(entry for _, entry in new)
+        self.last = max((entry.number for _, entry in new), default=self.last)
+        shown = read_state(state)
+        gpus = gpus_of(shown.gpus, self._entries, failures=shown.failures)
+        gpu = gpus.find(self._query.gpu) if self._query.gpu is not None else None
+        chosen = choose((entry for _, entry in new), self._query, gpu=gpu, known=self._entries)
+        if self._query.as_json:
+            numbers = {entry.number for entry in chosen}
+            return [json_line(document) for document, entry in new if entry.number in numbers]
+        return [history_line(entry, gpus) for entry in chosen]
+
+
+def choose(
+    entries: Iterable[HistoryEntry], query: HistoryQuery, *, gpu: GpuName | None, known: Iterable[HistoryEntry]
+) -> list[HistoryEntry]:
+    """The entries that match. An allocation's first entries may have neither name nor UID of the pod; `known` are all entries, one of
+    which may have it."""
+    ids = {entry.id for entry in known if entry.id and query.pod is not None and entry.pod == query.pod}
+    return [
+        entry
+        for entry in entries
+        if (not query.refused or entry.what == "refused")
+        and (query.pod is None or entry.pod == query.pod or (entry.pod is None and entry.id in ids))
+        and (gpu is None or gpu in entry.gpus)
+        and (query.since is None or entry.at >= query.since)
+    ]
+
+
+def history_line(entry: HistoryEntry, gpus: GpuLabels) -> str:
+    """Time, kind of event (coloured), pod (container), size, GPUs and reason, separated by two blanks; "-" for an empty field."""
+    what = click.style(f"{entry.what:<7}", fg=_COLORS.get(entry.what))
+    cells = f"{_pod(entry):<32}  {_size(entry):<10}  {gpus.labels(entry.gpus) or '-':<6}"
+    return f"{clock_time(entry.at)}  {what}  {cells}  {_reason(entry)}".rstrip()
+
+
+def _pod(entry: HistoryEntry) -> str:
+    if entry.pod is not None:
+        who = "/".join(entry.pod)
+    elif entry.pod_uid is not None:
+        who = f"pod uid {entry.pod_uid}"
+    else:
+        who = f"allocation {entry.id}" if entry.id and entry.what != "gpu" else "-"
+    return f"{who} ({entry.container})" if entry.container else who
+
+
+def _size(entry: HistoryEntry) -> str:
+    if not entry.kind or not entry.size:
+        return "-"
+    if entry.kind == "core":
+        return cores(entry.size)
+    return f"{entry.size} {'block' if entry.kind == 'memory' else 'GPU'}{'' if entry.size == 1 else 's'}"
+
+
+def _reason(entry: HistoryEntry) -> str:
+    return ": ".join(part for part in (entry.evaluator or entry.code, entry.why) if part)
+
+
+@click.command("history", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.option(
     "-n", "newest", type=click.IntRange(min=1), help=f"At most this number of entries.  [default: {_SHOWN}; all with --since]"
 )
@@ -64,15 +144,13 @@ def command(
     gpu: str | None,
     since: str | None,
     follow: bool,
-    file: Path | None,
-    socket: Path | None,
+    location: AgentLocation,
     output: Literal["text", "json"],
 ) -> None:
     """Show the history of this node: time, kind of event, pod (container), size, GPUs, reason. The newest entry is the last.
 
     The agent keeps the last 1000 entries. If it does not respond, they are read from its checkpoint (not with --follow).
     """
-    location = find_agent(file, socket)
     name = PodName.of(pod) if pod is not None else None
     query = HistoryQuery(
         refused=refused,
@@ -86,6 +164,16 @@ def command(
     except KeyboardInterrupt:
         if not follow:
             raise
+
+
+def duration_seconds(text: str) -> float:
+    """A duration such as 90s, 10m, 1h30m or 2d. Raises InputError."""
+    parts = _DURATION_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise InputError(
+            f"'{printable(text)}' is not a duration: expected numbers with d, h, m or s, for example 90s, 1h30m or 2d"
+        )
+    return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
 
 
 async def _once(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:

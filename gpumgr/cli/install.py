@@ -15,9 +15,9 @@ import click
 
 import gpumgr
 from gpumgr.cli.examination.folders import written
-from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import CONFIG, ENVIRONMENT, SHIPPED, Host, host_settings
 from gpumgr.cli.install_library import library
+from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.errors import GpumgrError
 from gpumgr.settings import Settings
 

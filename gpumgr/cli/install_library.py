@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import CONFIG, Host, host_settings
+from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal

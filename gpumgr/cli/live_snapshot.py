@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gpumgr.cli.text_file import read_text
+from gpumgr.cli.simulate import read_text
 from gpumgr.cluster.simulation.json_text import JsonText, short
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer

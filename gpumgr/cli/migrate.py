@@ -12,8 +12,7 @@ from typing import Any, Final
 import aiohttp
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import DEFAULT_CONFIG, effective_settings, output_option
+from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, effective_settings, output_option
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError, KubeletError
 from gpumgr.common.foreign_text import UnreadableText, convert

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from math import isnan
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import click
 
@@ -14,6 +15,19 @@ from gpumgr.common.errors import InputError
 from gpumgr.settings import Settings, load_settings
 
 DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
+
+
+class ExitingCommand(click.Command):
+    """A click command with its exit codes in `--help`. `exit_codes`: exit code -> when the command ends with it."""
+
+    def __init__(self, *arguments: Any, exit_codes: Mapping[int, str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.exit_codes = exit_codes
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), when) for code, when in self.exit_codes.items()])
 
 
 class FiniteRange(click.FloatRange):
@@ -26,7 +40,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-F = TypeVar("F", bound=Callable[..., object])
+F = TypeVar("F", bound=Callable[..., Any])
 
 config_option = click.option(
     "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
@@ -45,27 +59,46 @@ kubeconfig_option = click.option(
 )
 
 
-def agent_options(command: F) -> F:
-    """Adds --config and --socket, which the command gets as `file` and `socket`."""
-    socket = click.option(
-        "--socket", type=click.Path(path_type=Path), help="The agent's socket.  [default: http.socket of the settings]"
-    )
-    return config_option(socket(command))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLocation:
-    """`checkpoint` is a folder; None if only a socket was given, since the settings may belong to another agent."""
+    """Where commands find the agent. `checkpoint` is a folder; None if only a socket was given, since the settings may belong to another
+    agent. `chosen`: --config or --socket was given."""
 
     socket: Path
     checkpoint: Path | None
+    chosen: bool = False
 
 
-def find_agent(file: Path | None, socket: Path | None) -> AgentLocation:
-    """By the effective settings. Raises InputError, which names every mistake in them."""
-    settings = effective_settings(file)
-    another = socket is not None and file is None
-    return AgentLocation(socket=socket or settings.http.socket, checkpoint=None if another else settings.checkpoint.dir)
+def agent_options(command: F) -> F:
+    """Adds --config and --socket; the command gets the `location` that they name."""
+
+    @wraps(command)
+    def located(*arguments: Any, file: Path | None, socket: Path | None, **others: Any) -> Any:
+        settings = effective_settings(file)
+        location = AgentLocation(
+            socket=socket or settings.http.socket,
+            checkpoint=settings.checkpoint.dir if socket is None or file is not None else None,
+            chosen=file is not None or socket is not None,
+        )
+        return command(*arguments, location=location, **others)
+
+    socket_option = click.option(
+        "--socket", type=click.Path(path_type=Path), help="The agent's socket.  [default: http.socket of the settings]"
+    )
+    return cast("F", config_option(socket_option(located)))
+
+
+def settings_options(command: F) -> F:
+    """Adds --config and --set; the command gets the effective `settings`. If it has the option --standalone, that counts too."""
+
+    @wraps(command)
+    def configured(
+        *arguments: Any, file: Path | None, assignments: tuple[str, ...], standalone: bool = False, **others: Any
+    ) -> Any:
+        settings = effective_settings(file, standalone=standalone, assignments=assignments)
+        return command(*arguments, settings=settings, **others)
+
+    return cast("F", config_option(set_option(configured)))
 
 
 def effective_settings(
@@ -97,3 +130,12 @@ def default_kubeconfig() -> Path | None:
     named = os.environ.get("KUBECONFIG", "").partition(":")[0]
     path = Path(named) if named else Path.home() / ".kube" / "config"
     return path if path.is_file() else None
+
+
+def sendable(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    """Refuses text that is not UTF-8: Python keeps such bytes as lone surrogates, which neither JSON nor a URL can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.BadParameter("it is not UTF-8 text; check the terminal's character set (`locale charmap`)") from error
+    return text

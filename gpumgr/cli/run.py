@@ -1,15 +1,42 @@
-"""The command line of `gpumgr run`. The agent (gpumgr.cli.running) is imported only when it runs: the import takes half a second."""
+"""`gpumgr run`: the agent's process, with its settings, signals, hardware and exit code."""
 
+import asyncio
+import os
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Final
 
 import click
+import structlog
 
-from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
-from gpumgr.cli.lean_imports import lean_imports
-from gpumgr.cli.options import config_option, set_option
+from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, config_option, effective_settings, set_option
+from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.common.log import configure_log
+from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
+from gpumgr.driver.binding import DriverMismatchError
+from gpumgr.node.components import Hardware
+from gpumgr.node.lifecycle import run
+from gpumgr.settings import Settings
+from gpumgr.settings.live import SettingsSource
 
-_EPILOG = """
+log = structlog.get_logger(__name__)
+
+EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
+
+#: Exit code of `gpumgr run` -> why the agent ended.
+EXIT_CODES: Final = {
+    0: "the agent was stopped (SIGTERM, SIGINT)",
+    EXIT_BUG: "a bug ended the agent; the last line of the log names the part",
+    EXIT_INPUT: "settings, flags or input are wrong, or the web address can't be used",
+    EXIT_ALREADY_RUNNING: "another gpumgr agent runs on this node",
+    EXIT_CHECKPOINT: "the checkpoint can't be used (folder not writable, written by a newer gpumgr)",
+    EXIT_DRIVER_REPLACED: "the driver was replaced under the agent; start it again",
+}
+_EPILOG: Final = """
 \b
 Examples:
   gpumgr run --config /etc/gpumgr/gpumgr.yaml
@@ -47,11 +74,70 @@ def command(
     assignments: tuple[str, ...],
 ) -> None:
     """Run the agent until SIGTERM. Accept gpu-manager's flags with their meaning, or refuse them with a reason."""
-    with lean_imports():
-        from gpumgr.cli.running import run_agent  # here, since `gpumgr --help` imports this module
+    flags = parse_gpu_manager_flags(ctx.args)
+    if output is not None:
+        assignments = (*assignments, f"log.format={output}")
+    if file is None and DEFAULT_CONFIG.exists():
+        file = DEFAULT_CONFIG  # named from now on: a reload reports an error if the file was removed
 
-    printed = [f"log.format={output}"] if output is not None else []
-    code = run_agent(
-        file, standalone=standalone, assignments=(*assignments, *printed), foreign_flags=ctx.args, sim=sim, sim_dir=sim_dir
+    def load() -> Settings:
+        return effective_settings(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
+
+    source = SettingsSource(path=file or DEFAULT_CONFIG, load=load)
+    settings = load()
+    configure_log(settings.log.level, settings.log.format)
+    for note in flags.notes:
+        log.info("flag_without_effect", note=note)
+    with _hardware(settings, sim, sim_dir) as hardware:
+        sys.exit(asyncio.run(_until_signalled(settings, hardware, source)))
+
+
+async def _until_signalled(settings: Settings, hardware: Hardware, source: SettingsSource) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def signalled(number: int) -> None:
+        if stop.is_set():
+            log.warning("stopped_at_once", reason="second signal")
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
+    loop.add_signal_handler(signal.SIGHUP, source.ask)
+    try:
+        await run(settings, hardware, stop=stop, source=source)
+    except (GpumgrError, BaseExceptionGroup) as error:
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: BaseException) -> int:
+    """Logs why the agent ends, and returns the exit code."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    codes: tuple[tuple[type[BaseException], int], ...] = (
+        (AlreadyRunning, EXIT_ALREADY_RUNNING),
+        (CheckpointError, EXIT_CHECKPOINT),
+        (DriverMismatchError, EXIT_DRIVER_REPLACED),
+        (InputError, EXIT_INPUT),
     )
-    sys.exit(code)
+    for kind, code in codes:
+        if isinstance(error, kind):
+            log.error("ended", reason=str(error), exit_code=code)
+            return code
+    log.error("ended_by_bug", reason=str(error), exit_code=EXIT_BUG, exc_info=error)
+    return EXIT_BUG
+
+
+@contextmanager
+def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iterator[Hardware]:
+    """The real driver, or a simulated node in a folder that is removed when the agent ends (except one given with --sim-dir)."""
+    if sim is None:
+        path = settings.nvml.library_path
+        yield Hardware(library_path=str(path) if path else None)
+        return
+    from gpumgr.sim.library import prepare  # here, since an agent on a real node does not need it
+
+    with nullcontext(sim_dir) if sim_dir else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
+        node = prepare(sim, Path(folder))
+        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)

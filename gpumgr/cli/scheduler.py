@@ -4,10 +4,11 @@ from pathlib import Path
 
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.lean_imports import lean_imports
-from gpumgr.cli.options import config_option, effective_settings, kubeconfig_option, set_option
-from gpumgr.cli.until_signalled import run_until_signalled
+from gpumgr.cli.daemon import run_until_signalled
+from gpumgr.cli.options import ExitingCommand, kubeconfig_option, settings_options
+from gpumgr.cluster.scheduler.lifecycle import parse_listen, run_scheduler
+from gpumgr.common.log import configure_log
+from gpumgr.settings import Settings
 
 _EXIT_CODES = {
     0: "it was stopped (SIGTERM, SIGINT)",
@@ -16,15 +17,12 @@ _EXIT_CODES = {
 }
 
 
-@click.command("scheduler", cls=ExitingCommand, short_help="Choose node and GPUs for kube-scheduler.", exit_codes=_EXIT_CODES)
-@config_option
+@click.command("scheduler", cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@settings_options
 @kubeconfig_option
 @click.option("--listen", metavar="ADDRESS:PORT", required=True, help="Where kube-scheduler reaches the extender.")
 @click.option("--insecure-loopback", is_flag=True, help="Serve plain HTTP without certificates, on a loopback address.")
-@set_option
-def command(
-    file: Path | None, kubeconfig: Path | None, listen: str, insecure_loopback: bool, assignments: tuple[str, ...]
-) -> None:
+def command(settings: Settings, kubeconfig: Path | None, listen: str, insecure_loopback: bool) -> None:
     """Run an extender of kube-scheduler until SIGTERM: it chooses the node and the GPUs of each pod (docs/scheduler.md).
 
     \b
@@ -32,11 +30,6 @@ def command(
       gpumgr scheduler --config gpumgr.yaml --listen 0.0.0.0:12345
       gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
     """
-    with lean_imports():  # here, since `gpumgr --help` imports this module
-        from gpumgr.cluster.scheduler.lifecycle import parse_listen, run_scheduler
-        from gpumgr.common.log import configure_log
-
     place = parse_listen(listen)
-    settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)
     run_until_signalled(lambda stop: run_scheduler(settings, kubeconfig, place, insecure_loopback=insecure_loopback, stop=stop))

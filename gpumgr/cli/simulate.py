@@ -18,10 +18,8 @@ from typing import Any, Final, NamedTuple
 import click
 import msgspec
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import FiniteRange
+from gpumgr.cli.options import ExitingCommand, FiniteRange
 from gpumgr.cli.printable import printable
-from gpumgr.cli.text_file import read_text
 from gpumgr.cluster.simulation import inflate, replay
 from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
 from gpumgr.cluster.simulation.json_text import count_text, short
@@ -29,6 +27,7 @@ from gpumgr.cluster.simulation.model import NodeSpec, Pod
 from gpumgr.cluster.simulation.policies import POLICIES
 from gpumgr.cluster.simulation.replay import ReplayResult, percentiles
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
+from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
 
 _EXAMPLES = """
@@ -173,6 +172,18 @@ def _read(nodes_file: Path, pods_file: Path) -> _Trace:
     return nodes, read_pods(str(pods_file), io.StringIO(read_text(pods_file), newline=""), nodes)
 
 
+def read_text(file: Path) -> str:
+    """A text file that a user names. Raises InputError, which names file and line."""
+    try:
+        content = file.read_bytes()
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{file}: it can't be read: {error.strerror}; give a file that exists and can be read") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{file}, line {line}: it is not UTF-8 text: {error.reason}; save it as UTF-8") from error
+
+
 # -- simulations ---------------------------------------------------------------------------------------------------------------
 
 
@@ -272,11 +283,17 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
-    """Columns of equal width, also for untrusted texts."""
-    lines = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "".join(f"{text}\n" for text in texts)
+    """The rows, the header first; the texts need not be printable."""
+    # Here, since each simulation is a process that imports this module.
+    from rich.text import Text
+
+    from gpumgr.cli.rendering.tables import open_table, plain_text
+
+    header, *others = rows
+    table = open_table(*((title, False) for title in header))
+    for row in others:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return plain_text(table) + "\n"
 
 
 def _times_csv(found: Iterable[_Timed]) -> str:

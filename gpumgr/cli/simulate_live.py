@@ -9,10 +9,9 @@ from typing import Any, BinaryIO, Final
 import click
 import yaml
 
-from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
 from gpumgr.cli.live_snapshot import load, read_cluster, save
-from gpumgr.cli.options import default_kubeconfig
+from gpumgr.cli.options import ExitingCommand, default_kubeconfig
 from gpumgr.cli.printable import cleaned
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES

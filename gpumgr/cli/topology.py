@@ -6,9 +6,8 @@ from typing import Any, Final
 import click
 import msgspec
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import sim_option
-from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
+from gpumgr.cli.node_source import MalformedInput, NodeSource, read_snapshot, read_topology, source_options
+from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
 from gpumgr.placement.topology.matrix import Nic
@@ -36,19 +35,16 @@ class _Shown:
 
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
-@click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
-@sim_option
+@source_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def command(topology_file: str | None, sim: str | None, output: str) -> None:
+def command(source: NodeSource, output: str) -> None:
     """Show how the GPUs are connected.
 
     The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
-    if topology_file is not None and sim is not None:
-        raise click.UsageError("--topology and --sim exclude each other")
     try:
-        shown = _read(topology_file, sim)
+        shown = _read(source)
     except InputError as error:
         raise MalformedInput(str(error)) from error
     except GpumgrError as error:
@@ -56,13 +52,11 @@ def command(topology_file: str | None, sim: str | None, output: str) -> None:
     click.echo(msgspec.json.encode(_as_data(shown)) if output == "json" else _as_text(shown))
 
 
-def _read(topology_file: str | None, sim: str | None) -> _Shown:
-    if topology_file is not None:
-        parsed = read_topology(topology_file)
+def _read(source: NodeSource) -> _Shown:
+    if source.topology_file is not None:
+        parsed = read_topology(source.topology_file)
         return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
-    from gpumgr.cli.snapshot import read_node_snapshot, read_sim_snapshot  # the driver's library is loaded only where it is asked
-
-    snapshot = read_node_snapshot() if sim is None else read_sim_snapshot(sim)
+    snapshot = read_snapshot(source.sim)
     return _Shown(
         topology=snapshot.topology,
         labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,13 @@ from typing import Any, Final, Literal
 import click
 from rich.console import Console
 
-from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.cli.client.follow import follow_states, report_unavailable
+from gpumgr.cli.client.agent_client import AgentClient, follow_states, read_state, report_unavailable
 from gpumgr.cli.client.node_data import open_node_data
-from gpumgr.cli.client.schema import read_state
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import AgentLocation, agent_options, find_agent
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.usage_screen import Screen, on_terminal, print_usage
+from gpumgr.cli.rendering.tables import show
+from gpumgr.cli.rendering.usage_table import Screen, usage_tables
 
 _EPILOG = """
 \b
@@ -46,7 +45,6 @@ _EXIT_CODES: Final = {
 @click.command(
     "usage",
     cls=ExitingCommand,
-    short_help="Show what containers hold and use of this node's GPUs.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
@@ -58,24 +56,21 @@ _EXIT_CODES: Final = {
     "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: one line per state."
 )
 def command(
-    watch: bool, gpu: str | None, namespace: str | None, file: Path | None, socket: Path | None, output: Literal["text", "json"]
+    watch: bool, gpu: str | None, namespace: str | None, location: AgentLocation, output: Literal["text", "json"]
 ) -> None:
     """Show this node's GPUs and the containers on them: what each was granted, and what it uses now.
 
     If the agent does not respond, the grants are read from its checkpoint (not with --watch); the rest is then not known.
     """
-    location = find_agent(file, socket)
-    rows = partial(_filtered, gpu=gpu, namespace=namespace)
+    rows, as_json = partial(_filtered, gpu=gpu, namespace=namespace), output == "json"
     if not watch:
-        asyncio.run(_once(location, rows, as_json=output == "json"))
+        asyncio.run(_once(location, rows, as_json=as_json))
         return
-    try:
-        if output == "text" and on_terminal():
-            asyncio.run(_until_signalled(_live(location.socket, rows)))
-        else:
-            asyncio.run(_print_each(location.socket, rows, as_json=output == "json"))
-    except KeyboardInterrupt:
-        return
+    live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(
+            _until_signalled(_live(location.socket, rows)) if live else _print_each(location.socket, rows, as_json=as_json)
+        )
 
 
 def _filtered(document: dict[str, Any], *, gpu: str | None, namespace: str | None) -> dict[str, Any]:
@@ -126,4 +121,5 @@ def _print(document: dict[str, Any], *, as_json: bool, live: bool = True) -> Non
         shown = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
         click.echo(json_line({"live": live, **shown}))
     else:
-        print_usage(read_state(document))
+        state = read_state(document)
+        show(lambda width: usage_tables(state, width))

@@ -8,11 +8,9 @@ from typing import Final, Literal
 
 import click
 
+from gpumgr.cli.client.agent_client import read_pod, read_state
 from gpumgr.cli.client.node_data import Document, open_node_data
-from gpumgr.cli.client.schema import read_pod, read_state
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import AgentLocation, agent_options, default_kubeconfig, find_agent, output_option
-from gpumgr.cli.parameters import sendable
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, default_kubeconfig, output_option, sendable
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
@@ -39,7 +37,6 @@ _EXIT_CODES: Final = {
 @click.command(
     "why",
     cls=ExitingCommand,
-    short_help="Explain why a pod has its GPUs, was refused, or waits.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
@@ -60,8 +57,7 @@ _EXIT_CODES: Final = {
 @output_option
 def command(
     pod_name: str,
-    file: Path | None,
-    socket: Path | None,
+    location: AgentLocation,
     kubeconfig: Path | None,
     scheduler: str | None,
     token_file: Path | None,
@@ -77,18 +73,27 @@ def command(
     read; what the pod uses now is then not known.
     """
     name = PodName.of(pod_name)
-    cluster = kubeconfig or (default_kubeconfig() if file is None and socket is None else None)
-    location = find_agent(file, socket) if kubeconfig is None and not (scheduler and cluster) else None
-    if location is not None and (cluster is None or _has_agent(location)):
+    cluster = kubeconfig or (None if location.chosen else default_kubeconfig())
+    if scheduler and cluster is None:
+        raise InputError("--scheduler needs a kubeconfig: give --kubeconfig FILE")
+    if kubeconfig is None and not scheduler and (cluster is None or _has_agent(location)):
         try:
             _from_node(location, name, output)
             return
         except _UnknownPodError:
             if cluster is None:
                 raise
-    if cluster is None:
-        raise InputError("--scheduler needs a kubeconfig: give --kubeconfig FILE")
-    _from_cluster(cluster, scheduler, token_file, name, output, each_node=each_node)
+    assert cluster is not None, "else the agent was asked"
+    try:
+        token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--token-file {token_file} can't be read: {error}") from error
+    # Here, since it loads the API server's client, which the agent's answers do not need.
+    from gpumgr.cli.client.cluster_why import SchedulerLocation, ask_scheduler, why_text
+
+    place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
+    document, why = asyncio.run(ask_scheduler(place, name, each_node=each_node))
+    click.echo(json_line(document) if output == "json" else why_text(why))
 
 
 class _UnknownPodError(GpumgrError):
@@ -97,22 +102,6 @@ class _UnknownPodError(GpumgrError):
 
 def _has_agent(location: AgentLocation) -> bool:
     return location.socket.exists() or (location.checkpoint is not None and (location.checkpoint / NAME).exists())
-
-
-def _from_cluster(
-    kubeconfig: Path, scheduler: str | None, token_file: Path | None, name: PodName, output: str, *, each_node: bool
-) -> None:
-    # Here, since they load the API server's client, which the agent's answers do not need.
-    from gpumgr.cli.client.cluster_data import SchedulerLocation, ask_scheduler
-    from gpumgr.cli.rendering.why_text import why_text
-
-    try:
-        token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    location = SchedulerLocation(kubeconfig=kubeconfig, pod=scheduler, token=token)
-    document, why = asyncio.run(ask_scheduler(location, name, each_node=each_node))
-    click.echo(json_line(document) if output == "json" else why_text(why))
 
 
 def _from_node(location: AgentLocation, name: PodName, output: str) -> None:

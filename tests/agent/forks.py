@@ -153,10 +153,10 @@ def _become_a_session(log: int, connections: list[socket.socket], descriptors: l
 
 
 def _import_the_agent() -> None:
-    from gpumgr.cli.lean_imports import lean_imports
+    from gpumgr.cli.daemon import lean_imports
 
     with lean_imports():
-        import gpumgr.cli.running  # noqa: F401
+        import gpumgr.cli.run  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ UNWANTED: Final = (
         "gpumgr.cli.demo",
     ),
 )
-#: structlog imports them, and gpumgr.cli.lean_imports makes these imports fail.
+#: structlog imports them, and gpumgr.cli.daemon makes these imports fail.
 _ASKED_FOR: Final = {"rich", "greenlet"}
 #: Imported where installed: setuptools has a hook in each interpreter's start, and aiohttp looks for zstd in the folder of backports.
 _IF_THERE: Final = {"setuptools", "backports-tarfile"}

@@ -13,9 +13,9 @@ from tests.bench import figures
 
 #: As the command does it.
 AGENT: Final = """
-from gpumgr.cli.lean_imports import lean_imports
+from gpumgr.cli.daemon import lean_imports
 with lean_imports():
-    import gpumgr.cli.running, gpumgr.kube.library
+    import gpumgr.cli.run, gpumgr.kube.library
 gpumgr.kube.library.load_library()
 """
 NOTHING: Final = "import sys"

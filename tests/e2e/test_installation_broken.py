@@ -169,8 +169,8 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
         ended = last_words(agent, init=True)
         assert ended["exitCode"] == 1
         *_, plugins, pods = ended["message"].splitlines()
-        assert plugins.startswith(f"error    kubelet       no process answers at {ELSEWHERE}/plugins/kubelet.sock ")
-        assert pods.startswith("error    pod-resources can't ask for the pod resources at ")
+        assert plugins.startswith(f"error    kubelet        no process answers at {ELSEWHERE}/plugins/kubelet.sock ")
+        assert pods.startswith("error    pod-resources  can't ask for the pod resources at ")
         assert "running" not in status(agent)["state"]
         agent.configure({})
         agent.start(preflight=PREFLIGHT)

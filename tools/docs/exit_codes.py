@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 import click
 
 from gpumgr.cli import group
-from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
+from gpumgr.cli.options import ExitingCommand
+from gpumgr.cli.run import EXIT_CODES
 from tools.docs.markdown import table
 
 

@@ -1,14 +1,29 @@
-"""A client of this node's running agent: HTTP and JSON over its unix socket."""
+"""A client of this node's running agent: HTTP and JSON over its unix socket.
 
-from collections.abc import AsyncIterator, Mapping
+The functions that decode a response make every text in it printable for a terminal.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
+import click
 
-from gpumgr.cli.printable import printable
+from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
+from gpumgr.cli.printable import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.foreign_text import decode_json
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
+from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.pods import PodKey
+
+T = TypeVar("T")
+
+STATE: Final = "/api/state"
+STREAM: Final = "/api/stream"
+PODS: Final = "/api/pods"
+RETRY_SECONDS: Final = 1.0
 
 #: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0
@@ -129,3 +144,68 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
             elif not text and data:
                 yield "\n".join(data)
                 data.clear()
+
+
+async def follow_states(
+    agent: AgentClient, on_unavailable: Callable[[str], None], *, retry_seconds: float = RETRY_SECONDS
+) -> AsyncIterator[dict[str, Any]]:
+    """States as in /api/state, without end. `on_unavailable` is called once with the reason each time when the agent becomes unavailable.
+
+    Raises GpumgrError if the first connection fails, since the socket may be the wrong one.
+    """
+    connected = reported = False
+    while True:
+        reason = "the agent ended the stream of its states"
+        try:
+            async for document in agent.stream(STREAM):
+                connected, reported = True, False
+                yield document
+        except InputError:
+            raise
+        except GpumgrError as error:
+            if not connected:
+                raise
+            reason = str(error)
+        if not reported:
+            on_unavailable(reason)
+            reported = True
+        await asyncio.sleep(retry_seconds)
+
+
+def report_unavailable(reason: str) -> None:
+    """On stderr, since a program may read stdout."""
+    click.echo(f"gpumgr: {printable(reason)}; trying again", err=True)
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------------
+
+
+def read_state(document: Any) -> NodeState:
+    """Raises GpumgrError if it does not fit the schema, as the other functions."""
+    return _convert(cleaned(document), NodeState)
+
+
+def read_pod(document: Any) -> PodDetails:
+    return _convert(cleaned(document), PodDetails)
+
+
+def read_pods(documents: Any) -> frozenset[PodKey]:
+    """The names as they are, since requests contain them."""
+    return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
+
+
+def read_entries(documents: Sequence[Any]) -> list[HistoryEntry]:
+    return _convert(cleaned(documents), list[HistoryEntry])
+
+
+def read_result(document: Any) -> MaintenanceResult:
+    return _convert(cleaned(document), MaintenanceResult)
+
+
+def _convert(document: Any, kind: type[T]) -> T:
+    try:
+        return convert(document, kind)
+    except UnreadableText as error:
+        raise GpumgrError(
+            f"the agent's response can't be decoded: {error}; it may be of another version than this command"
+        ) from error

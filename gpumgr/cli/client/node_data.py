@@ -18,8 +18,7 @@ from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.cli.client.schema import PODS, STATE, read_pods
+from gpumgr.cli.client.agent_client import PODS, STATE, AgentClient, read_pods
 from gpumgr.cli.options import AgentLocation
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.formats import clock_time

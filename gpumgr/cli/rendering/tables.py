@@ -1,17 +1,22 @@
-"""Tables without lines, and their text without a terminal."""
+"""The tables of all commands: without lines, in colours on a terminal, and as plain text elsewhere."""
 
+import sys
+from collections.abc import Callable
 from typing import Final
 
+import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-#: Without a terminal nothing is folded or cut.
+#: The width in which plain text is laid out: nothing is folded or cut.
 UNBOUNDED: Final = 100_000
+#: A narrower terminal breaks the lines: columns of names would have no space.
+MIN_WIDTH: Final = 80
 
 
-def open_table(*columns: tuple[str, bool]) -> Table:
+def open_table(*columns: tuple[str, bool], header: bool = True) -> Table:
     """Columns by heading; columns of numbers (True) are right-aligned and never cut."""
-    table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
     for heading, number in columns:
         table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
@@ -23,3 +28,12 @@ def plain_text(content: RenderableType, *, width: int = UNBOUNDED) -> str:
     with console.capture() as printed:
         console.print(content)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+
+def show(content: Callable[[int], RenderableType]) -> None:
+    """Prints `content(width)`: in the width of the terminal; without a terminal as plain text, with one line for each row."""
+    if sys.stdout.isatty():
+        console = Console(width=max(Console().width, MIN_WIDTH), highlight=False)
+        console.print(content(console.width))
+    else:
+        click.echo(plain_text(content(UNBOUNDED)))

@@ -1,16 +1,17 @@
-"""The tables of `gpumgr usage`, for a terminal of any width. The texts of a `NodeState` are printable."""
+"""The tables of `gpumgr usage`, for a terminal of any width, once or live. The texts of a `NodeState` are printable."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
 from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, limiting, percent
-from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
-from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpu_sentences, gpu_status, gpus_of
 from gpumgr.cli.rendering.tables import open_table
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
@@ -20,7 +21,7 @@ WIDE: Final = 120
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
-def usage_tables(state: NodeState, *, wide: bool) -> RenderableType:
+def usage_tables(state: NodeState, width: int) -> RenderableType:
     """Title, GPUs, notes about them, containers."""
     gpus = gpus_of(state.gpus)
     containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
@@ -28,7 +29,7 @@ def usage_tables(state: NodeState, *, wide: bool) -> RenderableType:
     parts.append(_gpu_table(state.gpus, gpus))
     notes = [Text(note, style="yellow") for note in _notes(state, gpus)]
     parts += [Text(), *notes] if notes else []
-    parts += [Text(), _container_table(containers, gpus, wide=wide) if containers else Text("no containers to show")]
+    parts += [Text(), _container_table(containers, gpus, wide=width >= WIDE) if containers else Text("no containers to show")]
     return Group(*parts)
 
 
@@ -143,3 +144,29 @@ def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]
     order = list(gpus.indices)
     position = order.index(row.gpu) if row.gpu in order else len(order)
     return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name
+
+
+# -- live --------------------------------------------------------------------------------------------------------------------
+
+
+class Screen(Live):
+    """The latest state on the terminal's alternate screen, and whether the agent is available; what does not fit is cut at the end."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, screen=True, auto_refresh=False)
+        self._state: NodeState | None = None
+
+    def show(self, state: NodeState) -> None:
+        self._state = state
+        self._draw()
+
+    def unavailable(self, reason: str) -> None:
+        """The agent is unavailable; the last state stays on the screen."""
+        self._draw(Text(f"The agent is unavailable, trying again: {reason}", style="red"))
+
+    def _draw(self, *above: Text) -> None:
+        tables = [usage_tables(self._state, self.console.width)] if self._state is not None else []
+        footer = f"{clock_time(self._state.at) if self._state is not None else '-'}   Ctrl-C quits"
+        screen = Layout()
+        screen.split_column(Layout(Group(*above, *tables)), Layout(Text(footer, style="dim", no_wrap=True), size=1))
+        self.update(screen, refresh=True)

@@ -12,7 +12,6 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from gpumgr.cli import gpu
-from gpumgr.cli.client import drain
 from gpumgr.common.errors import GpumgrError, InputError
 
 from .peer import listening
@@ -125,7 +124,7 @@ def failing(_request: web.Request) -> web.Response:
 
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    monkeypatch.setattr(drain, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(gpu, "POLL_SECONDS", 0.01)
     made = Agent()
     handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.order, ("GET", "/api/state"): made.state}
     async with listening(tmp_path / "a.sock", handlers) as made.socket:
@@ -228,7 +227,7 @@ async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent
 
 
 async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "time", SteppingClock())
+    monkeypatch.setattr(gpu, "time", SteppingClock())
     agent.on, agent.leaving = [ROW] * 1000, True
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
@@ -248,7 +247,7 @@ async def test_a_drain_continues_with_a_restarted_agent(agent: Agent) -> None:
 
 
 async def test_a_drain_without_its_agent_ends_with_the_last_known_state(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "time", SteppingClock())
+    monkeypatch.setattr(gpu, "time", SteppingClock())
     agent.on, agent.away = [ROW], [failing] * 1000
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1

@@ -16,7 +16,7 @@ def run_python(code: str, **environment: str) -> str:
 def test_the_certificates_of_the_system_are_left_to_contexts_that_gpumgr_makes() -> None:
     code = """
 import ssl
-from gpumgr.cli.lean_imports import lean_imports
+from gpumgr.cli.daemon import lean_imports
 
 made, make = [], ssl.create_default_context
 def recorded(*args, **named):
@@ -33,7 +33,7 @@ print([len(each.get_ca_certs()) for each in made], len(make().get_ca_certs()))
 def test_what_structlog_imports_for_others_can_be_imported_later() -> None:
     code = """
 import sys
-from gpumgr.cli.lean_imports import lean_imports
+from gpumgr.cli.daemon import lean_imports
 with lean_imports():
     import structlog
 print(sorted({"rich", "greenlet"} & {*sys.modules}))
@@ -45,7 +45,7 @@ import rich
 def test_stand_ins_last_as_long_as_the_imports() -> None:
     code = """
 import sys
-from gpumgr.cli.lean_imports import _STAND_INS, lean_imports
+from gpumgr.cli.daemon import _STAND_INS, lean_imports
 with lean_imports():
     import aiohttp.web, betterproto, prometheus_client
     from gpumgr._pb.deviceplugin.v1beta1 import Device
@@ -65,7 +65,7 @@ def test_no_message_needs_the_types_that_have_stand_ins() -> None:
 def test_the_process_is_as_before() -> None:
     code = """
 import gc, mimetypes, os
-from gpumgr.cli.lean_imports import lean_imports
+from gpumgr.cli.daemon import lean_imports
 before, files = dict(os.environ), list(mimetypes.knownfiles)
 try:
     with lean_imports():

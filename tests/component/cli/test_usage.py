@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.cli.client.schema import read_state
-from gpumgr.cli.rendering.usage_screen import usage_text
-from tests.unit.cli.node_story import NAMES, container, state
+from gpumgr.cli.client.agent_client import read_state
+from tests.unit.cli.node_story import NAMES, container, state, usage_text
 
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent

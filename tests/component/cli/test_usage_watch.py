@@ -5,9 +5,8 @@ import termios
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpumgr.cli.client.schema import read_state
-from gpumgr.cli.rendering.usage_screen import usage_text
-from tests.unit.cli.node_story import GIB, NAMES, container, state
+from gpumgr.cli.client.agent_client import read_state
+from tests.unit.cli.node_story import GIB, NAMES, container, state, usage_text
 
 from .fake_agent import FakeAgent
 from .process import Process

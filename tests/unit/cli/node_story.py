@@ -5,6 +5,9 @@ The documents are written out as the contract of the HTTP pages has them, not ma
 
 from typing import Any
 
+from gpumgr.agent.api import NodeState
+from gpumgr.cli.rendering.tables import MIN_WIDTH, UNBOUNDED, plain_text
+from gpumgr.cli.rendering.usage_table import usage_tables
 from gpumgr.common.units import BLOCK_MEBIBYTES
 
 AT = 1_790_000_000.0
@@ -167,3 +170,9 @@ def story() -> dict[str, Any]:
         "gpus": [row for row in state()["gpus"] if row["name"] == NAMES[0]],
         "history": [told for told in entries() if told["pod"] == ["team", "resnet-0"]],
     }
+
+
+def usage_text(shown: NodeState, *, width: int | None) -> str:
+    """The tables of `gpumgr usage` as plain text; `width` None: without a terminal."""
+    width = UNBOUNDED if width is None else max(width, MIN_WIDTH)
+    return plain_text(usage_tables(shown, width), width=width)

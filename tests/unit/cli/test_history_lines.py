@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cli.parameters import duration_seconds
-from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
+from gpumgr.cli.history import HistoryFilter, HistoryQuery, duration_seconds
 from gpumgr.common.errors import InputError
 from tests.unit.cli.node_story import entries, entry, state
 

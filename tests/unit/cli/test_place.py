@@ -11,17 +11,10 @@ from gpumgr.cli.place import command
 
 DATA = Path(__file__).parents[2] / "data"
 SEVEN = str(DATA / "conformance" / "topo_seven_3_4.txt")
-ONE = [["X"]]
 
 
 def run(*arguments: str, text: str | bytes | None = None) -> Result:
     return CliRunner().invoke(command, list(arguments), input=text)
-
-
-def batch(*lines: object) -> list[dict[str, Any]]:
-    result = run("--batch", "-", text="\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    assert result.exit_code == 0
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def state_file(folder: Path, *gpus: dict[str, Any]) -> str:
@@ -85,13 +78,12 @@ def test_topology_from_stdin_and_text_output() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--topology", SEVEN), "--cores is needed"),
-        (("--cores", "100"), "one of --topology, --sim and --batch"),
+        (("--topology", SEVEN), "Missing option '--cores'"),
+        (("--cores", "100"), "one of --topology and --sim is needed"),
         (("--topology", SEVEN, "--sim", "x", "--cores", "1"), "exclude"),
         (("--topology", SEVEN, "--cores", "many"), "many"),
         (("--topology", "/no/such/file", "--cores", "1"), "does not exist"),
         (("--topology", SEVEN, "--cores", "1", "--policy", "random"), "spread"),
-        (("--batch", SEVEN, "--cores", "1"), "with --batch"),
     ],
 )
 def test_wrong_usage_exits_2(arguments: tuple[str, ...], words: str) -> None:
@@ -135,59 +127,3 @@ def test_a_malformed_topology_exits_2_and_names_the_file(tmp_path: Path) -> None
     result = run("--topology", str(path), "--cores", "100")
     assert result.exit_code == 2
     assert "topo.txt" in result.stderr
-
-
-def test_a_batch_answers_line_by_line_in_order() -> None:
-    text = Path(SEVEN).read_text()
-    answers = batch(
-        {"topology": text, "cores": 300},
-        {"topology": [["X", "NV2+PIX"], ["NV2+PIX", "X"]], "cores": 200},
-        "not json",
-        {"topology": ONE, "cores": 50, "memory": 10, "memory_blocks_per_gpu": 8},
-        {"topology": ONE, "cores": 10, "memory": 5, "policy": "spread", "state": {"gpus": []}},
-    )
-    assert [answer.get("gpus") for answer in answers] == [[0, 1, 2], [0, 1], None, None, [0]]
-    assert answers[1]["score"] == 250
-    assert answers[2]["error"].startswith("line 3: not JSON")
-    assert answers[3]["reason"].startswith("no GPU has 50 cores and 10 memory blocks free")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("", "not JSON"),
-        ("[]", "Expected `object`"),
-        ({"topology": ONE}, "missing required field `cores`"),
-        ({"topology": ONE, "cores": 1, "core": 1}, "unknown field `core`; allowed keys: cores, memory, topology"),
-        ({"topology": ONE, "cores": True}, "Expected `int`, got `bool`"),
-        ({"topology": ONE, "cores": "100"}, "Expected `int`, got `str`"),
-        ('{"topology": [["X"]], "cores": NaN}', "not JSON"),
-        ('{"topology": [["X"]], "cores": 1e400}', "out of range"),
-        ({"topology": ONE, "cores": 10**30}, "Expected `int` <="),
-        ({"topology": ONE, "cores": 100, "policy": "any"}, "allowed: binpack, spread"),
-        ({"topology": ONE, "cores": 100, "memory_blocks_per_gpu": 0}, ">= 1"),
-        ({"topology": [["X", "PIX"]], "cores": 100}, "square"),
-        ({"topology": [[1]], "cores": 100}, "Expected `str`"),
-        ({"topology": "GPU0", "cores": 100}, "ends before the row of GPU0"),
-        ({"topology": [], "cores": 100}, "0 GPUs"),
-        ({"cores": 100}, "the key topology is missing"),
-    ],
-)
-def test_a_bad_line_is_answered_with_an_error(line: object, words: str) -> None:
-    bad, good = batch(line, {"topology": ONE, "cores": 100})
-    assert words in bad["error"]
-    assert good["gpus"] == [0]
-
-
-def test_bytes_that_are_no_text_are_an_error_too() -> None:
-    result = run("--batch", "-", text=b'{"cores": 1, "topology": "\xff"}\n{"cores": 100, "topology": [["X"]]}')
-    first, second = map(json.loads, result.stdout.splitlines())
-    assert "line 1" in first["error"]
-    assert second["gpus"] == [0]
-
-
-def test_a_topology_on_the_command_line_serves_lines_without_one(tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    path.write_text('{"cores": 400}\n{"cores": 100, "topology": [["X"]]}\n')
-    result = run("--batch", str(path), "--topology", SEVEN)
-    assert [json.loads(line)["gpus"] for line in result.stdout.splitlines()] == [[3, 4, 5, 6], [0]]

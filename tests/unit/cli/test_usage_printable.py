@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cli.client.schema import read_entries, read_pod, read_state
+from gpumgr.cli.client.agent_client import read_entries, read_pod, read_state
+from gpumgr.cli.history import history_line
 from gpumgr.cli.printable import cleaned, json_line, printable
 from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.history_filter import history_line
 from gpumgr.cli.rendering.pod_text import pod_text
-from gpumgr.cli.rendering.usage_screen import usage_text
 from gpumgr.common.errors import GpumgrError
-from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story
+from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story, usage_text
 
 #: Escape sequence that sets the window's title, one that clears the screen, a line end, a mark that turns the direction of writing,
 #: a C1 control, DEL, a lone surrogate, and rich's own markup.

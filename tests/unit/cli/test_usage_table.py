@@ -3,10 +3,9 @@
 import pytest
 
 from gpumgr.agent.api import GpuRow
-from gpumgr.cli.client.schema import read_state
-from gpumgr.cli.rendering.gpu_status import gpu_status
-from gpumgr.cli.rendering.usage_screen import usage_text
-from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
+from gpumgr.cli.client.agent_client import read_state
+from gpumgr.cli.rendering.gpu_labels import gpu_status
+from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state, usage_text
 
 NARROW = """\
 gpu-node-1 at 2026-09-21 14:13:20Z, driver 580.65.06

@@ -53,7 +53,7 @@ def reported(folder: Path, check: str, **sections: dict[str, object]) -> str:
     result = doctor("--config", write_settings(folder, **sections), "--sim", "pcie-a10-4", "--before-start")
     assert result.exit_code == 1
     (line,) = (line for line in result.stdout.splitlines() if line.split()[1] == check)
-    return line
+    return " ".join(line.split())
 
 
 def test_json_has_an_object_for_each_check(folder: Path) -> None:
@@ -116,11 +116,11 @@ def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: 
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
     assert len(lines) == 22
-    assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
+    assert lines[1] == "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")
     assert set(states[first:]) == {"error"}
-    assert lines[first].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
+    assert lines[first].startswith(f"error    kubelet        {folder}/plugins is no folder; start the kubelet, or set ")
 
 
 def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:

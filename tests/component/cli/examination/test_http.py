@@ -109,5 +109,5 @@ async def test_files_that_would_end_the_agent_are_named_with_what_to_do(
 
 def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     http: dict[str, object] = {"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"}
-    expected = f"error    http          http.token_file {folder}/none can't be read: No such file or directory; "
+    expected = f"error http http.token_file {folder}/none can't be read: No such file or directory; "
     assert reported(folder, "http", http=http).startswith(expected)

@@ -69,7 +69,7 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
 def test_an_init_container_stops_what_would_be_the_second_agent(folder: Path) -> None:
     with lock_node(folder / "agent.lock"):
         told = reported(folder, "agent")
-    assert told.startswith("error    agent         another gpumgr runs on this node (pid ")
+    assert told.startswith("error agent another gpumgr runs on this node (pid ")
 
 
 async def test_host_folders_are_required_in_a_pod_only(folder: Path) -> None:

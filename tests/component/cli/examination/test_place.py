@@ -62,7 +62,7 @@ async def test_one_of_a_newer_gpumgr_is_an_error(folder: Path) -> None:
 def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     asyncio.run(made(folder))
     execute(folder, "UPDATE schema SET version = 999")
-    expected = f"error    checkpoint    the checkpoint {folder}/{NAME} was written by a newer gpumgr"
+    expected = f"error checkpoint the checkpoint {folder}/{NAME} was written by a newer gpumgr"
     assert reported(folder, "checkpoint").startswith(expected)
 
 
@@ -136,5 +136,5 @@ async def test_another_user_than_root_is_told_so(closed_folder: Path) -> None:
 
 def test_the_command_checks_the_folders_of_the_settings(folder: Path) -> None:
     told = reported(folder, "folders", container={"allocation_dir": "/proc/vm"}, process={"lock_path": "/proc/x/lock"})
-    assert told.startswith("error    folders       can't be written: /proc/x (process.lock_path): ")
+    assert told.startswith("error folders can't be written: /proc/x (process.lock_path): ")
     assert "/proc/vm (container.allocation_dir)" in told

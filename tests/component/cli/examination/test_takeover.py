@@ -139,4 +139,4 @@ def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> 
     kubelet_knows(folder, "u1")
     with serving(folder / "cri.sock", runtime_shows(["u1"])):
         told = reported(folder, "take-over")
-    assert told.startswith("error    take-over     nothing would be offered: team/of-u1 (main) hold GPUs from gpu-manager")
+    assert told.startswith("error take-over nothing would be offered: team/of-u1 (main) hold GPUs from gpu-manager")

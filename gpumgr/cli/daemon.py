@@ -1,13 +1,15 @@
-"""Imports libraries without the modules that they load and gpumgr never uses, for processes that run for months."""
+"""What the long-running commands share: imports without modules that gpumgr never uses, and the end by a signal."""
 
+import asyncio
 import gc
 import mimetypes
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 #: structlog imports them wherever they are installed, for tracebacks in colours and for threads that gpumgr does not have. It has no
 #: option against that.
@@ -61,3 +63,15 @@ def lean_imports() -> Iterator[None]:
                 os.environ[name] = value
         for name in (*replaced, *hidden):
             del sys.modules[name]
+
+
+def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """`run` gets an event that SIGTERM and SIGINT set."""
+
+    async def until_signalled() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run(stop)
+
+    asyncio.run(until_signalled())

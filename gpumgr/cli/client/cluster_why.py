@@ -7,7 +7,7 @@ forwards needs none, since the request arrives from the pod's own host.
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import aiohttp
 
 from gpumgr.cli.pod_name import PodName
 from gpumgr.cli.printable import cleaned, printable
-from gpumgr.cluster.scheduler.api import Why
+from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
@@ -30,6 +30,14 @@ _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
 _FORWARDED: Final = re.compile(r"Forwarding from 127\.0\.0\.1:([0-9]+) ")
 _FORWARD_SECONDS: Final = 20.0
+
+_KINDS: Final[dict[Kind, str]] = {
+    "refused": "No node grants such a request",
+    "quota": "The quota of its namespace is used up",
+    "resources": "No node has enough in total",
+    "fragmentation": "Nodes have enough in total, but not on GPUs that it can use",
+    "elsewhere": "GPUs are free for it: kube-scheduler has not tried yet, or rejects these nodes itself",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +207,43 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
 def _message(document: Any) -> str:
     text = document.get("message") if isinstance(document, dict) else document
     return printable(" ".join(str(text).split()))[:300]
+
+
+# -- text --------------------------------------------------------------------------------------------------------------------
+
+
+def why_text(why: Why) -> str:
+    """For people. The texts of `why` are printable."""
+    return "\n".join(_lines(why))
+
+
+def _lines(why: Why) -> Iterator[str]:
+    name = f"Pod {why.namespace}/{why.pod}"
+    if why.waiting is not None:
+        yield f"{name} waits. It requests {why.waiting.request or 'GPUs'}."
+        yield from _waiting(why.waiting)
+        if why.condition:
+            yield ""
+            yield f"kube-scheduler: {why.condition}"
+            yield "CPU, memory, taints and affinity are kube-scheduler's own filters, which only its message shows."
+    elif why.node:
+        yield f"{name} is bound to node {why.node}."
+        for container, gpus in why.gpus.items():
+            shares = ", ".join(f"{cores} cores and {memory} MiB of GPU {gpu}" for gpu, cores, memory in gpus)
+            yield f"  {container}: {shares}"
+        yield f"`gpumgr why {why.namespace}/{why.pod}` on that node shows what its agent did."
+    else:
+        yield f"{name} is not bound{f' ({why.phase})' if why.phase else ''}."
+    if why.problem:
+        yield f"Note: {why.problem}."
+
+
+def _waiting(waiting: Waiting) -> Iterator[str]:
+    yield f"{_KINDS[waiting.kind]}{f': {waiting.limit}' if waiting.limit else ''}."
+    if waiting.groups:
+        yield ""
+    for group in waiting.groups:
+        closest = f" (closest: {group.closest})" if group.closest and not group.nodes else ""
+        yield f"  {group.count} {'node' if group.count == 1 else 'nodes'}: {group.reason}{closest}"
+        for node, detail in group.nodes:
+            yield f"    {node}{f': {detail}' if detail else ''}"
