@@ -6,7 +6,7 @@ In the index an allocated claim is a pod of its own, with the UID of the claim, 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,9 +32,8 @@ _API = "/apis/resource.k8s.io/v1"
 _BOUND_SECONDS = 10.0
 
 
-class ClaimWatches:
-    """`run`, `refresh`, `problem` and `silences` as in ClusterWatches. `changed` is set at each change; the controller clears it.
-    `used_at`: when a template was last in use, by the monotonic `clock`."""
+class ClaimWatches(ClusterWatches):
+    """`changed` is set at each change; the controller clears it. `used_at`: when a template was last in use, by the monotonic `clock`."""
 
     def __init__(
         self,
@@ -45,7 +44,11 @@ class ClaimWatches:
         watch_times: WatchTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
         self.quotas = Quotas()
+        super().__init__(
+            server, ClusterIndex([self.quotas]), self.quotas, settings, hami=hami, watch_times=watch_times, clock=clock
+        )
         self.changed = asyncio.Event()
         self.pods: dict[str, UnboundPod] = {}
         self.templates: dict[Key, WatchedTemplate] = {}
@@ -55,14 +58,13 @@ class ClaimWatches:
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
         #: By the name of their node.
         self._slices: dict[str, WatchedSlice] = {}
-        self._clock, self._index = clock, ClusterIndex([self.quotas])
+        self._clock = clock
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
-        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
         watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
-        more = [
+        self._watched += [
             watched(
                 "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=objects.decode_unbound,
-                parse=lambda item: objects.parse_unbound(item, labels), on_change=self._pod_changed,
+                parse=lambda item: objects.parse_unbound(item, labels), on_change=self._unbound_changed,
             ),
             watched(f"{_API}/resourceclaims", {}, parse=objects.parse_claim, on_change=self._claim_changed),
             watched(f"{_API}/resourceclaimtemplates", {}, parse=objects.parse_template, on_change=self._template_changed),
@@ -71,40 +73,12 @@ class ClaimWatches:
                 on_change=self._slice_changed,
             ),
         ]  # fmt: skip
-        self._cluster = ClusterWatches(
-            server,
-            self._index,
-            self.quotas,
-            settings,
-            hami=hami,
-            watch_times=watch_times,
-            more=more,
-            complete=self._with_gpus,
-            clock=clock,
-        )
-        self.run, self.refresh = self._cluster.run, self._cluster.refresh
-
-    @property
-    def synced(self) -> bool:
-        return self._cluster.synced
-
-    @property
-    def problem(self) -> str | None:
-        return self._cluster.problem
-
-    @property
-    def silences(self) -> Mapping[str, float]:
-        return self._cluster.silences
-
-    @property
-    def unreadable(self) -> int:
-        return self._cluster.unreadable
 
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """The pods with gates and existing claims, and the claims of pods without gates that are not allocated."""
-        nodes = filter(None, map(self._index.node, self._cluster.nodes))
+        nodes = filter(None, map(self._index.node, self.nodes))
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []
         users: dict[str, list[UnboundPod]] = defaultdict(list)
@@ -140,7 +114,7 @@ class ClaimWatches:
 
     # -- what the watches report ---------------------------------------------------------------------------------------------
 
-    def _pod_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
+    def _unbound_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
         pod = after or before
         assert pod is not None, "one of them exists"
         for name in pod.templates:
@@ -177,12 +151,12 @@ class ClaimWatches:
 
     def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
         found = _follow(self._slices, before, after)
-        if (node := self._cluster.nodes.get(found.key)) is not None:
-            self._index.set_node(self._with_gpus(node.state))
+        if (node := self.nodes.get(found.key)) is not None:
+            self._index.set_node(self._complete(node.state))
         self.changed.set()
 
-    def _with_gpus(self, state: NodeState) -> NodeState:
-        """The GPUs of a node in DRA mode stand in its ResourceSlice."""
+    def _complete(self, state: NodeState) -> NodeState:
+        """The GPUs of a node in DRA mode are those of its ResourceSlice."""
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state

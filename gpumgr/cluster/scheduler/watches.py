@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn, TypedDict
 
@@ -54,8 +54,8 @@ class _Node(TypedDict, total=False):
 class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
-    `synced`: nodes, pods and quotas have been listed once. `more` is watched beside them, and listed again with them. `complete` adds to a
-    node what its object does not have. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
+    `synced`: all objects have been listed once. A subclass may add to `_watched`, and override `_complete`. `hami`: HAMi's resources, if
+    pods may request them. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -67,11 +67,9 @@ class ClusterWatches:
         *,
         hami: ReplicaResources | None = None,
         watch_times: WatchTimes | None = None,
-        more: Sequence[Reflector[Any]] = (),
-        complete: Callable[[NodeState], NodeState] = lambda state: state,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._more, self._complete, self._hami = more, complete, hami
+        self._hami = hami
         self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
@@ -80,48 +78,44 @@ class ClusterWatches:
         times = watch_times or prompt_watches(settings.max_silence_seconds)
         watch = partial(Reflector, server, watch_times=times, clock=clock)
         self.nodes: dict[str, WatchedNode] = {}
-        self._nodes: Reflector[WatchedNode] = watch(
+        nodes: Reflector[WatchedNode] = watch(
             "/api/v1/nodes",
             {},
             parse=lambda item: parse_node(item, labels, hami),
             decode=lambda item: decode_stored(item, _Node),
             on_change=self._node_changed,
         )
-        self._limits: Reflector[QuotaTexts] | None = None
-        if settings.quota_configmap:
-            namespace, _, name = settings.quota_configmap.partition("/")
-            self._limits = watch(
-                f"/api/v1/namespaces/{namespace}/configmaps",
-                {"fieldSelector": f"metadata.name={name}"},
-                parse=QuotaTexts.of,
-                on_change=self._sources.configmap_changed,
-            )
-        self._resource_quotas: Reflector[WatchedResourceQuota] | None = None
-        if hami is not None:
-            self._resource_quotas = watch(
-                "/api/v1/resourcequotas",
-                {},
-                parse=lambda item: parse_resource_quota(item, hami),
-                on_change=self._sources.resource_quota_changed,
-            )
-        self._pods: Reflector[WatchedPod | CpuPod] = watch(
+        pods: Reflector[WatchedPod | CpuPod] = watch(
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
             parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
             decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
             on_change=self._pod_changed,
         )
-
+        self._watched: list[Reflector[Any]] = [nodes, pods]
+        if settings.quota_configmap:
+            namespace, _, name = settings.quota_configmap.partition("/")
+            limits: Reflector[QuotaTexts] = watch(
+                f"/api/v1/namespaces/{namespace}/configmaps",
+                {"fieldSelector": f"metadata.name={name}"},
+                parse=QuotaTexts.of,
+                on_change=self._sources.configmap_changed,
+            )
+            self._watched.append(limits)
+        if hami is not None:
+            resource_quotas: Reflector[WatchedResourceQuota] = watch(
+                "/api/v1/resourcequotas",
+                {},
+                parse=lambda item: parse_resource_quota(item, hami),
+                on_change=self._sources.resource_quota_changed,
+            )
+            self._watched.append(resource_quotas)
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()
         self.synced = False
 
     def parse_pod(self, item: Mapping[str, Any]) -> WatchedPod:
         """Raises what `parse_watched_pod` raises."""
         return parse_watched_pod(item, self._hami)
-
-    @property
-    def _watched(self) -> list[Reflector[Any]]:
-        return [each for each in (self._nodes, self._pods, self._limits, self._resource_quotas, *self._more) if each is not None]
 
     @property
     def problem(self) -> str | None:
@@ -174,6 +168,10 @@ class ClusterWatches:
             self.synced = True
             if not self._list_again.is_set():
                 self._listed.set()
+
+    def _complete(self, state: NodeState) -> NodeState:
+        """Adds to a node what its object does not have."""
+        return state
 
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):

@@ -38,8 +38,8 @@ async def test_claims_of_bound_pods_are_forgotten_though_no_quota_is_decided() -
         clock.now = float(number)
         pods = [unbound(f"p{number}", f"c{number}"), unbound(f"q{number}", "shared")]
         for pod in pods:
-            watches._pod_changed(None, pod)
-            watches._pod_changed(pod, None)
+            watches._unbound_changed(None, pod)
+            watches._unbound_changed(pod, None)
     assert {name for _, name in watches._left} == {"shared", *(f"c{number}" for number in range(90, 100))}
     assert watches._left["team", "shared"][0].key[1] == "q99"
 
