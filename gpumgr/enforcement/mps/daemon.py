@@ -61,8 +61,8 @@ class DaemonConfig:
 class Daemon:
     """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
     `checked_at`: when the last one began. `tampering`: found at the last check or since. `idle_since`: no container uses it since then;
-    `unused`: the records of containers that have ended. `hang`: a sentence if its new clients
-    hang. `end_not_before`: after a failed try to end it, when the next one is due. Times are in seconds of the clock."""
+    `unused`: the records of containers that have ended. `hang`: a sentence if its new clients hang. `silent`: the last command to it did
+    not end in time. `end_not_before`: after a failed try to end it, when the next one is due. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -80,6 +80,7 @@ class Daemon:
     end_not_before: float = float("-inf")
     unused: frozenset[AllocationId] = frozenset()
     hang: str | None = None
+    silent: bool = False
     _client_left: bool = False
     _tried_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -109,7 +110,7 @@ class Daemon:
         """When this returns, the daemon runs and enforces the container's limits. Raises MpsError, OSError."""
         self.idle_since = None
         await self._move_home(allocation)
-        await self._replace_if_it_hangs(allocation)
+        await self._replace_if_blocked(allocation)
         self.records.begin(self.uuid, self.folder.root)
         self.folder.make()
         self.folder.put(allocation, share)
@@ -120,7 +121,7 @@ class Daemon:
             await self._limit({allocation})
         else:
             await self._start()
-        self.trouble = None
+        self.trouble, self.silent = None, False
 
     def _is_healthy(self) -> bool:
         """Whether it answered at the last check, some seconds ago, and is still the same process."""
@@ -146,12 +147,17 @@ class Daemon:
             )
         await self.stop()
 
-    async def _replace_if_it_hangs(self, allocation: AllocationId) -> None:
-        """Ends the daemon if its new clients hang. Raises MpsError while other containers depend on it, OSError."""
-        if self.hang is None:
+    @property
+    def blocked(self) -> str | None:
+        """Why it must be replaced, None if it works. On an H200 a server that is stopped blocks every command to its daemon."""
+        return self.hang or (self.trouble if self.silent else None)
+
+    async def _replace_if_blocked(self, allocation: AllocationId) -> None:
+        """Ends the daemon if it is blocked. Raises MpsError while other containers depend on it, OSError."""
+        if self.blocked is None:
             return
         if others := {*self.folder.allocations()} - self.unused - {allocation}:
-            raise MpsError(f"{self.hang}; it is replaced when the other containers on it have ended ({len(others)})")
+            raise MpsError(f"{self.blocked}; it is replaced when the other containers on it have ended ({len(others)})")
         await self.stop()
 
     async def remove(self, allocation: AllocationId) -> None:
@@ -189,7 +195,7 @@ class Daemon:
             return False
         if found != self.process:
             self.process, self._settled_at, self._limits = found, self.config.clock(), self._new_limits()
-            self.hang = None
+            self.hang, self.silent = None, False
             log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
         if self.folder.allocations():
             await self._set_mode()
@@ -206,13 +212,16 @@ class Daemon:
                 self.tampering = await self._restore_limits()
             elif self.folder.allocations():
                 await self._restart()
-            self.trouble = None
+            self.trouble, self.silent = None, False
             if self.config.clock() - self._settled_at >= _LONGEST_PAUSE_SECONDS:
                 self._failures = 0
         except (MpsError, OSError) as error:
-            if str(error) != self.trouble:
-                log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
-            self.trouble = str(error)
+            self._set_trouble(error)
+
+    def _set_trouble(self, error: Exception) -> None:
+        if str(error) != self.trouble:
+            log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
+        self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError)
 
     async def guard(self) -> None:
         """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
@@ -274,7 +283,8 @@ class Daemon:
                 raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
             await asyncio.sleep(processes.POLL_SECONDS)
             waited += processes.POLL_SECONDS
-        self.process, self._limits, self.servers, self.clients, self.hang = found, self._new_limits(), (), {}, None
+        self.process, self._limits, self.servers, self.clients = found, self._new_limits(), (), {}
+        self.hang, self.silent = None, False
         await self._list()
 
     async def _create_server(self) -> None:
@@ -372,7 +382,7 @@ class Daemon:
         if found is not None:
             await self._quit(found)
         self._end_servers()
-        self.process, self.servers, self.clients, self.hang = None, (), {}, None
+        self.process, self.servers, self.clients, self.hang, self.silent = None, (), {}, None, False
         await restore_mode(self.config.modes, self.uuid, self.records)
         await self._mount_shm(mounted=False)
         await asyncio.to_thread(self.folder.remove)
@@ -381,12 +391,13 @@ class Daemon:
 
     async def _quit(self, process: Process) -> None:
         """Ends the daemon by its command, else by signals. Raises MpsError."""
+        gone = False
         try:
-            await self._client.run(commands.quit_daemon(self.config.protocol, _PATIENCE_SECONDS))
-            gone = await processes.wait_for_exit(process, _QUIT_SECONDS)
+            if not self.silent:
+                await self._client.run(commands.quit_daemon(self.config.protocol, _PATIENCE_SECONDS))
+                gone = await processes.wait_for_exit(process, _QUIT_SECONDS)
         except MpsError as error:
             log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
-            gone = False
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not gone:
                 processes.send_signal(process, number)
@@ -399,7 +410,7 @@ class Daemon:
         for pid in self.servers:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
-                processes.send_signal((pid, started), signal.SIGTERM if self.hang is None else signal.SIGKILL)
+                processes.send_signal((pid, started), signal.SIGTERM if self.blocked is None else signal.SIGKILL)
 
     # -- GPU and /dev/shm ---------------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class Supervisor:
                 continue
             if daemon.idle_since is None:
                 daemon.idle_since = now
-            patience = self._idle_seconds if daemon.hang is None else 0.0
+            patience = self._idle_seconds if daemon.blocked is None else 0.0
             due.append(max(daemon.idle_since + patience, daemon.end_not_before) - now)
             if due[-1] <= 0 and daemon.uuid not in self._tasks:
                 self._begin(daemon, partial(self._end, known=known))

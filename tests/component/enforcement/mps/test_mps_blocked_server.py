@@ -20,7 +20,7 @@ async def blocked(place: Place, *others: str, hangs: bool = True) -> Unhurried:
     backend = await place.started(protocol="2")
     assert backend._supervisor is not None
     program = (str(place.program), "attach")
-    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=program, client_seconds=0.5))
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=program, client_seconds=0.5 if hangs else 60.0))
     for name in others:
         await backend.start(tenant(name))
     await place.attach(backend, tenant())

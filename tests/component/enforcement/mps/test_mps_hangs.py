@@ -74,6 +74,26 @@ async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:
     assert (place.daemon_pid(), place.modes.now) == (None, {UUID: 0})
 
 
+async def test_a_new_container_replaces_a_daemon_that_does_not_answer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 a stopped server blocks every command to its daemon."""
+    monkeypatch.setattr("gpumgr.enforcement.mps.daemon._QUIT_SECONDS", 0.2)
+    backend = await place.started(protocol="2")
+    before = place.daemon_pid()
+    assert before is not None
+    backend.give_up_after(0.3)
+    os.kill(before, signal.SIGSTOP)
+    await place.pass_time(backend)
+    with pytest.raises(Refusal, match=r"did not end .* replaced when the other containers on it have ended \(1\)"):
+        await backend.start(tenant("b2"))
+    assert place.daemon_pid() == before
+    backend.daemons()[0].unused = frozenset({"a1"})
+    backend.give_up_after(30)
+    await backend.start(tenant("b2"))
+    assert place.daemon_pid() not in (None, before)
+    _, got = await place.attach(backend, tenant("b2"))
+    assert got["percentage"] == 30
+
+
 async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
     backend = await place.started()
     place.behave(crash=["server"])
