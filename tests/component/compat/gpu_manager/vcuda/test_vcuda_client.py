@@ -255,7 +255,7 @@ def program_headers(program: Path) -> list[int]:
 
 def test_without_a_compiler_the_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(InputError, match=r"install gcc or clang, or set vcuda\.client_path"):
+    with pytest.raises(InputError, match=r"'no-such-compiler' is not in PATH: install gcc or clang, or set vcuda\.client_path"):
         build_client(tmp_path)
     monkeypatch.setenv("CC", "false")
     with pytest.raises(InputError, match="it needs a static libc"):
