@@ -41,8 +41,6 @@ POD_SECONDS: Final = 2.0
 AGAIN_SECONDS: Final = 1.0
 #: For so many unprepared claims a late Prepare is recognised.
 MAX_UNPREPARED: Final = 1000
-#: Reason of the event of a pod with a container that has two sets of limits.
-TWO_LIMITS: Final = "GpuTwoLimits"
 
 
 class ClaimReader(Protocol):
@@ -286,25 +284,6 @@ def _overtaken(claim: ClaimRef) -> Refusal:
 
 def _shares(claim: AllocatedClaim) -> set[Share]:
     return {(share.device, share.share_id) for share in claim.shares}
-
-
-def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Reports a pod that has appeared on the node, if one of its containers has two sets of limits, by claims that were prepared for other
-    pods before. The kubelet makes no Prepare call for it, so nothing can refuse the pod: its variables and files are those of one set.
-
-    Does nothing if a Prepare call of one of its claims is still to come.
-    """
-    ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
-    for claim in ledger.claims.values():
-        if (claim.namespace, claim.name) in names:
-            try:
-                refuse_two_limits(ledger, claim, [pod])
-            except Refusal as refusal:
-                why = f"the pod can't be refused, since its claims were prepared for other pods: {refusal}"
-                log.warning("two_limits", pod="/".join(pod.key), pod_uid=pod.uid, reason=why)
-                entry = HistoryEntry(what="event", code=TWO_LIMITS, pod=pod.key, pod_uid=pod.uid, why=why)
-                agent_state.history.add_unless_repeated(entry)
-                return
 
 
 _T = TypeVar("_T")

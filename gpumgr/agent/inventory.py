@@ -53,12 +53,12 @@ class HardwareHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
+    """An immutable state of the hardware, and what is offered of it. GPUs are matched with the registered ones by UUID.
 
     `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
     are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
-    all); None: none are. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be created now, for example because of a
-    MIG device that has processes and no container.
+    all); None: none are. `policy`: where a share is placed. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be
+    created now, for example because of a MIG device that has processes and no container.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -68,6 +68,7 @@ class Inventory:
     scaling: Scaling = (1.0, 1.0)
     mig_strategy: MigStrategy = "none"
     mig_on_demand: Collection[str] | None = None
+    policy: Policy = "binpack"
     mig_blocked: Mapping[str, int] = field(default_factory=dict)
     #: Name of a method -> the registry and the result of its last call (`_once`).
     _computed: dict[str, tuple[GpuRegistry, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -177,7 +178,7 @@ class Inventory:
                 reasons[name] = _NOT_IN_MIG_MODE
         return reasons
 
-    def view(self, gpu_registry: GpuRegistry, *, policy: Policy = "binpack", visible_blocks: Masks = NO_IDS) -> NodeView:
+    def view(self, gpu_registry: GpuRegistry, *, visible_blocks: Masks = NO_IDS) -> NodeView:
         rows = {
             gpu_registry.by_uuid[g.uuid].name: row for row, g in enumerate(self.snapshot.gpus) if g.uuid in gpu_registry.by_uuid
         }
@@ -189,7 +190,7 @@ class Inventory:
             indices=self.indices(gpu_registry),
             unschedulable={**self.unschedulable_reasons(gpu_registry), **failures},
             visible_blocks=visible_blocks,
-            policy=policy,
+            policy=self.policy,
             instances=self.instances(gpu_registry),
             failed_instances={
                 each.uuid: self.health.failed[each.uuid]

@@ -49,7 +49,6 @@ class AgentState:
         checkpoint: Checkpoint,
         device_lists: DeviceListPublisher,
         runs: Runs,
-        policy: Policy,
         clock: Callable[[], float],
         on_freed: Callable[[AllocationId], None] = lambda _: None,
         before_offer: Callable[[], Awaitable[None]] | None = None,
@@ -62,7 +61,6 @@ class AgentState:
         self.inventory = inventory or Inventory()
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
-        self._policy = policy
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
         #: GPU -> when it went into quarantine, in monotonic seconds; None: that was logged.
@@ -71,12 +69,10 @@ class AgentState:
 
     def apply(self, *, policy: Policy) -> None:
         """Takes effect at the next decision."""
-        self._policy = policy
+        self.inventory = replace(self.inventory, policy=policy)
 
     def node(self) -> NodeView:
-        return self.inventory.view(
-            self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks()
-        )
+        return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
         """The node with all blocks that can be offered, after sending them to the kubelet at once; None if it has them all.
@@ -87,9 +83,7 @@ class AgentState:
         if not self._device_lists.hurry():
             return None
         await asyncio.sleep(PUBLISH_SECONDS)
-        return self.inventory.view(
-            self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks(0)
-        )
+        return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks(0))
 
     async def commit(self, ledger: Ledger, *entries: HistoryEntry) -> None:
         """Makes `ledger` durable, then applies it. `entries` are history entries to write in the same transaction.

@@ -198,7 +198,6 @@ class Components:
             checkpoint=self._checkpoint,
             device_lists=self.device_lists,
             runs=self._processes.runs,
-            policy=self.settings.placement.policy,
             clock=time.monotonic,
             on_freed=self._freed,
             before_offer=lambda: self._take_over.before_offer(),
@@ -207,6 +206,7 @@ class Components:
                 scaling=(self.settings.hami.device_memory_scaling, self.settings.hami.device_core_scaling),
                 mig_strategy=self.settings.node.mig_strategy,
                 mig_on_demand=profile.mig_on_demand(self.settings),
+                policy=self.settings.placement.policy,
             ),
         )
 

@@ -107,7 +107,7 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
     }
     ledger = Ledger(gpu_registry, allocations)
     sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
-    view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}))
+    view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry))
     uses = {(each.id, gpu): use_of(each, gpu_registry.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
     gpus = {card.name: GpuUse(uuid=card.uuid) for card in gpu_registry.gpus}
     return NodeReport(

@@ -79,7 +79,6 @@ class SharedNode:
             checkpoint=self.checkpoint,
             device_lists=DeviceListPublisher(lambda _offer: None, clock=self.clock),
             runs=self.processes.runs,
-            policy="binpack",
             clock=self.clock,
         )
         self.limits = Enforcer(

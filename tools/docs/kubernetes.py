@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Final
 
-from gpumgr.agent.claims import TWO_LIMITS
 from gpumgr.agent.maintenance import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION

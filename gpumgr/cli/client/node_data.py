@@ -134,9 +134,7 @@ def _report_of(loaded: Loaded, at: float) -> NodeReport:
     """The allocations, without the hardware."""
     ledger, inventory = loaded.ledger, Inventory()
     return NodeReport(
-        view=AgentView(
-            ledger=ledger, inventory=inventory, node=inventory.view(ledger.gpu_registry, policy="binpack", visible_blocks={})
-        ),
+        view=AgentView(ledger=ledger, inventory=inventory, node=inventory.view(ledger.gpu_registry)),
         at=at,
         not_ready=("the agent does not respond: this is from its checkpoint",),
         cordons=_cordons(loaded),

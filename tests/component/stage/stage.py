@@ -290,7 +290,6 @@ async def stage(
             checkpoint=checkpoint,
             device_lists=device_lists,
             runs=still_runs,
-            policy="binpack",
             clock=clock,
             inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )

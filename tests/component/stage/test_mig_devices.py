@@ -491,7 +491,6 @@ async def test_a_reservation_that_a_killed_agent_left_is_dropped(folder: Path) -
             checkpoint=node.checkpoint,
             device_lists=device_lists,
             runs=lambda _: False,
-            policy="binpack",
             clock=node.clock,
         )
         assert not restarted.ledger.allocations

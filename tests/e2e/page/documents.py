@@ -138,7 +138,7 @@ def report(
     view = AgentView(
         ledger=Ledger(gpu_registry, {a.id: a for a in allocations}),
         inventory=inventory,
-        node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}),
+        node=inventory.view(gpu_registry),
     )
     used = round(used_gib * GIB)
     uses = {

@@ -183,9 +183,7 @@ async def test_links_without_a_switch_are_drawn_one_by_one(browser: Browser, sta
 
 async def test_a_node_without_a_driver(browser: Browser, stage: Stage) -> None:
     inventory = Inventory()
-    view = AgentView(
-        ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry(), policy="binpack", visible_blocks={})
-    )
+    view = AgentView(ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry()))
     stage.show(builtins(node_state(NodeReport(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#verdict")).to_have_text("Not ready")

@@ -203,7 +203,6 @@ class World:
             checkpoint=self.checkpoint,
             device_lists=self.device_lists,
             runs=self.runs,
-            policy="binpack",
             clock=self.clock,
         )
         pod_ends = PodEnds(self.pods, self.runtime, clock=self.clock)

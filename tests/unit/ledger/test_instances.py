@@ -53,7 +53,7 @@ def node_of(inventory: Inventory) -> tuple[Inventory, Ledger]:
 
 def grant(node: tuple[Inventory, Ledger], *uuids: str) -> Allocation:
     inventory, ledger = node
-    view = inventory.view(ledger.gpu_registry, policy="binpack", visible_blocks={})
+    view = inventory.view(ledger.gpu_registry)
     masks = ledger.gpu_registry.parse("mig", uuids)
     return grant_instances(view, ledger, UNKNOWN_CALLER, masks, new_id="new", now=1.0)
 

@@ -69,9 +69,7 @@ def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
 
 def test_a_node_without_gpus() -> None:
     gpu_registry, inventory = GpuRegistry(), Inventory()
-    view = AgentView(
-        ledger=Ledger(gpu_registry), inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={})
-    )
+    view = AgentView(ledger=Ledger(gpu_registry), inventory=inventory, node=inventory.view(gpu_registry))
     assert graph_text(view) == "ROOT:0:0\n"
     data = graph_data(view)
     assert data["tree"]["children"] == []

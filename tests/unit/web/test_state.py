@@ -92,9 +92,7 @@ def test_the_node_and_its_health() -> None:
 
 def test_a_node_without_a_driver_is_an_empty_document() -> None:
     inventory = Inventory()
-    view = AgentView(
-        ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry(), policy="binpack", visible_blocks={})
-    )
+    view = AgentView(ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry()))
     told = document(NodeReport(view=view))
     assert told["tree"] == {"name": "ROOT", "gpus": [], "children": []}
     assert [told[key] for key in ("nvlinks", "levels", "gpus", "failures", "containers", "history")] == [[], [], [], [], [], []]
@@ -106,7 +104,7 @@ def test_the_topology_as_a_tree_with_links_and_levels() -> None:
     topology = topology_from_matrix([["X", "NV2+PIX", "SYS"], ["NV2+PIX", "X", "SYS"], ["SYS", "SYS", "X"]])
     inventory = Inventory(snapshot=replace(snapshot_of(3), topology=topology))
     gpu_registry = inventory.register(GpuRegistry())
-    node = inventory.view(gpu_registry, policy="binpack", visible_blocks={})
+    node = inventory.view(gpu_registry)
     told = document(NodeReport(view=AgentView(ledger=Ledger(gpu_registry), inventory=inventory, node=node)))
     gpus = [{"name": f"GPU{row}", "gpus": [row], "children": []} for row in range(3)]
     switch = {"name": "PIX", "gpus": [0, 1], "children": gpus[:2]}

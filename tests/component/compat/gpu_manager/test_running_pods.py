@@ -63,7 +63,6 @@ class TakeoverNode:
             checkpoint=self.checkpoint,
             device_lists=self.device_lists,
             runs=lambda _: True,
-            policy="binpack",
             clock=self.clock,
             before_offer=self._before_offer,
         )

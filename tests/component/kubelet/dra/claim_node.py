@@ -46,7 +46,6 @@ class ClaimNode:
             checkpoint=self.checkpoint,
             device_lists=DeviceListPublisher(lambda _offer: None, clock=time.monotonic),
             runs=lambda _process: False,
-            policy="binpack",
             clock=time.monotonic,
         )
         self.limits = Enforcer(

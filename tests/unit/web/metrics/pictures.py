@@ -118,7 +118,7 @@ def view_of(
         health=HardwareHealth(failed=failed or {}, cordoned=cordoned or {}),
         quarantine=quarantine or Quarantine(),
     )
-    return AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}))
+    return AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry))
 
 
 def sample_of(*indices: int) -> NodeSample:
