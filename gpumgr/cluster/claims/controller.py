@@ -40,7 +40,7 @@ _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceede
 
 
 class ClaimsController:
-    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, `now` Unix time, in seconds. `writes`
+    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, in seconds. `writes`
     counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
 
     def __init__(
@@ -52,12 +52,11 @@ class ClaimsController:
         *,
         leader: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
         jitter: Callable[[], float] = random.random,
         period_seconds: float = 1.0,
     ) -> None:
         self._server, self._watches, self._settings, self._identity = server, watches, settings, identity
-        self._leader, self._clock, self._now, self._jitter, self._period = leader, clock, now, jitter, period_seconds
+        self._leader, self._clock, self._jitter, self._period = leader, clock, jitter, period_seconds
         self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
         #: What was refused -> when it may be written again, and the pause after the next refusal.
@@ -187,7 +186,7 @@ class ClaimsController:
 
     async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
         """An event about the pod, once for each text."""
-        now, said = self._now(), self._said.get(pod.uid)
+        said = self._said.get(pod.uid)
         waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
         if (
             waits
@@ -197,7 +196,7 @@ class ClaimsController:
             return
         self._events_left -= 1
         event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
-        series = EventSeries.once(event, now)
+        series = EventSeries.once(event, time.time())
         if await self._write("event", pod.uid, "POST", series.path, series.body(self._identity), but=(404, 409)):
             self._said[pod.uid] = text, self._clock()
 

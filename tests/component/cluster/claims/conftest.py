@@ -158,7 +158,6 @@ async def running(
         "host",
         leader=leadership,
         clock=lambda: clock.now,
-        now=lambda: 1e9,
         jitter=lambda: 0.5,
         period_seconds=0.01,
     )
