@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.hami_mig import MIG_ALLOCATIONS
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.ledger.annotations import is_ours
 from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
@@ -32,7 +32,7 @@ class PodCache:
         mig_resource: str | None = None,
         write_events: bool = True,
     ) -> None:
-        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see Reflector."""
+        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see `Watched`."""
         self._server, self._resources, self._mig_resource = server, resources, mig_resource
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
@@ -44,12 +44,9 @@ class PodCache:
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
         self._reflector = Reflector(
             server,
-            "/api/v1/pods",
-            query,
-            parse=self._parse,
+            Watched(path="/api/v1/pods", query=query, parse=self._parse, write_events=write_events),
             on_change=self._follow,
             watch_times=watch_times,
-            write_events=write_events,
         )
 
     @property

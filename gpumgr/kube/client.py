@@ -61,16 +61,11 @@ _TCP_OPTIONS: Final = (
 )
 
 
-class _Connection:
-    """A session with one state of the credentials. `requests`: how many use it. `refused`: the API server answered one with 401."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self.credentials = credentials
-        connector = aiohttp.TCPConnector(limit=100, ssl=credentials.context if credentials.context is not None else True)
-        # Watch events are long lines; the usual buffer would suspend the reading for each of them.
-        self.session = aiohttp.ClientSession(connector=connector, trust_env=True, read_bufsize=1 << 21)
-        self.requests = 0
-        self.refused = False
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    for level, option, value in _TCP_OPTIONS:
+        made.setsockopt(level, option, value)
+    return made
 
 
 class ApiServer:
@@ -84,9 +79,13 @@ class ApiServer:
         max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
     ) -> None:
         self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
-        self._current = _Connection(credentials)
-        #: Connections with earlier credentials that requests still use.
-        self._earlier: set[_Connection] = set()
+        self._credentials = credentials
+        # Watch events are long lines; the usual buffer would suspend the reading for each of them.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), trust_env=True, read_bufsize=1 << 21
+        )
+        #: The API server refused the credentials with 401.
+        self._refused = False
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
         #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
@@ -113,32 +112,23 @@ class ApiServer:
         return cls(files, await files.read(), clock, max_retry_after_seconds)
 
     async def close(self) -> None:
-        for each in (self._current, *self._earlier):
-            await each.session.close()
+        await self._session.close()
 
     async def _renew(self) -> None:
         """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
-        place. All callers wait for one renewal; requests that use the earlier credentials end undisturbed. Credentials that can't be read
+        place. All callers wait for one renewal; requests with the earlier credentials end undisturbed. Credentials that can't be read
         stay in use, and are read again later."""
         async with self._renewing:
-            if not self._current.refused or self._clock() < self._renewal_due:
+            if not self._refused or self._clock() < self._renewal_due:
                 return
             self._renewal_due = self._clock() + _RENEW_SECONDS
             try:
-                renewed, self._unreadable = _Connection(await self._files.read()), None
+                self._credentials, self._unreadable = await self._files.read(), None
+                self._refused = False
             except SettingsError as error:
                 if str(error) != str(self._unreadable):
                     _log.warning("credentials_not_renewed", error=str(error))
                 self._unreadable = error
-                return
-            self._earlier.add(self._current)
-            self._current = renewed
-            await self._close_unused()
-
-    async def _close_unused(self) -> None:
-        for each in [each for each in self._earlier if not each.requests]:
-            self._earlier.discard(each)
-            await each.session.close()
 
     @contextlib.asynccontextmanager
     async def request(
@@ -170,22 +160,19 @@ class ApiServer:
             sent["Content-Type"] = _CONTENT_TYPES[patch] if method == "PATCH" else "application/json"
         data = json.dumps(body).encode() if body is not None else None
         checked = _checked(data, check) if data is not None and check is not None else data
-        if self._current.refused:
+        if self._refused:
             await run_shielded(self._renew(), name="renewal")  # it may take longer than this caller waits
-        connection = self._current
-        connection.requests += 1
-        try:
-            async with await self._send(connection, method, path, query, timeout, checked, sent) as response:
-                connection.refused |= response.status == 401
-                if response.status == 401 and self._unreadable is not None:
-                    raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
-                if method != "GET" and response.status >= 300 and (seconds := _retry_after(response)) > 0:
-                    self._hold(write, seconds, response.status)
-                _detect_dead_peer(response)
-                yield response
-        finally:
-            connection.requests -= 1
-            await self._close_unused()
+        credentials = self._credentials
+        async with await self._send(
+            method, path, credentials, params=query, headers=sent, data=checked, timeout=timeout
+        ) as response:
+            if response.status == 401 and credentials is self._credentials:
+                self._refused = True
+            if response.status == 401 and self._unreadable is not None:
+                raise AnswerError(f"HTTP 401, and new credentials can't be read: {self._unreadable}", status=401)
+            if method != "GET" and response.status >= 300 and (seconds := _retry_after(response)) > 0:
+                self._hold(write, seconds, response.status)
+            yield response
 
     def _hold(self, write: tuple[Method, str, str], seconds: float, status: int) -> None:
         now = self._clock()
@@ -206,28 +193,20 @@ class ApiServer:
         self._held.pop(write, None)
 
     async def _send(
-        self,
-        connection: _Connection,
-        method: Method,
-        path: str,
-        query: Mapping[str, str],
-        timeout: aiohttp.ClientTimeout,
-        data: bytes | AsyncIterator[bytes] | None,
-        headers: Mapping[str, str],
+        self, method: Method, path: str, credentials: Credentials, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """Raises what `request` raises."""
-        credentials = connection.credentials
+        """`options`: of aiohttp.ClientSession.request, which opens a connection of its own for each TLS context. Raises what `request`
+        raises."""
         await self._files.refresh(credentials)
         try:
-            return await connection.session.request(
+            return await self._session.request(
                 method,
                 credentials.host + path,
-                params=query,
                 headers={**headers, **credentials.headers()},
-                data=data,
-                timeout=timeout,
                 proxy=credentials.proxy,
+                ssl=credentials.context or True,
                 server_hostname=credentials.tls_server_name,
+                **options,
             )
         except (aiohttp.ClientError, OSError):
             raise
@@ -334,14 +313,3 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds; 0.0 without one, or for a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
-
-
-def _detect_dead_peer(response: aiohttp.ClientResponse) -> None:
-    """Does nothing if the connection is released already, which is so when the whole answer came in one piece."""
-    transport = response.connection.transport if response.connection else None
-    sock = transport.get_extra_info("socket") if transport else None
-    if sock is None:
-        return
-    with contextlib.suppress(OSError):
-        for level, option, value in _TCP_OPTIONS:
-            sock.setsockopt(level, option, value)

@@ -13,12 +13,13 @@ The API has no option to leave out `metadata.managedFields`; the decoders skip t
 """
 
 import asyncio
+import contextlib
 import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,7 +28,7 @@ import structlog
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored
 from gpumgr.kube.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
-from gpumgr.kube.unreadable import UnreadableObjects
+from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
 
 _log = structlog.get_logger(__name__)
 
@@ -35,6 +36,20 @@ _PAGE = "500"
 #: The limit of a page's request is at least this, in seconds; and the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
+#: Reason of the event of an object that can't be read.
+UNREADABLE_REASON: Final = "GpumgrCannotRead"
+#: The most events that are written after a list, since a user could store any number of such objects.
+_MOST_EVENTS: Final = 20
+#: The last part of a watch's path -> the kind of its objects. The items of a list do not have it.
+_KINDS: Final = {
+    "pods": "Pod",
+    "nodes": "Node",
+    "configmaps": "ConfigMap",
+    "resourcequotas": "ResourceQuota",
+    "resourceclaims": "ResourceClaim",
+    "resourceclaimtemplates": "ResourceClaimTemplate",
+    "resourceslices": "ResourceSlice",
+}
 #: Objects of a page that are decoded before the event loop serves others.
 _SLICE = 50
 
@@ -125,35 +140,84 @@ class ExpiredError(GpumgrError):
     """The resource version is too old (410), or the stream is malformed: list again."""
 
 
-class Reflector(Generic[T]):
-    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
-    `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched(Generic[T]):
+    """The objects of a path that the query selects, and what is kept of each.
 
     `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
     `write_events`: an object that can't be read gets an event.
     """
 
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    parse: Callable[[Any], T]
+    decode: Callable[[msgspec.Raw], Any] = decode_stored
+    write_events: bool = True
+
+
+class _UnreadableObjects:
+    """The unreadable objects of one watch. `reasons`: UID -> why it can't be read."""
+
+    def __init__(self, server: ApiServer, path: str, *, write_events: bool) -> None:
+        self._server, self._path, self._write_events = server, path, write_events
+        self.reasons: dict[str, str] = {}
+        self._events_left = _MOST_EVENTS
+        #: The event loop itself keeps only weak references to its tasks.
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def listed(self, uids: set[str]) -> None:
+        """Call it after a list. `uids`: the listed objects that can't be read."""
+        self.reasons = {uid: why for uid, why in self.reasons.items() if uid in uids}
+        self._events_left = _MOST_EVENTS
+
+    def add(self, uid: str, namespace: str, name: str, error: Exception) -> None:
+        """Reports the object, once. `uid` is "" for an object without one."""
+        if uid in self.reasons:
+            return
+        plain = isinstance(error, UnreadableText | RecursionError)
+        why = str(UnreadableText(error if plain else f"{type(error).__name__}: {error}"))
+        self.reasons[uid] = why
+        shown = "/".join(filter(None, (namespace, name))) or None
+        _log.warning("api_object_unreadable", path=self._path, name=shown, uid=uid, error=why)
+        if uid and self._write_events and self._events_left > 0:
+            self._events_left -= 1
+            task = asyncio.create_task(self._write(uid, namespace, name, why), name="unreadable_object_event")
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self, uid: str, namespace: str, name: str, why: str) -> None:
+        _, root, *parts = self._path.split("/")
+        version, kind = "/".join(parts[: 1 if root == "api" else 2]), _KINDS.get(parts[-1], parts[-1])
+        about = ObjectRef(kind=kind, namespace=namespace, name=name, uid=uid, api_version=version)
+        text = f"gpumgr can't read this object ({why}) and continues with its last readable state; correct or delete it"
+        event, now = Event(about=about, reason=UNREADABLE_REASON, message=text, warning=True), time.time()
+        with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object too
+            await EventSeries.once(event, now).write(self._server, "gpumgr")
+
+
+class Reflector(Generic[T]):
+    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
+    `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
+
+    `sleep`, `jitter` (0.0 to 1.0) and `clock` (monotonic, in seconds) are replaced in tests.
+    """
+
     def __init__(
         self,
         server: ApiServer,
-        path: str,
-        query: Mapping[str, str],
+        watched: Watched[T],
         *,
-        parse: Callable[[Any], T],
         on_change: Callable[[T | None, T | None], None],
         on_list: Callable[[], object] = lambda: None,
-        decode: Callable[[msgspec.Raw], Any] = decode_stored,
         watch_times: WatchTimes | None = None,
-        write_events: bool = True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._path, self._query = server, path, dict(query)
-        self._parse, self._on_change, self._on_list, self._decode = parse, on_change, on_list, decode
+        self._server, self._watched, self._on_change, self._on_list = server, watched, on_change, on_list
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
-        self._unreadable = UnreadableObjects(server, path, write_events=write_events)
+        self._unreadable = _UnreadableObjects(server, watched.path, write_events=watched.write_events)
         #: None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None
@@ -192,7 +256,7 @@ class Reflector(Generic[T]):
 
     @property
     def resource(self) -> str:
-        return self._path.rpartition("/")[2]
+        return self._watched.path.rpartition("/")[2]
 
     def expire(self) -> None:
         """The next `run` begins with a list. Must not be called while `run` runs."""
@@ -220,7 +284,7 @@ class Reflector(Generic[T]):
                 self._log_once(_text(error))
             if not self._reported and (why := self.outdated) is not None:
                 self._reported = True
-                _log.error("objects_outdated", path=self._path, reason=why)
+                _log.error("objects_outdated", path=self._watched.path, reason=why)
             since = self._watching_since
             if since is not None and self._clock() - since >= self._pace.lasted_seconds:
                 pause = self._pace.pause_seconds[0]
@@ -234,13 +298,13 @@ class Reflector(Generic[T]):
         """A transient error, once for each text until a request succeeds."""
         if text != self._logged:
             self._logged = text
-            _log.warning("api_server_retries", path=self._path, error=text)
+            _log.warning("api_server_retries", path=self._watched.path, error=text)
 
     def _heard(self, at: float) -> None:
         self._heard_at, self._list_error = at, None
         if self._reported:
             self._reported = False
-            _log.info("objects_current_again", path=self._path)
+            _log.info("objects_current_again", path=self._watched.path)
 
     # -- list --------------------------------------------------------------------------------------------------------------
 
@@ -255,7 +319,7 @@ class Reflector(Generic[T]):
         found: dict[str, T] = {}
         begun = self._clock()
         unreadable: set[str] = set()
-        query = {**self._query, "limit": _PAGE}
+        query = {**self._watched.query, "limit": _PAGE}
         while True:
             page = await _decoded(await self._page(query), _Page)
             for number, item in enumerate(page.items or ()):
@@ -269,7 +333,7 @@ class Reflector(Generic[T]):
                     unreadable.add(metadata.uid)
             if not page.metadata.following:
                 break
-            query = {**self._query, "limit": _PAGE, "continue": page.metadata.following}
+            query = {**self._watched.query, "limit": _PAGE, "continue": page.metadata.following}
         if "" in unreadable:  # it may be any object that is missing now
             found = {**self._objects, **found}
         self._unreadable.listed(unreadable)
@@ -288,7 +352,7 @@ class Reflector(Generic[T]):
         # A list that hangs fails before the copy is outdated; later ones have their time.
         left = self._pace.outdated_seconds - self.silent_seconds
         timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
-        async with self._server.request("GET", self._path, query, timeout) as response:
+        async with self._server.request("GET", self._watched.path, query, timeout) as response:
             await _check_status(response)
             return await response.read()
 
@@ -305,8 +369,8 @@ class Reflector(Generic[T]):
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
         try:
-            decoded = self._decode(item)
-            return (self._parse(decoded) if decoded is not None else None), True
+            decoded = self._watched.decode(item)
+            return (self._watched.parse(decoded) if decoded is not None else None), True
         except UNREADABLE as error:
             self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
             return self._objects.get(metadata.uid), False
@@ -318,14 +382,14 @@ class Reflector(Generic[T]):
         low, high = self._pace.watch_seconds
         seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
         query = {
-            **self._query,
+            **self._watched.query,
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
             "timeoutSeconds": str(seconds),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
-        async with self._server.request("GET", self._path, query, timeout) as response:
+        async with self._server.request("GET", self._watched.path, query, timeout) as response:
             await _check_status(response)
             self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):

@@ -16,9 +16,9 @@ from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
 from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
+from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.replica_requests import HAMI_ALLOCATED
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
-from gpumgr.kube.unreadable import REASON
 from gpumgr.ledger import annotations
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
@@ -171,7 +171,7 @@ EVENTS: Final = (
     ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
     (
         "pod",
-        REASON,
+        UNREADABLE_REASON,
         True,
         "The pod, or another object that gpumgr watches, can't be read. What was last read of it stays in use.",
     ),

@@ -22,7 +22,7 @@ from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
@@ -63,16 +63,25 @@ class ClaimWatches(ClusterWatches):
         watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
         self._watched += [
             watched(
-                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=objects.decode_unbound,
-                parse=lambda item: objects.parse_unbound(item, labels), on_change=self._unbound_changed,
+                Watched(
+                    path="/api/v1/pods",
+                    query={"fieldSelector": "spec.nodeName=,status.phase=Pending"},
+                    decode=objects.decode_unbound,
+                    parse=lambda item: objects.parse_unbound(item, labels),
+                ),
+                on_change=self._unbound_changed,
             ),
-            watched(f"{_API}/resourceclaims", {}, parse=objects.parse_claim, on_change=self._claim_changed),
-            watched(f"{_API}/resourceclaimtemplates", {}, parse=objects.parse_template, on_change=self._template_changed),
+            watched(Watched(path=f"{_API}/resourceclaims", parse=objects.parse_claim), on_change=self._claim_changed),
             watched(
-                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=objects.parse_slice,
+                Watched(path=f"{_API}/resourceclaimtemplates", parse=objects.parse_template), on_change=self._template_changed
+            ),
+            watched(
+                Watched(
+                    path=f"{_API}/resourceslices", query={"fieldSelector": f"spec.driver={DRIVER}"}, parse=objects.parse_slice
+                ),
                 on_change=self._slice_changed,
             ),
-        ]  # fmt: skip
+        ]
 
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from gpumgr.common.aio import run_until
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
@@ -79,34 +79,37 @@ class ClusterWatches:
         watch = partial(Reflector, server, watch_times=times, clock=clock)
         self.nodes: dict[str, WatchedNode] = {}
         nodes: Reflector[WatchedNode] = watch(
-            "/api/v1/nodes",
-            {},
-            parse=lambda item: parse_node(item, labels, hami),
-            decode=lambda item: decode_stored(item, _Node),
+            Watched(
+                path="/api/v1/nodes",
+                parse=lambda item: parse_node(item, labels, hami),
+                decode=lambda item: decode_stored(item, _Node),
+            ),
             on_change=self._node_changed,
         )
         pods: Reflector[WatchedPod | CpuPod] = watch(
-            "/api/v1/pods",
-            {"fieldSelector": _RUNNING},
-            parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
-            decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
+            Watched(
+                path="/api/v1/pods",
+                query={"fieldSelector": _RUNNING},
+                parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
+                decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
+            ),
             on_change=self._pod_changed,
         )
         self._watched: list[Reflector[Any]] = [nodes, pods]
         if settings.quota_configmap:
             namespace, _, name = settings.quota_configmap.partition("/")
             limits: Reflector[QuotaTexts] = watch(
-                f"/api/v1/namespaces/{namespace}/configmaps",
-                {"fieldSelector": f"metadata.name={name}"},
-                parse=QuotaTexts.of,
+                Watched(
+                    path=f"/api/v1/namespaces/{namespace}/configmaps",
+                    query={"fieldSelector": f"metadata.name={name}"},
+                    parse=QuotaTexts.of,
+                ),
                 on_change=self._sources.configmap_changed,
             )
             self._watched.append(limits)
         if hami is not None:
             resource_quotas: Reflector[WatchedResourceQuota] = watch(
-                "/api/v1/resourcequotas",
-                {},
-                parse=lambda item: parse_resource_quota(item, hami),
+                Watched(path="/api/v1/resourcequotas", parse=lambda item: parse_resource_quota(item, hami)),
                 on_change=self._sources.resource_quota_changed,
             )
             self._watched.append(resource_quotas)

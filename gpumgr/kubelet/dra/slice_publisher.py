@@ -24,7 +24,7 @@ from gpumgr.common.aio import LatestValue, forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
-from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.kubelet.dra import slices
 from gpumgr.kubelet.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
 
@@ -77,9 +77,7 @@ class SlicePublisher:
         self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slices.slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
-            SLICES,
-            {"fieldSelector": f"metadata.name={self._name}"},
-            parse=slices.stored_slice,
+            Watched(path=SLICES, query={"fieldSelector": f"metadata.name={self._name}"}, parse=slices.stored_slice),
             on_change=self._seen,
             on_list=self._listed,
             watch_times=watch_times,

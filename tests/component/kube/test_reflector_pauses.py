@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 
 from .fake_api_server import Answer, FakeApiServer, raw, status
 
@@ -25,9 +25,7 @@ async def pauses(server: ApiServer, wanted: int, watch_times: WatchTimes | None 
 
     reflector = Reflector(
         server,
-        "/api/v1/pods",
-        {},
-        parse=parse_pod,
+        Watched(path="/api/v1/pods", parse=parse_pod),
         on_change=lambda *_: None,
         watch_times=watch_times,
         sleep=sleep,

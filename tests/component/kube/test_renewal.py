@@ -3,6 +3,8 @@
 import asyncio
 import os
 import shutil
+import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,10 +21,11 @@ from gpumgr.kube import credentials as module
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.credentials import CredentialFiles
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector
+from gpumgr.kube.reflector import Reflector, Watched
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import FAST, write_kubeconfig
+from .fake_api_server import FakeApiServer
 
 
 class Guarded:
@@ -33,6 +36,7 @@ class Guarded:
         self.token = "0"
         self.release = asyncio.Event()
         self.held = 0
+        self.connections = set[asyncio.BaseTransport | None]()
         self.changed = asyncio.Condition()
         self.url = ""
 
@@ -41,6 +45,7 @@ class Guarded:
         write_kubeconfig(self._kubeconfig, self.url, token=self.token)
 
     async def pods(self, request: web.Request) -> web.StreamResponse:
+        self.connections.add(request.transport)
         if request.headers["Authorization"] != f"Bearer {self.token}":
             return web.json_response({"message": "expired"}, status=401)
         if "watch" in request.query:
@@ -58,14 +63,16 @@ class Guarded:
 
 
 @asynccontextmanager
-async def guarded(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Guarded, ApiServer]]:
+async def guarded(
+    folder: Path, clock: Callable[[], float] = time.monotonic, *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[Guarded, ApiServer]]:
     made = Guarded(folder / "kubeconfig")
     app = web.Application()
     app.router.add_get("/api/v1/pods", made.pods)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    made.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
     server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
     try:
         yield made, server
@@ -157,20 +164,35 @@ async def test_a_renewal_goes_on_after_the_request_that_began_it_was_given_up(
         assert await server.read("GET", "/api/v1/pods")
 
 
-async def test_a_renewal_ends_no_running_request_and_closes_its_connection_after_the_last(tmp_path: Path) -> None:
-    async with guarded(tmp_path) as (api, server):
+async def test_a_renewal_ends_no_running_request_and_connects_with_the_new_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(CERTIFICATES / "server.crt", CERTIFICATES / "server.key")
+    monkeypatch.setattr(module, "_tls", lambda _: ssl._create_unverified_context())  # another one at each read of the files
+    async with guarded(tmp_path, tls=tls) as (api, server):
         running = [asyncio.create_task(server.read("GET", "/api/v1/pods", query={"hold": "1"})) for _ in range(3)]
         await api.until_held(3)
-        before = server._current.session
         api.rotate()
         with pytest.raises(AnswerError):
             await server.read("GET", "/api/v1/pods")
-        assert await server.read("GET", "/api/v1/pods")
-        assert not before.closed
+        for _ in range(2):
+            assert await server.read("GET", "/api/v1/pods")
+        assert len(api.connections) == 3 + 1 + 1
         api.release.set()
         assert [found["items"] for found in await asyncio.gather(*running)] == [[], [], []]
-        assert before.closed
-        assert not server._current.session.closed
+
+
+async def test_a_peer_that_vanishes_is_detected(api: FakeApiServer, server: ApiServer) -> None:
+    """The kernel does it. Linux counts in milliseconds."""
+    query = {"watch": "1", "resourceVersion": "1"}
+    async with server.request("GET", "/api/v1/pods", query) as response:
+        assert response.connection is not None
+        assert response.connection.transport is not None
+        connected = response.connection.transport.get_extra_info("socket")
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    assert api.count(watch=True) == 1
 
 
 async def test_watches_survive_rotations_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +200,8 @@ async def test_watches_survive_rotations_under_load(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("gpumgr.kube.client._RENEW_SECONDS", 0.0)
     async with guarded(tmp_path) as (api, server):
         found = [
-            Reflector(server, "/api/v1/pods", {}, parse=parse_pod, on_change=lambda *_: None, watch_times=FAST) for _ in range(8)
+            Reflector(server, Watched(path="/api/v1/pods", parse=parse_pod), on_change=lambda *_: None, watch_times=FAST)
+            for _ in range(8)
         ]
         tasks = [asyncio.create_task(each.run()) for each in found]
         for _ in range(20):
@@ -206,7 +229,7 @@ async def test_whatever_the_http_client_raises_is_a_failure_of_the_api(tmp_path:
                 raise error
 
             with monkeypatch.context() as patched:
-                patched.setattr(server._current.session, "request", fails)
+                patched.setattr(server._session, "request", fails)
                 with pytest.raises(API_FAILURES, match=type(error).__name__):
                     await server.read("GET", "/api/v1/pods")
     with pytest.raises(GpumgrError, match="Session is closed"):

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, prompt_watches
+from gpumgr.kube.reflector import Reflector, Watched, prompt_watches
 
 from .fake_api_server import Answer, FakeApiServer, pod, raw, status
 
@@ -29,9 +29,7 @@ class Silence:
         self.outdated_at: float | None = None
         self.reflector: Reflector[Any] = Reflector(
             server,
-            "/api/v1/pods",
-            {},
-            parse=parse_pod,
+            Watched(path="/api/v1/pods", parse=parse_pod),
             on_change=lambda *_: None,
             watch_times=replace(prompt_watches(30.0), silence_seconds=1e6),
             sleep=self._sleep,

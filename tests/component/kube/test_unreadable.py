@@ -18,7 +18,7 @@ from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.unreadable import REASON
+from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
@@ -117,7 +117,7 @@ async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(
     ((method, path, body),) = api.written
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
-    assert (body["reason"], body["type"]) == (REASON, "Warning")
+    assert (body["reason"], body["type"]) == (UNREADABLE_REASON, "Warning")
     assert body["message"].startswith("gpumgr can't read this object (TypeError: 'int' object is not iterable) and continues ")
 
 
