@@ -1,4 +1,4 @@
-"""`gpumgr install library`: the operator's libvgpu.so for the backend hami-core, on this host or in an image of one.
+"""`gpumgr install library`: the operator's libvgpu.so for the backend hami-core, on this host.
 
 The result is that of the init container of config/image/hami-core (install.sh there): the library in a folder named by its SHA-256,
 and a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was created.
@@ -13,10 +13,10 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.host import CONFIG, Host, host_settings
+from gpumgr.cli.installation import Installation, reporting_errors, write
 from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.files import FileIdentity
+from gpumgr.common.files import FileIdentity, sync_folder, temporary_of
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
 from gpumgr.settings import Settings
@@ -30,9 +30,10 @@ _EXIT_CODES: Final = {
 _MOST_VERSION_CHARACTERS: Final = 200
 
 
-def install_library(host: Host, settings: Settings, source: Path, *, sha256: str | None, version: str) -> list[str]:
+def install_library(place: Installation, source: Path, *, sha256: str | None, version: str) -> list[str]:
     """Tries, installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; then the former
     selection stays."""
+    settings = place.settings()
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256, exports=EXPORTS)
@@ -40,21 +41,36 @@ def install_library(host: Host, settings: Settings, source: Path, *, sha256: str
         raise LibraryError(reason)
     folder = settings.checkpoint.library_dir
     installed = installed_path(folder, checked.sha256, LIBRARY)
-    with _alone(host.path(folder)):
-        before = FileIdentity.at(host.path(installed))
-        after = FileIdentity.at(install(checked, host.path(folder), LIBRARY))
-        host.actions.append(f"{'unchanged ' if before == after else 'write     '} {installed}")
-        host.write(installed.with_name(VERSION), f"{version}\n")
-        host.link(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
-    return [*_about(settings), "gpumgr doctor"]
+    with _alone(folder):
+        before = FileIdentity.at(installed)
+        after = FileIdentity.at(install(checked, folder, LIBRARY))
+        click.echo(f"{'unchanged ' if before == after else 'write     '} {installed}")
+        write(installed.with_name(VERSION), f"{version}\n".encode())
+        _select(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
+    return [*_about(settings, place.config), "gpumgr doctor"]
 
 
-def _about(settings: Settings) -> Iterator[str]:
+def _select(link: Path, target: str) -> None:
+    """Makes `link` lead to `target`, atomically, in the place of another link. Raises GpumgrError for another file there."""
+    if link.is_symlink() and os.readlink(link) == target:
+        click.echo(f"unchanged  {link} -> {target}")
+        return
+    if os.path.lexists(link) and not link.is_symlink():
+        raise GpumgrError(f"{link} is not a link of gpumgr: move it away, and try again")
+    new = temporary_of(link)
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+    sync_folder(link.parent)
+    click.echo(f"link       {link} -> {target}")
+
+
+def _about(settings: Settings, config: Path) -> Iterator[str]:
     """What in the settings prevents the use of the installed library."""
     if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
-        yield f"remove hami_core.library_path and hami_core.library_sha256 from {CONFIG}: they take precedence over what is installed"
+        yield f"remove hami_core.library_path and hami_core.library_sha256 from {config}: they take precedence over what is installed"
     if settings.enforcement.backend not in ("auto", "hami-core"):
-        yield f"set enforcement.backend in {CONFIG} to hami-core or auto: it is {settings.enforcement.backend}"
+        yield f"set enforcement.backend in {config} to hami-core or auto: it is {settings.enforcement.backend}"
 
 
 @contextmanager
@@ -73,12 +89,7 @@ def _alone(folder: Path) -> Iterator[None]:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--sha256", help="What sha256sum prints for the right file; another file is refused.")
 @click.option("--version", default="unknown", help="What `gpumgr doctor` shows, such as the commit from which it was built.")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
-    help="Folder of a host's image.",
-)
-def library(file: Path, sha256: str | None, version: str, root: Path | None) -> None:
+def library(file: Path, sha256: str | None, version: str) -> None:
     """Install HAMi-core's libvgpu.so for the backend hami-core, in the folder `lib` below checkpoint.dir.
 
     A running agent gives it to new containers within a minute; running containers keep theirs. hami_core.library_path, if it is set,
@@ -88,12 +99,10 @@ def library(file: Path, sha256: str | None, version: str, root: Path | None) -> 
     Examples:
       gpumgr install library libvgpu.so
       gpumgr install library libvgpu.so --sha256 18f884bf... --version 5091a2f
-      gpumgr install library libvgpu.so --root /mnt/image
     """
-    if root is None and os.geteuid() != 0:
+    if os.geteuid() != 0:
         raise GpumgrError("only root may install a library: run it with sudo")
-    host = Host(root=root)
-    with host.reporting():
-        following = install_library(host, host_settings(host), file, sha256=sha256, version=version)
+    with reporting_errors():
+        following = install_library(Installation(), file, sha256=sha256, version=version)
     click.echo("\nnext:")
     click.echo("\n".join(f"  {line}" for line in following))

@@ -18,11 +18,11 @@ for name in found:
     importlib.import_module(name)
 print(len(found), *sorted({sys.modules[name].__file__.partition("gpumgr")[0] for name in found}))
 """
-INSTALL = """
+SHIPPED = """
 import sys
-from pathlib import Path
-from gpumgr.cli.install import Host, install
-install(Host(root=Path(sys.argv[1])))
+from gpumgr.cli.installation import SHIPPED
+for name in ("gpumgr.yaml", "gpumgr.service"):
+    print((SHIPPED / name).resolve())
 """
 
 
@@ -57,13 +57,9 @@ def test_it_brings_the_simulated_nodes(installed: Installed) -> None:
     assert '"gpus":[0,1]' in installed.run("gpumgr", "place", "--sim", "hgx-h100-8", "--cores", "200")
 
 
-def test_it_brings_the_unit_and_the_settings(installed: Installed, tmp_path: Path) -> None:
-    program = tmp_path / "opt" / "gpumgr" / "bin" / "gpumgr"
-    program.parent.mkdir(parents=True)
-    program.touch()
-    installed.run("python", "-c", INSTALL, tmp_path)
-    settings = tmp_path / "etc" / "gpumgr" / "gpumgr.yaml"
-    unit = tmp_path / "etc" / "systemd" / "system" / "gpumgr.service"
+def test_it_brings_the_unit_and_the_settings(installed: Installed) -> None:
+    settings, unit = map(Path, installed.run("python", "-c", SHIPPED).split())
+    assert settings.is_relative_to(installed.packages)
     assert settings.read_bytes() == (PROJECT / "config" / "gpumgr.yaml").read_bytes()
     assert unit.read_bytes() == (PROJECT / "systemd" / "gpumgr.service").read_bytes()
     assert installed.run("gpumgr", "config", "check", settings) == "ok\n"

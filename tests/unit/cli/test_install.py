@@ -1,173 +1,116 @@
-"""`gpumgr install systemd` on the folder of an image: what it writes, and when it refuses."""
+"""`gpumgr install systemd` in a folder: what it writes, and when it refuses."""
 
 import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from gpumgr.cli.host import CONFIG, Host, environment
-from gpumgr.cli.install import UNIT, check_possible, command, install, uninstall
+from gpumgr.cli.install import check_possible, install, is_running, uninstall
+from gpumgr.cli.installation import Installation, environment
 from gpumgr.common.errors import GpumgrError
 from gpumgr.settings import InvalidSettingsError
 from tools import PROJECT
 
-ENABLED = UNIT.parent / "multi-user.target.wants" / UNIT.name
+STANDALONE = b"kubernetes: {enabled: false}\n"
+Printed = pytest.CaptureFixture[str]
+
+
+def says(folder: Path, state: str, code: int = 0) -> None:
+    """systemctl, which notes its arguments, prints `state` and ends with the code."""
+    systemctl = folder / "bin/systemctl"
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho {state}\ntest "$1" != is-active || exit {code}\n')
+    systemctl.chmod(0o755)
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """An image with gpumgr in it."""
-    program = tmp_path / "opt/gpumgr/bin/gpumgr"
-    program.parent.mkdir(parents=True)
-    program.touch()
-    return tmp_path
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installation:
+    """A host with gpumgr's program, and with systemctl, which says that the service does not run."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    says(tmp_path, "inactive", 3)
+    place = Installation(
+        unit=tmp_path / "system/gpumgr.service",
+        config=tmp_path / "etc/gpumgr.yaml",
+        environment=tmp_path / "default",
+        program=tmp_path / "opt/bin/gpumgr",
+        state=(tmp_path / "state",),
+    )
+    for file in (place.program, place.config, place.unit):
+        file.parent.mkdir(parents=True)
+    place.program.touch()
+    return place
 
 
-def files(folder: Path) -> dict[str, str]:
-    return {str(each.relative_to(folder)): each.read_text() for each in sorted(folder.rglob("*")) if each.is_file()}
-
-
-def test_unit_and_settings_are_written_and_the_next_command_is_named(image: Path) -> None:
-    host = Host(root=image)
-    assert install(host) == [
-        "set kubernetes.kubeconfig in /etc/gpumgr/gpumgr.yaml, or kubernetes.enabled: false for a node without API server",
-        "/opt/gpumgr/bin/gpumgr doctor",
-        f"systemctl --root={image} enable gpumgr",
+def test_unit_and_settings_are_written_once_and_the_next_command_is_named(
+    place: Installation, tmp_path: Path, capsys: Printed
+) -> None:
+    following = [
+        f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server",
+        f"{place.program} doctor",
+        "systemctl enable --now --no-block gpumgr",
     ]
-    assert host.actions == ["write      /etc/systemd/system/gpumgr.service", "write      /etc/gpumgr/gpumgr.yaml"]
-    assert files(image / "etc") == {
-        "gpumgr/gpumgr.yaml": (PROJECT / "config" / "gpumgr.yaml").read_text(),
-        "systemd/system/gpumgr.service": (PROJECT / "systemd" / "gpumgr.service").read_text(),
-    }
-
-
-def test_done_again_nothing_changes(image: Path) -> None:
-    install(Host(root=image))
-    before = files(image)
-    again = Host(root=image)
-    install(again)
-    assert again.actions == ["unchanged  /etc/systemd/system/gpumgr.service", "unchanged  /etc/gpumgr/gpumgr.yaml"]
-    assert files(image) == before
-
-
-def test_settings_of_the_operator_stay_and_an_edited_unit_is_kept_beside(image: Path) -> None:
-    host = Host(root=image)
-    for path, text in ((CONFIG, "kubernetes: {enabled: false}\n"), (UNIT, "[Service]\nNice=1\n")):
-        host.path(path).parent.mkdir(parents=True)
-        host.path(path).write_text(text)
-    assert install(host)[0] == "/opt/gpumgr/bin/gpumgr doctor"
-    assert host.text(CONFIG) == "kubernetes: {enabled: false}\n"
-    assert host.text(Path("/etc/systemd/system/gpumgr.service.old")) == "[Service]\nNice=1\n"
-
-
-def test_a_dry_run_prints_each_step_and_changes_nothing(image: Path) -> None:
-    before = files(image)
-    host = Host(root=image, dry_run=True)
-    assert install(host)
-    assert host.actions == ["would write      /etc/systemd/system/gpumgr.service", "would write      /etc/gpumgr/gpumgr.yaml"]
-    assert files(image) == before
-
-
-def test_an_uninstall_leaves_settings_and_state(image: Path) -> None:
-    install(Host(root=image))
-    (image / "var/lib/gpumgr").mkdir(parents=True)
-    enabled = image / ENABLED.relative_to("/")
-    enabled.parent.mkdir()
-    enabled.symlink_to(UNIT)
-    host = Host(root=image)
-    (left,) = uninstall(host)
-    assert host.actions == [f"remove     {ENABLED}", f"remove     {UNIT}"]
-    assert list(files(image / "etc")) == ["gpumgr/gpumgr.yaml"]
-    assert left.startswith(f"rm -r {image}/etc/gpumgr {image}/var/lib/gpumgr  ")
-    again = Host(root=image)
-    uninstall(again)
-    assert again.actions == [f"unchanged  {UNIT} is not there"]
-
-
-def test_wrong_settings_are_named_before_anything_is_written(image: Path) -> None:
-    host = Host(root=image)
-    host.path(CONFIG).parent.mkdir(parents=True)
-    host.path(CONFIG).write_text("http: {port: many}\n")
-    with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
-        install(host)
-    assert host.actions == []
-    assert not host.path(UNIT).exists()
-
-
-def configured(image: Path, text: str) -> Host:
-    """The image with these settings, and nothing asked of a cluster."""
-    host = Host(root=image)
-    host.path(CONFIG).parent.mkdir(parents=True, exist_ok=True)
-    host.path(CONFIG).write_text(f"kubernetes: {{enabled: false}}\n{text}")
-    return host
+    for done in ("write    ", "unchanged"):
+        assert install(place) == following
+        assert capsys.readouterr().out == f"{done}  {place.unit}\n{done}  {place.config}\nrun        systemctl daemon-reload\n"
+        assert place.config.read_bytes() == (PROJECT / "config/gpumgr.yaml").read_bytes()
+        assert place.unit.read_bytes() == (PROJECT / "systemd/gpumgr.service").read_bytes()
+    assert not place.old_unit.exists()
+    assert (tmp_path / "asked").read_text().splitlines() == ["daemon-reload", "is-active gpumgr"] * 2
+    says(tmp_path, "active")
+    assert install(place)[-1] == "systemctl restart --no-block gpumgr"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_files_of_the_operators_keep_their_bytes(encoding: str, image: Path) -> None:
-    host = Host(root=image)
-    settings = "# é\nkubernetes: {enabled: false}\n".encode("utf-16")
-    unit = "# é\r\n[Service]\r\n".encode(encoding)
-    for path, data in ((CONFIG, settings), (UNIT, unit)):
-        host.place(path).parent.mkdir(parents=True, exist_ok=True)
-        host.place(path).write_bytes(data)
-    assert install(host)[0] == "/opt/gpumgr/bin/gpumgr doctor"
-    assert host.actions[-1] == f"unchanged  {CONFIG}"
-    assert host.place(CONFIG).read_bytes() == settings
-    assert host.place(UNIT.with_name(f"{UNIT.name}.old")).read_bytes() == unit
+def test_settings_of_the_operator_stay_and_an_edited_unit_is_kept_with_its_bytes(encoding: str, place: Installation) -> None:
+    settings, unit = "# é\nkubernetes: {enabled: false}\n".encode("utf-16"), "# é\r\n[Service]\r\n".encode(encoding)
+    place.config.write_bytes(settings)
+    place.unit.write_bytes(unit)
+    assert install(place)[0] == f"{place.program} doctor"
+    assert (place.config.read_bytes(), place.old_unit.read_bytes()) == (settings, unit)
 
 
-def test_an_uninstall_names_all_that_is_left(image: Path) -> None:
-    host = configured(image, "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/lock}\n")
-    for folder in ("/data/ledger", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver", "/var/lib/gpumgr"):
-        host.place(Path(folder)).mkdir(parents=True)
-    host.place(Path("/etc/default")).mkdir()
-    host.place(Path("/etc/default/gpumgr")).touch()
-    removal, *named = uninstall(host)
-    kept = ("/etc/gpumgr", "/etc/default/gpumgr", "/var/lib/gpumgr", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver")
-    assert removal.split("  ")[0] == " ".join(["rm -r", *(f"{image}{each}" for each in kept)])
-    assert named == [
-        f"# what gpumgr wrote in {image}/data/ledger (checkpoint.dir)",
-        f"# what gpumgr wrote in {image}/data (process.lock_path)",
+def test_an_uninstall_leaves_settings_and_state_and_names_them(place: Installation, tmp_path: Path, capsys: Printed) -> None:
+    place.config.write_bytes(
+        STANDALONE + f"checkpoint: {{dir: {tmp_path}/data/ledger}}\nprocess: {{lock_path: {tmp_path}/data/lock}}\n".encode()
+    )
+    install(place)
+    for folder in (tmp_path / "data/ledger", place.state[0], place.enabled.parent):
+        folder.mkdir(parents=True)
+    place.environment.touch()
+    place.enabled.symlink_to(place.unit)
+    capsys.readouterr()
+    removal, *named = uninstall(place)
+    assert capsys.readouterr().out.splitlines() == [
+        f"run        systemctl disable --now {place.unit.name}",
+        f"remove     {place.enabled}",
+        f"remove     {place.unit}",
+        "run        systemctl daemon-reload",
     ]
+    assert removal.split("  ")[0] == f"rm -r {place.config.parent} {place.environment} {place.state[0]}"
+    assert f"# what gpumgr wrote in {tmp_path}/data/ledger (checkpoint.dir)" in named
+    assert f"# what gpumgr wrote in {tmp_path}/data (process.lock_path)" in named
+    assert place.config.exists()
+    says(tmp_path, "active")
+    uninstall(place)
+    assert capsys.readouterr().out == f"unchanged  {place.unit} is not there\nrun        systemctl stop {place.unit.name}\n"
 
 
-def test_an_uninstall_does_not_need_right_settings(image: Path) -> None:
-    install(Host(root=image))
-    host = configured(image, "http: {port: many}\n")
-    assert uninstall(host)[1:] == [
-        f"# what gpumgr wrote in other folders: {CONFIG} has the folders, but is invalid (gpumgr config check {CONFIG})"
-    ]
-    assert host.actions == [f"remove     {UNIT}"]
-
-
-def test_links_of_an_image_are_followed_within_it(image: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    outside = tmp_path_factory.mktemp("outside")
-    (image / "etc").mkdir()
-    (image / "etc/gpumgr").symlink_to(outside)
-    (image / "etc/systemd").symlink_to("../../../../../../../../usr/lib/elsewhere")
-    install(Host(root=image))
-    assert not list(outside.iterdir())
-    assert (image / outside.relative_to("/") / CONFIG.name).is_file()
-    assert (image / "usr/lib/elsewhere/system" / UNIT.name).is_file()
-    (image / "loop").symlink_to("/loop")
-    with pytest.raises(GpumgrError, match="form a loop"):
-        Host(root=image).path(Path("/loop/file"))
+def test_wrong_settings_stop_an_installation_before_anything_is_written_and_no_uninstall(place: Installation) -> None:
+    place.config.write_text("http: {port: many}\n")
+    with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
+        install(place)
+    assert not place.unit.exists()
+    assert uninstall(place)[1].endswith(f"has the folders, but is invalid (gpumgr config check {place.config})")
 
 
 @pytest.mark.parametrize("mask", ["link", "empty"])
-def test_a_masked_unit_stays_masked(mask: str, image: Path) -> None:
-    host = Host(root=image)
-    place = host.place(UNIT)
-    place.parent.mkdir(parents=True)
-    place.symlink_to(os.devnull) if mask == "link" else place.touch()
-    refusal = f"masked; unmask it first: systemctl --root={image} unmask gpumgr"
-    with pytest.raises(GpumgrError, match=refusal):
-        install(host)
-    with pytest.raises(GpumgrError, match=refusal):
-        uninstall(host)
-    assert host.actions == []
-    assert place.is_symlink() == (mask == "link")
+def test_a_masked_unit_stays_masked(mask: str, place: Installation) -> None:
+    place.unit.symlink_to(os.devnull) if mask == "link" else place.unit.touch()
+    for change in (install, uninstall):
+        with pytest.raises(GpumgrError, match=r"gpumgr\.service is masked; unmask it first: systemctl unmask gpumgr"):
+            change(place)
+    assert place.unit.is_symlink() == (mask == "link")
+    assert not place.config.exists()
 
 
 @pytest.mark.parametrize(
@@ -179,19 +122,12 @@ def test_a_host_that_can_not_be_changed_is_refused(user: int, booted: bool, sent
         check_possible(user=user, booted=booted)
 
 
-def test_the_command_prints_what_was_done_and_what_is_next(tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, ["systemd", "--root", str(tmp_path), "--uninstall"], catch_exceptions=False)
-    assert (done.exit_code, done.output) == (0, f"unchanged  {UNIT} is not there\n")
-
-
-def test_an_image_without_the_units_program_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    advice = (
-        r"^/opt/gpumgr/bin/gpumgr, which the unit runs, does not exist in .*: python3 -m venv /opt/gpumgr && "
-        r"/opt/gpumgr/bin/pip install dist/gpumgr-[0-9.]+-py3-none-any\.whl$"
-    )
+def test_a_host_without_the_units_program_is_refused_before_anything_is_written(place: Installation, tmp_path: Path) -> None:
+    place.program.unlink()
+    advice = rf"does not exist: .*: python3 -m venv {tmp_path}/opt && {tmp_path}/opt/bin/pip install dist/gpumgr-[0-9.]+-py3-none-any\.whl$"
     with pytest.raises(GpumgrError, match=advice):
-        install(Host(root=tmp_path))
-    assert files(tmp_path) == {}
+        install(place)
+    assert not place.unit.exists()
 
 
 @pytest.mark.parametrize(
@@ -208,19 +144,20 @@ def test_an_image_without_the_units_program_is_refused_before_anything_is_writte
         ("nvml: {load_kernel_modules: true}", "loading kernel modules (nvml.load_kernel_modules)"),
     ],
 )
-def test_what_the_unit_does_not_allow_is_named_with_its_setting(settings: str, needs: str, image: Path) -> None:
-    first, *_ = install(configured(image, f"{settings}\n"))
+def test_what_the_unit_does_not_allow_is_named_with_its_setting(settings: str, needs: str, place: Installation) -> None:
+    place.config.write_bytes(STANDALONE + settings.encode())
+    first, *_ = install(place)
     assert first == f"systemctl edit gpumgr  # the unit does not allow {needs}; docs/operations.md (systemd) has the lines"
 
 
-def test_the_settings_of_the_units_environment_count(image: Path) -> None:
-    host = configured(image, "")
-    host.place(Path("/etc/default")).mkdir()
-    host.place(Path("/etc/default/gpumgr")).write_text('# ours\nGPUMGR_CHECKPOINT_DIR="/data/ledger"\n')
-    assert "/data/ledger (checkpoint.dir)" in install(host)[0]
+def test_the_settings_of_the_units_environment_count(place: Installation) -> None:
+    place.config.write_bytes(STANDALONE)
+    place.environment.write_text('# ours\nGPUMGR_CHECKPOINT_DIR="/data/ledger"\n')
+    assert "/data/ledger (checkpoint.dir)" in install(place)[0]
     assert environment("A=b c\n; no\nB='d'\n\nC=\n") == {"A": "b c", "B": "d", "C": ""}
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("state", "code", "running"),
     [
@@ -232,11 +169,6 @@ def test_the_settings_of_the_units_environment_count(image: Path) -> None:
         ("failed", 3, False),
     ],
 )
-def test_a_unit_with_a_process_is_running(
-    state: str, code: int, running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f"#!/bin/sh\necho {state}\nexit {code}\n")
-    systemctl.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert Host(root=None).is_running(UNIT.name) is running
+def test_a_unit_with_a_process_is_running(state: str, code: int, running: bool, tmp_path: Path) -> None:
+    says(tmp_path, state, code)
+    assert is_running() is running

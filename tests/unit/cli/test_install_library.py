@@ -1,4 +1,4 @@
-"""`gpumgr install library` on the folder of an image: what it writes, and when it refuses."""
+"""`gpumgr install library` in a folder: what it writes, and when it refuses."""
 
 import hashlib
 import os
@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
-from gpumgr.cli.host import CONFIG
 from gpumgr.cli.install import command
+from gpumgr.cli.install_library import install_library
+from gpumgr.cli.installation import Installation, reporting_errors
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import LibraryError
@@ -18,7 +19,7 @@ from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
 from tests.libvgpu import build
 
-LIB = Path("var/lib/gpumgr/lib")
+LIB = Path("state/lib")
 NAME = "libvgpu.so"
 
 
@@ -36,19 +37,14 @@ def library(built: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    (tmp_path / "image").mkdir()
-    return tmp_path / "image"
+    """A host's folder."""
+    (tmp_path / "host").mkdir()
+    return tmp_path / "host"
 
 
-def configure(image: Path, text: str) -> None:
-    path = image / CONFIG.relative_to("/")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def install(library: Path, image: Path, *flags: str) -> Result:
-    """Raises what the command raised."""
-    return CliRunner().invoke(command, ["library", str(library), "--root", str(image), *flags], catch_exceptions=False)
+def install(library: Path, image: Path, *, sha256: str | None = None, version: str = "unknown", settings: str = "") -> list[str]:
+    (image / "gpumgr.yaml").write_text(f"checkpoint: {{dir: {image}/state}}\n{settings}")
+    return install_library(Installation(config=image / "gpumgr.yaml"), library, sha256=sha256, version=version)
 
 
 def selected(image: Path) -> tuple[Path | None, str | None]:
@@ -59,29 +55,25 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_library_is_installed_and_selected(library: Path, image: Path) -> None:
-    sha256 = digest(library)
-    done = install(library, image, "--sha256", sha256.upper(), "--version", "5091a2f")
-    folder = Path("/") / LIB
-    assert done.exit_code == 0
-    assert done.output.splitlines() == [
+def test_the_library_is_installed_and_selected(library: Path, image: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sha256, folder = digest(library), image / LIB
+    assert install(library, image, sha256=sha256.upper(), version="5091a2f") == ["gpumgr doctor"]
+    assert capsys.readouterr().out.splitlines() == [
         f"write      {folder}/{sha256}/{NAME}",
         f"write      {folder}/{sha256}/version",
         f"link       {folder}/{NAME} -> {sha256}/{NAME}",
-        "",
-        "next:",
-        "  gpumgr doctor",
     ]
     assert selected(image) == (image / LIB / sha256 / NAME, sha256)
     assert (image / LIB / NAME).read_bytes() == library.read_bytes()
     assert (image / LIB / sha256 / "version").read_text() == "5091a2f\n"
 
 
-def test_done_again_nothing_changes(library: Path, image: Path) -> None:
+def test_done_again_nothing_changes(library: Path, image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(library, image)
     before = FileIdentity.at(image / LIB / NAME)
-    done = install(library, image)
-    assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["unchanged"] * 3
+    capsys.readouterr()
+    install(library, image)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["unchanged"] * 3
     assert FileIdentity.at(image / LIB / NAME) == before
 
 
@@ -97,7 +89,7 @@ def test_an_upgrade_keeps_the_old_copy(library: Path, image: Path) -> None:
 
 def test_another_file_than_was_meant_is_refused_and_changes_nothing(library: Path, image: Path) -> None:
     with pytest.raises(LibraryError, match="has SHA-256"):
-        install(library, image, "--sha256", "0" * 64)
+        install(library, image, sha256="0" * 64)
     library.write_text("no library")
     with pytest.raises(LibraryError, match="is not an ELF file"):
         install(library, image)
@@ -123,29 +115,26 @@ def test_a_file_of_the_operators_is_not_replaced(library: Path, image: Path) -> 
 
 
 def test_a_folder_that_cannot_be_written_is_named(library: Path, image: Path) -> None:
-    (image / LIB).parent.mkdir(parents=True)
+    (image / LIB).parent.mkdir()
     (image / LIB).touch()
-    with pytest.raises(GpumgrError, match="lib can't be written: "):
+    with pytest.raises(GpumgrError, match="lib can't be written: "), reporting_errors():
         install(library, image)
 
 
-def test_settings_that_stand_against_it_are_named(library: Path, image: Path) -> None:
-    configure(
-        image, "hami_core: {library_path: /opt/l/libvgpu.so}\nenforcement: {backend: mps}\ncheckpoint: {dir: /data/gpumgr}\n"
-    )
-    said = install(library, image).output
-    assert "remove hami_core.library_path and hami_core.library_sha256 from /etc/gpumgr/gpumgr.yaml" in said
-    assert "set enforcement.backend in /etc/gpumgr/gpumgr.yaml to hami-core or auto: it is mps" in said
-    assert (image / "data/gpumgr/lib" / NAME).is_symlink()
-    configure(image, "checkpoint: {dir: 1}\n")
+def test_settings_that_prevent_its_use_are_named(library: Path, image: Path) -> None:
+    settings = "hami_core: {library_path: /opt/l/libvgpu.so}\nenforcement: {backend: mps}\n"
+    first, second, _ = install(library, image, settings=settings)
+    config = image / "gpumgr.yaml"
+    assert first.startswith(f"remove hami_core.library_path and hami_core.library_sha256 from {config}")
+    assert second == f"set enforcement.backend in {config} to hami-core or auto: it is mps"
     with pytest.raises(InputError):
-        install(library, image)
+        install(library, image, settings="http: {port: many}\n")
 
 
 @pytest.mark.parametrize("version", ["a\nb", "\x1b[31m", "v" * 201])
 def test_a_version_that_no_line_can_show(version: str, library: Path, image: Path) -> None:
     with pytest.raises(InputError, match="at most 200 printable characters"):
-        install(library, image, "--version", version)
+        install(library, image, version=version)
 
 
 def test_only_root_installs_on_this_host(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
