@@ -35,7 +35,7 @@ _SILENCE: Final = gauge(
 )
 _TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
 _GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
-_REFUSED: Final = gauge("claims_refused_pods", "Those of them that the quota of their namespace does not allow.")
+_REFUSED: Final = gauge("claims_refused_pods", "Pods with the gate that the quota of their namespace does not allow.")
 _WRITES: Final = counter(
     "claims_writes_total",
     "Requests that write, by object (template, gate, event, sweep: a template that is deleted) and outcome (ok, error).",

@@ -21,12 +21,12 @@ class _Group:
 
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
-    """From (node, misfit) of each node that was offered; there must be one."""
+    """Takes (node, misfit) of each node that was offered, at least one."""
     return explain_counted((1, node, misfit) for node, misfit in misfits)
 
 
 def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
+    """Takes (count, node, misfit) of groups of nodes with one reason; the node is the one of the group that lacks least."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

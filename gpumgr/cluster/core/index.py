@@ -50,7 +50,7 @@ class Asking(Protocol):
 
 
 class Listener(Protocol):
-    """Is called for every change of the index, before the call that causes it returns."""
+    """Its methods are called for every change of the index, before the method that changes it returns."""
 
     def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
     def pod_removed(self, uid: str) -> None: ...
@@ -142,7 +142,7 @@ class ClusterIndex:
                 listener.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
-        """Its pods stay on record until they are removed, too: the node may come back before."""
+        """The pods of the node stay on record until they are removed themselves: the node may come back."""
         self.set_node(NodeState(name=name))
         if self._nodes[name].empty:
             self._drop(name)
@@ -249,13 +249,13 @@ class ClusterIndex:
         return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
 
     def take_changed(self) -> NodeSet:
-        """Nodes on which more may fit, or less, since the last call; for one caller. CPU does not count, as in `version`."""
+        """The nodes with a change of what is free on their GPUs since the last call. Only one caller may use it. CPU does not count."""
         taken = self.node_set(self._taken)
         self._taken.clear()
         return taken
 
     def names(self, offered: NodeSet) -> list[str]:
-        """None of a set that was made before nodes were numbered again: it is not known which ones it had."""
+        """The names of the nodes in a set. The list is empty if nodes were numbered again since: then it is not known which ones it had."""
         found = self.node_set(offered)
         if offered.numbering != found.numbering:
             return []
@@ -344,7 +344,7 @@ class ClusterIndex:
         return choose(node, self.used_without(name, uid), request, policy) if node is not None else Misfit(container=None)
 
     def used_without(self, name: str, uid: str) -> Used:
-        """As `used`, if the pod had nothing there."""
+        """What `used` would be without this pod."""
         node = self._nodes[name]
         return used_on(node.state, _but(node.pods, uid)) if uid in node.pods else self.used(name)
 

@@ -53,8 +53,8 @@ class Ranked(NamedTuple):
 
 
 class Profile:
-    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node. `idle`: the profile in which the GPUs
-    that are in use are full; itself, if it is such a one."""
+    """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile in
+    which all GPUs in use are full; it may be this profile itself."""
 
     __slots__ = ("choices", "cores", "idle", "idle_gpus", "nodes", "rooms", "state", "used")
 
@@ -150,7 +150,7 @@ class Profiles:
     def _begin(self) -> None:
         self.places: dict[str, Place] = {}
         self.slots: dict[str, int] = {}
-        #: Those of removed nodes: a node that is made anew is in the sets that had it.
+        #: Slots of removed nodes: a node that is created again is then in the sets that had it.
         self._slots_left: dict[str, int] = {}
         self.by_slot: list[Place | None] = []
         #: The first slots follow the order of the names: so many of them, and the last of these names.

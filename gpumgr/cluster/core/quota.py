@@ -186,12 +186,12 @@ class Quotas:
             self._leave(known, name)
 
     def state(self, namespace: str) -> Hashable:
-        """Differs after a change that may allow the namespace more; None: it has no limits."""
+        """A value that changes whenever the namespace may be allowed more; None: it has no limits."""
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
 
     def denied(self, namespace: str, request: PodRequest, policy: Policy) -> Denied:
-        """What is kept of one of the last requests."""
+        """What was found for this request; only the last requests are kept."""
         key = namespace, request.gpu_digest, policy
         found = self._denied.setdefault(key, Denied())
         self._denied.move_to_end(key)
@@ -216,7 +216,7 @@ class Quotas:
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
     def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
-        """The nodes on which any choice of GPUs exceeds the quota, by the reason, which has the numbers."""
+        """Maps each reason, a text with the numbers, to the nodes on which every choice of GPUs exceeds the quota."""
         reasons: dict[str, set[str]] = {}
         if namespace not in self.limits:
             return reasons
@@ -286,7 +286,7 @@ class Quotas:
             node = replace(node, gpus=tuple(offered))
 
     def without(self, namespace: str, uid: str) -> "Quotas":
-        """Those of one namespace as they are now, without what this pod holds. Nothing changes them."""
+        """A copy of one namespace's quota and use, without what this pod holds. It follows no later change."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
         made._used = {namespace: dict(self._used.get(namespace, {}))}
         owner, holding = self.held(uid)

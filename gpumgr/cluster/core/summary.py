@@ -22,8 +22,7 @@ GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSummary:
-    """`sums`: what is free on all GPUs that are offered together, which
-    is what kube-scheduler alone would count."""
+    """`sums`: what is free on all offered GPUs together, which is what kube-scheduler alone would count."""
 
     totals: Totals
     sums: Amounts

@@ -1,8 +1,7 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
-The best of several sets is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
-priorities in sum. For few pods all sets are tried. For more pods the sets are tried that free one GPU after another,
-beginning with each of 16.
+Sets are compared as kube-scheduler compares them: the best has the lowest highest priority, then the fewest pods, then the lowest sum of
+priorities. Few pods are tried in all sets. With more pods the search frees one GPU after another, and starts from each of 16 GPUs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set

@@ -85,7 +85,7 @@ class Preemption:
                     self._keep(self._chosen(pod, name, eviction), until, nominated=True)
 
     def refresh(self) -> None:
-        """Follows what the watch has shown of pods for which GPUs are kept, and the time."""
+        """Releases GPUs that are kept for a pod that was placed, lost its nomination, or waited too long."""
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self.kept.items()):
             pod = nominated.get(uid)
@@ -119,7 +119,7 @@ class Preemption:
 
     @contextmanager
     def without_lower(self, priority: int) -> Iterator[bool]:
-        """While it lasts, nothing is kept for pods of lower priority. False: nothing was."""
+        """Releases what is kept for pods of lower priority until the block ends. Yields whether there was anything to release."""
         lower = self._lower(priority)
         for uid in lower:
             self._index.remove(uid)

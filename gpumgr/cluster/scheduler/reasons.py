@@ -93,7 +93,7 @@ class Reasons:
         return False
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """What `kind` says of each pod; None beyond MAX_REQUESTS different requests. Refresh the overview before."""
+        """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Refresh the overview before."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):

@@ -1,4 +1,4 @@
-"""The pods that filter has rejected, and how those of them that fit by now are tried again.
+"""The pods that filter has rejected. Pods that fit by now are tried again.
 
 kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process
 does: then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that
