@@ -48,14 +48,6 @@ def doctor(*arguments: str | Path) -> Result:
     return CliRunner().invoke(command, list(map(str, arguments)))
 
 
-def reported(folder: Path, check: str, **sections: dict[str, object]) -> str:
-    """The line of this check before a start of the agent, which at least one error prevents."""
-    result = doctor("--config", write_settings(folder, **sections), "--sim", "pcie-a10-4", "--before-start")
-    assert result.exit_code == 1
-    (line,) = (line for line in result.stdout.splitlines() if line.split()[1] == check)
-    return " ".join(line.split())
-
-
 def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1

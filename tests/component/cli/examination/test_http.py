@@ -16,7 +16,6 @@ from gpumgr.settings.schema import HttpSettings
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import listening
-from .test_command import reported
 
 
 @pytest.fixture
@@ -105,9 +104,3 @@ async def test_files_that_would_end_the_agent_are_named_with_what_to_do(
     (folder / "empty").touch()
     found = await look(folder, {"tls_cert_file": "server.crt", "tls_key_file": "server.key", **changed})
     assert (found.state, found.message.replace(str(folder), "DIR"), found.remedy) == ("error", message, remedy)
-
-
-def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
-    http: dict[str, object] = {"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"}
-    expected = f"error http http.token_file {folder}/none can't be read: No such file or directory; "
-    assert reported(folder, "http", http=http).startswith(expected)

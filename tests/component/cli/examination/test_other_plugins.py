@@ -10,7 +10,6 @@ from gpumgr.cli.examination.kubelet import look_at_agent, look_at_plugins
 from gpumgr.kubelet.deviceplugin.node_lock import lock_folder, lock_node
 
 from .conftest import listening
-from .test_command import reported
 
 
 @pytest.mark.parametrize(
@@ -64,12 +63,6 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
         "error",
         f"another gpumgr with another process.lock_path than {folder}/agent.lock serves {folder}",
     )
-
-
-def test_an_init_container_stops_what_would_be_the_second_agent(folder: Path) -> None:
-    with lock_node(folder / "agent.lock"):
-        told = reported(folder, "agent")
-    assert told.startswith("error agent another gpumgr runs on this node (pid ")
 
 
 async def test_host_folders_are_required_in_a_pod_only(folder: Path) -> None:

@@ -13,12 +13,15 @@ import pytest
 from gpumgr.cli.examination.checks import HostLocations, checks_for
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
+from gpumgr.kubelet.deviceplugin.node_lock import lock_node
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.settings import Settings
 
-from .test_command import reported
+from .conftest import serving
+from .test_command import doctor, write_settings
+from .test_takeover import kubelet_knows, runtime_shows
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -57,13 +60,6 @@ async def test_one_of_a_newer_gpumgr_is_an_error(folder: Path) -> None:
     found = await look(folder)
     assert found.state == "error"
     assert "was written by a newer gpumgr (schema 999, " in found.message
-
-
-def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
-    asyncio.run(made(folder))
-    execute(folder, "UPDATE schema SET version = 999")
-    expected = f"error checkpoint the checkpoint {folder}/{NAME} was written by a newer gpumgr"
-    assert reported(folder, "checkpoint").startswith(expected)
 
 
 async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) -> None:
@@ -134,7 +130,21 @@ async def test_another_user_than_root_is_told_so(closed_folder: Path) -> None:
     assert (first.name, found.state, found.remedy) == ("user", "warning", "run this as root, as the agent runs")
 
 
-def test_the_command_checks_the_folders_of_the_settings(folder: Path) -> None:
-    told = reported(folder, "folders", container={"allocation_dir": "/proc/vm"}, process={"lock_path": "/proc/x/lock"})
-    assert told.startswith("error folders can't be written: /proc/x (process.lock_path): ")
-    assert "/proc/vm (container.allocation_dir)" in told
+def test_the_command_reports_every_fault_before_the_agent_starts(folder: Path) -> None:
+    asyncio.run(made(folder))
+    execute(folder, "UPDATE schema SET version = 999")
+    kubelet_knows(folder, "u1")
+    http = {"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"}
+    settings = write_settings(folder, http=http, container={"allocation_dir": "/proc/vm"})
+    with lock_node(folder / "agent.lock"), serving(folder / "cri.sock", runtime_shows(["u1"])):
+        result = doctor("--config", settings, "--sim", "pcie-a10-4", "--before-start")
+    assert result.exit_code == 1
+    said = {line.split()[1]: " ".join(line.split()) for line in result.stdout.splitlines()}
+    for check, message in {
+        "agent": "another gpumgr runs on this node (pid ",
+        "checkpoint": f"the checkpoint {folder}/{NAME} was written by a newer gpumgr",
+        "folders": "can't be written: /proc/vm (container.allocation_dir): ",
+        "http": f"http.token_file {folder}/none can't be read: No such file or directory; ",
+        "take-over": "nothing would be offered: team/of-u1 (main) hold GPUs from gpu-manager",
+    }.items():
+        assert said[check].startswith(f"error {check} {message}")

@@ -18,7 +18,7 @@ from tests.allocations import allocated
 from tests.cri_api import cri
 
 from .conftest import serving
-from .test_command import reported, write_settings
+from .test_command import write_settings
 
 LIST = "/runtime.v1.RuntimeService/ListContainers"
 THEIRS, OURS = (f"{CORE_RESOURCE}-1", f"{CORE_RESOURCE}-2"), ("0badc0de-c00", "0badc0de-c01")
@@ -133,10 +133,3 @@ async def test_a_kubelets_file_that_can_not_be_read_is_a_warning(folder: Path) -
     (folder / "plugins" / FILE_NAME).write_text("{")
     found = await look(folder)
     assert (found.state, "can't be read" in found.message) == ("warning", True)
-
-
-def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
-    kubelet_knows(folder, "u1")
-    with serving(folder / "cri.sock", runtime_shows(["u1"])):
-        told = reported(folder, "take-over")
-    assert told.startswith("error take-over nothing would be offered: team/of-u1 (main) hold GPUs from gpu-manager")
