@@ -19,6 +19,8 @@ from .places import HERE
 #: Files (and one folder) without the cluster, and the unit of work that they belong to. All others are the cluster's unit.
 APART: Final = {
     "page": "page",
+    "test_dra_wire.py": "wire",
+    "test_wire.py": "wire",
     "test_chart.py": "chart",
     "test_chart_claims.py": "chart",
     "test_chart_rights.py": "chart",
@@ -32,6 +34,10 @@ APART: Final = {
     "test_promtool.py": "prometheus",
     "test_systemd.py": "nspawn",
 }
+
+
+#: In this order: the cluster's tests take longest, and soon need the image.
+UNITS: Final = ("cluster", "image", "nspawn", "lab", "chart", "page", "prometheus", "wire")
 
 
 def unit_of_work(path: Path) -> str:
@@ -50,10 +56,12 @@ class ClusterApart(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ClusterApart:
+    config.option.loadscopereorder = False
     return ClusterApart(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: UNITS.index(unit_of_work(item.path)) if item.path.is_relative_to(HERE) else -1)
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.enforcement import cdi
 from gpumgr.kubelet.dra.health import DraHealth, Faults
-from gpumgr.kubelet.dra.service import DraPlugin
 from tests.component.kubelet.dra.harness import DRIVER, GPU, HELD, POOL, Linked, linked, plugin_of
 
 from .build import build_program
@@ -100,46 +98,3 @@ async def test_calls_through_the_kubelets_own_code(program: Path, folder: Path) 
 
         await one.link.stop(1)
         await kubelet.ask("unregistered", DRIVER)
-
-
-async def test_sockets_that_are_removed(program: Path, folder: Path) -> None:
-    async with linked(folder) as one, kubelet_of(program, one) as kubelet:
-        await one.until(lambda state: state == REGISTERED)
-        one.link._dra.path.unlink()
-        assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
-        one.link._registration.path.unlink()
-        await one.until(lambda state: not state.registered)
-        await one.until(lambda state: state == replace(REGISTERED, registrations=2))
-        assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
-
-
-async def test_a_kubelet_that_ends_and_another_one(program: Path, folder: Path) -> None:
-    async with linked(folder) as one:
-        async with kubelet_of(program, one):
-            await one.until(lambda state: state == REGISTERED)
-        await one.until(lambda state: not state.registered)
-        assert "the kubelet closed its connection" in str(one.link.state.error)
-        async with kubelet_of(program, one):
-            await one.until(lambda state: state == replace(REGISTERED, registrations=2))
-
-
-class Future(DraPlugin):
-    versions = ("v9.DRAPlugin",)  # type: ignore[assignment,misc]
-
-
-async def test_a_driver_without_a_version_that_the_kubelet_has(program: Path, folder: Path) -> None:
-    async with linked(folder, services=lambda _claims: [Future(POOL)]) as one, kubelet_of(program, one) as kubelet:
-        await one.until(lambda state: "none of services supported by the plugin" in str(state.error))
-        assert not one.link.state.registered
-        assert "is not registered" in (await kubelet.ask("prepare", DRIVER, CLAIM))["error"]
-
-
-async def test_a_rolling_update(program: Path, folder: Path) -> None:
-    async with linked(folder, instance="old") as old, kubelet_of(program, old) as kubelet:
-        await old.until(lambda state: state == REGISTERED)
-        async with linked(folder, instance="new") as new:
-            await new.until(lambda state: state == REGISTERED)
-            await old.link.stop(1)
-            assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
-            assert [len(each.claims.calls) for each in (old, new)] == [0, 1]
-            assert new.link.state.registered

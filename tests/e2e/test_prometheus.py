@@ -8,10 +8,10 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
@@ -20,7 +20,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
 from gpumgr.sim.demo.workload import Activity, Workload
-from gpumgr.sim.kubelet import SimContainer, SimPod
+from gpumgr.sim.kubelet import SimContainer
 from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, until
 from tests.component.cluster.scheduler.test_pages import ready, serving
 
@@ -45,51 +45,22 @@ OPERAND: Final = re.compile(r"\b((?:gpumgr[_:][a-z0-9_:]+|process_[a-z_]+|up)(?:
 WAIT_SECONDS: Final = 120.0
 
 
-def app(cores: int, memory_blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+async def linger(node: SimulatedNode) -> None:
+    """Deletes all pods; another one starts and ends, and a process that it started stays on its GPU."""
+    for other in list(node.pods.values()):
+        node.delete(other)
+    last = node.pod("lingering", SimContainer(name="main", cores=30, memory_blocks=40))
+    assert (await node.run(last)).phase == "Running"
+    (gpu,) = node.gpus_of(last)
+    pid = node.start_unattributed(node.indices[gpu], memory_bytes=GIB)
+    await node.agent_log.until("gpu_process_unattributed", pid=pid)
+    node.delete(last)
 
 
-class Scene:
-    """The node with its agent and their Prometheus."""
-
-    def __init__(self, node: SimulatedNode, prometheus: Prometheus) -> None:
-        self.node, self.prometheus = node, prometheus
-
-    async def share(self, name: str, *, cores: int = 30, blocks: int = 40, memory_bytes: int = GIB) -> SimPod:
-        pod = self.node.pod(name, app(cores, blocks))
-        assert (await self.node.run(pod)).phase == "Running"
-        self.node.use(pod, memory_bytes=memory_bytes, sm_percent=10)
-        return pod
-
-    async def linger(self) -> int:
-        """Deletes all pods; another one starts and ends, and a process that it started stays on its GPU. Returns its pid."""
-        for other in list(self.node.pods.values()):
-            self.node.delete(other)
-        pod = await self.share("lingering")
-        (gpu,) = self.node.gpus_of(pod)
-        pid = self.node.start_unattributed(self.node.indices[gpu], memory_bytes=GIB)
-        await self.node.agent_log.until("gpu_process_unattributed", pid=pid)
-        self.node.delete(pod)
-        return pid
-
-    async def until_fires(self, alert: str, **labels: str) -> dict[str, Any]:
-        """The instance of the alert that has these labels."""
-        async with asyncio.timeout(WAIT_SECONDS):
-            while True:
-                for each in (await self.prometheus.firing()).get(alert, ()):
-                    if labels.items() <= each["labels"].items():
-                        return each
-                await asyncio.sleep(0.3)
-
-
-@asynccontextmanager
-async def bare_node(settings: Mapping[str, Mapping[str, object]]) -> AsyncIterator[tuple[Path, SimulatedNode]]:
-    """A folder, and a node without its agent yet."""
-    # A short path: unix sockets are made in it.
-    with tempfile.TemporaryDirectory(prefix="gmp", dir="/tmp") as name:
-        folder = Path(name)
-        async with open_node(folder / "node", settings=settings) as bare:
-            yield folder, bare
+async def until_fires(prometheus: Prometheus, alert: str) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while alert not in await prometheus.firing():  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.3)
 
 
 @asynccontextmanager
@@ -105,13 +76,13 @@ async def at_work(what: Workload | Activity) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def watched(folder: Path, node: SimulatedNode) -> AsyncIterator[Scene]:
-    """With a Prometheus for the agent, which runs."""
+async def watched(folder: Path, node: SimulatedNode) -> AsyncIterator[Prometheus]:
+    """A Prometheus for the agent, which runs."""
     async with running_prometheus(folder / "prometheus", node.url.removeprefix("http://")) as prometheus:
         async with asyncio.timeout(WAIT_SECONDS):
             while not await prometheus.ready():  # noqa: ASYNC110 (it is another process)
                 await asyncio.sleep(0.1)
-        yield Scene(node, prometheus)
+        yield prometheus
 
 
 def dashboard_queries(dashboard: Path = DASHBOARD) -> Iterator[str]:
@@ -145,24 +116,26 @@ async def until_all_have_data(prometheus: Prometheus, queries: set[str]) -> None
 async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
     queries = set(dashboard_queries())
     assert len(queries) > 40
-    (port,) = free_ports(1)  # the agent is killed in this test, and must use the same port again
-    async with bare_node({"http": {"port": port}}) as (folder, node), at_work(work := Workload(node)):
-        script = Script(node, time.monotonic)
-        first, *others = script.steps
-        await first.play()  # starts the agent
-        async with watched(folder, node) as stage:
-            for step in others:
-                await step.play()
-            async with at_work(Activity(node, work)):
-                await until_all_have_data(stage.prometheus, queries)
-            # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
-            await stage.linger()
-            await stage.until_fires("GpumgrGpuQuarantined")
-            node.control.lose_gpu(7)
-            await stage.until_fires("GpumgrGpuLost")
-            await node.agent.kill()
-            await node.start_agent()  # the driver lists a GPU that it can't describe, and a known one is missing
-            await until_all_have_data(stage.prometheus, operands(hurried_rules()))
+    settings = {"http": {"port": free_ports(1)[0]}}  # the agent is killed in this test, and must use the same port again
+    # A short path: unix sockets are made in it.
+    with tempfile.TemporaryDirectory(prefix="gmp", dir="/tmp") as name:
+        folder = Path(name)
+        async with open_node(folder / "node", settings=settings) as simulated, at_work(work := Workload(simulated)):
+            first, *others = Script(simulated, time.monotonic).steps
+            await first.play()  # starts the agent
+            async with watched(folder, simulated) as prometheus:
+                for step in others:
+                    await step.play()
+                async with at_work(Activity(simulated, work)):
+                    await until_all_have_data(prometheus, queries)
+                # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
+                await linger(simulated)
+                await until_fires(prometheus, "GpumgrGpuQuarantined")
+                simulated.control.lose_gpu(7)
+                await until_fires(prometheus, "GpumgrGpuLost")
+                await simulated.agent.kill()
+                await simulated.start_agent()  # the driver lists a GPU that it can't describe, and a known one is missing
+                await until_all_have_data(prometheus, operands(hurried_rules()))
 
 
 async def test_every_query_and_every_operand_has_data_of_the_scheduler(tmp_path: Path) -> None:
