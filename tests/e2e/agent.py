@@ -20,7 +20,7 @@ from .cluster import Cluster
 from .manifests import CORE, MEMORY
 from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
-from .processes import free_ports, start_time, wait_until, whole_lines
+from .processes import StartError, free_ports, start_time, wait_until, whole_lines
 
 SIM = "hgx-h100-8"
 
@@ -160,11 +160,20 @@ class Agent:
         return self._cluster.processes.stop(self._name)
 
     def ensure(self) -> None:
-        """Starts the agent where a failed test left none."""
+        """Starts the agent where a failed test left none. Raises StartError once if it has ended by itself: the next test starts it."""
         if self.running:
+            self.running = False
             self.check()
+            self.running = True
         else:
             self.start()
+
+    def revive(self) -> None:
+        """Starts the agent again if it has ended, without its usual offer."""
+        try:
+            self.check()
+        except (KeyError, StartError):
+            self.start(wait=False)
 
     def check(self) -> None:
         """Raises StartError where it has ended."""

@@ -166,6 +166,7 @@ def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[st
         wait_until("the node's ResourceSlice", lambda: bool(node.slices()))
         yield node
     finally:
+        agent.revive()  # without it no claim ends, and so no pod
         cluster.delete_all()
         cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
         agent.stop()
