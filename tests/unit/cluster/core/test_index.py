@@ -395,6 +395,24 @@ def test_a_node_short_of_cpu_wins_with_a_gpu_that_is_less_full() -> None:
         assert index.order(wanted, "least-fragmentation", "abc", most) == fits[:most]
 
 
+def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() -> None:
+    """Also if the nodes became known in another order."""
+    index, wanted = ClusterIndex(), replace(share(30, 1), cpu_milli=5000)
+    for name, cpu_milli in (("d", 90_000), ("a", 6000), ("c", 100_000), ("b", 100_000)):
+        index.set_node(replace(node_state(name, 1, other={"held": ((0, Amounts(50, 256)),)}), cpu_milli=cpu_milli))
+        index.settle()
+    for most in (1, 2, None):
+        assert index.order(wanted, "least-fragmentation", "abcd", most) == ["b", "c", "d", "a"][:most]
+        assert index.order(wanted, "binpack", "abcd", most) == ["a", "b", "c", "d"][:most]
+
+
+def test_of_gpus_with_equal_use_the_one_of_the_allowed_model_is_taken() -> None:
+    index, held = ClusterIndex(), {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
+    index.set_node(node_state("a", 2, models=(T4, A100), other=held))
+    ranked = index.rank(replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack", "a")
+    assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),)))]
+
+
 @given(
     free=st.integers(0, 800),
     usable=st.integers(0, 800),
