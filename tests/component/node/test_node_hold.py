@@ -36,7 +36,7 @@ from gpumgr.settings.schema import (
     ProcessSettings,
 )
 from gpumgr.sim.library import SimNode, prepare
-from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked
+from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked, soon
 
 
 def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new") -> Settings:
@@ -155,6 +155,20 @@ async def test_beside_pods_of_the_device_plugin_the_second_agent_is_ready_and_re
         assert kubelet.sockets() == []
         assert not driver.link.state.registered
     await checkpoint.close()
+
+
+async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> None:
+    kubelet, stop = StubKubelet(folder), asyncio.Event()
+    settings = settings_of(folder)
+    with lock_node(settings.process.lock_path):
+        async with second(settings, stop) as (_driver, held):
+            await soon(lambda: len(kubelet.sockets()) == 2)
+            stop.set()
+            assert await held is False
+            assert kubelet.sockets() == []
+            assert await asyncio.to_thread(status, settings, "/healthz") == 0
+    async with second(settings, asyncio.Event()) as (_driver, held):
+        assert await held
 
 
 @pytest.mark.parametrize(("mode", "instance"), [("dra", None), ("plugin", None)])

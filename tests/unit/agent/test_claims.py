@@ -368,6 +368,21 @@ async def test_a_claim_that_is_freed_while_it_starts_is_refused(node: Node, monk
     assert len(started) == 2, "the second allocation was freed before its turn"
 
 
+async def test_what_can_not_be_restored_is_logged_once_for_each_reason(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await node.prepare(node.claim("a", node.share(0, 30, 512)))
+    reasons = iter(("full", "full", "full", None, "full", "read-only"))
+
+    async def start(_allocation: Allocation) -> None:
+        if reason := next(reasons):
+            raise Refusal("internal", reason)
+
+    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
+    with capture_logs() as logs:
+        for _ in range(6):
+            await node.claims.restore()
+    assert [line["reason"] for line in logs if line["event"] == "claim_not_restored"] == ["full", "full", "read-only"]
+
+
 def holding(name: str, gpu: str, cores: int) -> Decision[str]:
     allocation = Allocation(id=name, pod=("team", name), uid=name, gpus={gpu: Amounts(cores, 256)}, granted_at=0.0)
     return lambda ledger: (ledger.occupy(allocation), (), name)

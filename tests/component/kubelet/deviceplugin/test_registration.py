@@ -105,6 +105,12 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
     assert [(line["reason"], line["log_level"]) for line in waits] == [("first", "warning"), ("second", "warning")]
 
 
+async def test_a_link_that_is_held_back_can_be_stopped(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder, held_back=["first"] * 10_000) as link:
+        await link.until(lambda: all(state.error == "first" for state in link.link.states.values()))
+    assert kubelet.registrations == []
+
+
 async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder) as link:
         await offered(kubelet)

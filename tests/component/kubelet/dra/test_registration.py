@@ -58,6 +58,23 @@ async def test_a_restarted_kubelet_registers_again(folder: Path) -> None:
         assert one.state.value == one.link.state
 
 
+async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> None:
+    async with linked(folder) as one:
+        connection = await one.kubelet.register()
+        await one.kubelet.end()
+        await one.until(lambda state: not state.registered)
+        connection = grpc.aio.insecure_channel(f"unix:{one.kubelet.plugins}/{DRIVER}/dra.sock")
+        await Caller(connection).prepare()
+        await one.until(lambda state: state == LinkState(registered=True, registrations=1))
+        await connection.close()
+
+
+async def test_a_kubelet_that_ends_at_once_is_noticed(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register(hang_up=True)
+        await one.until(lambda state: not state.registered)
+
+
 async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: Path) -> None:
     async with linked(folder) as one:
         await one.kubelet.register(connect=False)
@@ -171,6 +188,12 @@ async def test_a_missing_folder_is_reported_until_it_is_there(folder: Path, name
         (folder / name).mkdir()
         await one.kubelet.register()
         await one.until(lambda state: state.registered and state.error is None)
+
+
+async def test_a_file_in_place_of_the_drivers_folder_is_reported(folder: Path) -> None:
+    async with linked(folder) as one:
+        (one.kubelet.plugins / DRIVER).write_text("precious")
+        await one.until(lambda state: f"can't make the folder {one.kubelet.plugins / DRIVER}: File exists" in str(state.error))
 
 
 async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> None:

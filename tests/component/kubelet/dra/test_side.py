@@ -56,6 +56,12 @@ def test_a_node_waits_for_the_pods_of_the_other_mode() -> None:
     assert holders_of_other_mode(Ledger(), "plugin") is None
 
 
+def test_only_five_holders_are_named() -> None:
+    reason = holders_of_other_mode(ledger(*((f"p{n}", None) for n in range(9))), "dra") or ""
+    assert "and 4 more" in reason
+    assert "p5" not in reason
+
+
 @pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
 def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(effect: str) -> None:
     node = snapshot(3)
@@ -299,6 +305,19 @@ async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_re
     assert set(server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
     assert len(server.sent) == 13
     assert [each["log_level"] for each in logs if each["event"] == "slice_not_withdrawn"] == ["warning", "info"]
+
+
+@pytest.mark.parametrize("was_in_mode_dra", [False, True])
+async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(
+    tmp_path: Path, folder: Path, was_in_mode_dra: bool
+) -> None:
+    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+    if was_in_mode_dra:
+        (folder / "plugins" / DRIVER).mkdir(parents=True)
+    async with ending_side(world, server, folder, lost=False) as (side, _):
+        await soon(lambda: side.held_back is None)
+        await asyncio.sleep(0.1)
+    assert [text.partition(" ")[0] for text in server.sent] == ["DELETE"] * was_in_mode_dra
 
 
 async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,19 @@ async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_publishe
         assert stage.methods == ["POST"]
 
 
+async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.register(1)
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")
+        stage.registration.set(LinkState(registered=True, registrations=1, error="the folder is read-only"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stage.publisher._registered_at == float("-inf")
+        stage.register(2)
+        await stage.until(lambda: stage.publisher._registered_at > float("-inf"))
+
+
 async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, permitted = asyncio.Event(), asyncio.Event()
 
