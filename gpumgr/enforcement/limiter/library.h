@@ -1,0 +1,94 @@
+/* libgpumgr.so: what its parts offer each other.
+ *
+ * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
+ * process.c         the pages, this process's slot, its devices; fork
+ * work.c            streams, markers (events) and contexts: what is on the GPU
+ * gate.c            the turn: waiting, holding, draining, the helper thread
+ * launch.c          wrappers of launches, copies, memsets, captures and destructions
+ * memory.c          wrappers of allocations and queries
+ *
+ * No lock is held over a driver call. A fault of the library disables it (gm_disable) and never ends the program. */
+#ifndef GPUMGR_LIBRARY_H
+#define GPUMGR_LIBRARY_H
+#include "pages.h"
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+/* -- the driver's types: only what the wrappers need; handles are pointers ------------------------------------------------- */
+typedef int CUresult;
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef void *CUcontext, *CUstream, *CUevent, *CUfunction, *CUgraphExec, *CUgraph, *CUarray;
+enum {
+    CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
+};
+
+/* -- hooks ------------------------------------------------------------------------------------------------------------------
+ * A hook is a function with the name and the signature of the driver's, marked GM_EXPORT, and one line in hooks.h:
+ *     HOOK(symbol, "base name", first CUDA version, GM_ANY | GM_PTSZ)
+ * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). The version and the base name answer cuGetProcAddress; GM_PTSZ
+ * marks the variant for per-thread default streams (its symbol ends with _ptsz or _ptds). NVML's functions have a version of 0:
+ * they are found by dlsym and by linking only.
+ * The wrapper calls the driver with CALL(symbol, arguments...), which answers `not found` where the driver lacks the function. */
+#define GM_EXPORT __attribute__((visibility("default")))
+enum { GM_ANY, GM_PTSZ };
+#define HOOK(symbol, base, version, variant) GM_HOOK_##symbol,
+enum gm_hook {
+#include "hooks.h"
+    GM_HOOKS
+};
+#undef HOOK
+/* The driver's function behind a hook, or NULL. */
+void *gm_real(enum gm_hook hook);
+/* A function of libcuda or libnvidia-ml that is not hooked, or NULL; the answer is not cached. */
+void *gm_driver_function(const char *symbol);
+#define CALL(symbol, ...)                                                                                                          \
+    ({                                                                                                                             \
+        __typeof__(&symbol) real_ = (__typeof__(&symbol))gm_real(GM_HOOK_##symbol);                                                \
+        real_ ? real_(__VA_ARGS__) : GM_NOT_FOUND(#symbol);                                                                        \
+    })
+/* CUDA_ERROR_NOT_FOUND, or NVML_ERROR_FUNCTION_NOT_FOUND */
+#define GM_NOT_FOUND(symbol) ((symbol)[0] == 'n' ? 13 : CUDA_ERROR_NOT_FOUND)
+
+/* -- this process ---------------------------------------------------------------------------------------------------------- */
+struct gm_process {
+    const struct gm_limits *limits; /* mapped read-only */
+    struct gm_use *use;
+    struct gm_turn *turn;
+    struct gm_use_slot *slot; /* of this process; NULL: all slots are taken */
+    uint32_t slot_index;      /* GM_SLOTS without a slot */
+    uint32_t pid;
+};
+/* The pages of this process, or NULL where it is not limited (no pages, a fault). The first call maps them and claims a slot;
+ * a failure is tried again at the next call. Cheap after that. Never call it from dlsym. */
+struct gm_process *gm_process(void);
+/* The index into the pages' gpu[] of a device, by its UUID; -1: it is not limited. Needs a cuInit that succeeded. */
+int gm_gpu_of_device(CUdevice device);
+/* The device of the thread's current context; -1 without one. */
+CUdevice gm_current_device(void);
+/* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
+void gm_disable(const char *why);
+/* Credits and frees the slots of processes of this PID namespace that died; the number of freed slots. For memory.c: call it
+ * before a reservation is refused, then try once more. */
+int gm_reap_slots(void);
+uint64_t gm_now(void); /* CLOCK_MONOTONIC */
+
+/* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */
+int gm_relax(void);
+void gm_unrelax(int previous);
+
+/* -- the gate -------------------------------------------------------------------------------------------------------------- */
+struct gm_pass {
+    struct gm_gate *gate; /* NULL: passed without a turn */
+    struct gm_stream *stream;
+};
+/* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
+struct gm_pass gm_enter(CUstream stream, bool per_thread);
+/* After the driver's call. */
+void gm_leave(struct gm_pass pass);
+/* In the child after fork: no CUDA, no helper, no slot. */
+void gm_gate_after_fork(void);
+void gm_work_after_fork(void);
+#endif

@@ -1,0 +1,1 @@
+/* Hooks of memory.c, in the form of hooks.h. */
