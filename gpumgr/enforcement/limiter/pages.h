@@ -23,7 +23,7 @@ struct gm_limits_gpu {
     uint32_t share;           /* percent of the GPU's time, 1 to 100; 0: cores are not limited by the library */
     uint32_t ceiling;         /* percent that it may use while others are idle, at least share */
     uint32_t quantum_us;      /* how long one turn lasts */
-    uint32_t pass;            /* 1: no neighbour and a ceiling of 100, launches need no turn */
+    uint32_t pass;            /* 1: no other container and a ceiling of 100, launches need no turn */
     uint64_t reserved[8];
 };
 struct gm_limits {

@@ -1,0 +1,397 @@
+/* Wrappers of allocations: each reserves first, asks the driver, and gives the reservation back where the driver refuses. An answer
+ * that the container's limit forces is always CUDA_ERROR_OUT_OF_MEMORY. What the driver answers otherwise passes unchanged, and so do
+ * calls with a NULL output, of a device without a limit, and of memory that is not on a device. */
+#include "memory.h"
+#include <string.h>
+
+#define POOL_STEP (32ull << 20) /* by which the driver lets a pool grow */
+typedef unsigned int uint;
+typedef struct { int type, id; } location; /* CUmemLocation: 1 is a device */
+struct allocation_properties { int type, handles; location where; void *security; uint8_t flags[8]; };
+struct pool_properties { int type, handles; location where; void *security; size_t most; uint8_t reserved[56]; };
+struct array2 { size_t width, height; int format; uint channels; };
+struct array3 { size_t width, height, depth; int format; uint channels, flags; };
+struct array2_v1 { uint width, height; int format; uint channels; };
+struct array3_v1 { uint width, height, depth; int format; uint channels, flags; };
+enum { SPARSE = 0x40, DEFERRED = 0x80 }; /* arrays without memory of their own */
+
+static int current_gpu(void) {
+    CUdevice d = gm_process() ? gm_current_device() : -1;
+    return d < 0 ? -1 : gm_gpu_of_device(d);
+}
+static CUcontext current_context(void) {
+    CUresult (*get)(CUcontext *) = (CUresult(*)(CUcontext *))gm_driver_function("cuCtxGetCurrent");
+    CUcontext c = NULL;
+    return get && get(&c) == CUDA_SUCCESS ? c : NULL;
+}
+static CUresult refuse(int gpu) {
+    gm_refused(gpu);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+/* After a refusal: pools give back what they don't use. */
+static bool reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
+    if (gm_reserve(gpu, kind, bytes)) return true;
+    if (bytes > gm_memory_limit(gpu)) return false;
+    gm_pools_settle(true);
+    return gm_reserve(gpu, kind, bytes);
+}
+
+/* -- pointers and arrays ---------------------------------------------------------------------------------------------------- */
+
+/* Keeps the reservation under the new handle, or gives it back. */
+static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, uint64_t key) {
+    if (r != CUDA_SUCCESS) gm_release(gpu, kind, bytes);
+    else if (gpu >= 0)
+        gm_record_add((struct gm_record){.key = key, .bytes = bytes, .type = GM_POINTER, .kind = kind, .gpu = gpu, .context = current_context()});
+    return r;
+}
+/* `call` gives memory of `bytes` under the handle in `out`. */
+#define ALLOCATE(kind, size, out, call)                                                                                            \
+    do {                                                                                                                           \
+        int gpu = (out) ? current_gpu() : -1;                                                                                      \
+        uint64_t bytes = gpu < 0 ? 0 : (size);                                                                                    \
+        if (!reserve(gpu, kind, bytes)) return refuse(gpu);                                                                        \
+        CUresult result = call;                                                                                                    \
+        return keep(result, gpu, kind, bytes, result == CUDA_SUCCESS ? (uint64_t)*(out) : 0);                                      \
+    } while (0)
+/* The record goes before the driver's call: after it, another thread may be given the same address. */
+#define FREE(key, call)                                                                                                            \
+    do {                                                                                                                           \
+        struct gm_record record;                                                                                                   \
+        bool known = gm_record_take(GM_POINTER, key, &record);                                                                     \
+        CUresult result = call;                                                                                                    \
+        if (known && result == CUDA_SUCCESS) gm_release(record.gpu, record.kind, record.bytes);                                    \
+        else if (known) gm_record_add(record);                                                                                     \
+        return result;                                                                                                             \
+    } while (0)
+
+/* The product, or the largest number, which no limit allows. */
+static uint64_t times(uint64_t a, uint64_t b) {
+    uint64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
+}
+static uint64_t rounded(uint64_t n, uint64_t step) { return n > UINT64_MAX - step ? UINT64_MAX : (n + step - 1) / step * step; }
+
+GM_EXPORT CUresult cuMemAlloc(uint *at, uint n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc, at, n)); }
+GM_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc_v2, at, n)); }
+GM_EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t n, uint flags) {
+    ALLOCATE(GM_MANAGED, n, at, CALL(cuMemAllocManaged, at, n, flags));
+}
+/* The driver chooses the length of a row: 512 bytes and its multiples on all GPUs so far. */
+GM_EXPORT CUresult cuMemAllocPitch(uint *at, uint *pitch, uint width, uint height, uint element) {
+    ALLOCATE(GM_ALLOC, times(rounded(width, 512), height), at, CALL(cuMemAllocPitch, at, pitch, width, height, element));
+}
+GM_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *at, size_t *pitch, size_t width, size_t height, uint element) {
+    ALLOCATE(GM_ALLOC, times(rounded(width, 512), height), at, CALL(cuMemAllocPitch_v2, at, pitch, width, height, element));
+}
+GM_EXPORT CUresult cuMemFree(uint at) { FREE(at, CALL(cuMemFree, at)); }
+GM_EXPORT CUresult cuMemFree_v2(CUdeviceptr at) { FREE(at, CALL(cuMemFree_v2, at)); }
+GM_EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) { FREE(at, CALL(cuMemFreeAsync, at, stream)); }
+GM_EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream stream) { FREE(at, CALL(cuMemFreeAsync_ptsz, at, stream)); }
+
+/* The bits of an element of one channel; of formats that name their channels, of the whole element. */
+static uint64_t element_bits(int format, uint channels) {
+    static const struct { int first, last; uint64_t bits; bool whole; } formats[] = {
+        {0x01, 0x01, 8, false}, {0x02, 0x02, 16, false}, {0x03, 0x03, 32, false}, {0x08, 0x08, 8, false}, {0x09, 0x09, 16, false},
+        {0x0a, 0x0a, 32, false}, {0x10, 0x10, 16, false}, {0x20, 0x20, 32, false}, {0x50, 0x50, 32, true}, {0xc0, 0xc0, 8, true},
+        {0xc1, 0xc1, 16, true}, {0xc2, 0xc2, 32, true}, {0xc3, 0xc3, 16, true}, {0xc4, 0xc4, 32, true}, {0xc5, 0xc5, 64, true},
+        {0xc6, 0xc6, 8, true}, {0xc7, 0xc7, 16, true}, {0xc8, 0xc8, 32, true}, {0xc9, 0xc9, 16, true}, {0xca, 0xca, 32, true},
+        {0xcb, 0xcb, 64, true}, {0x91, 0x92, 4, true}, {0x97, 0x98, 4, true}, {0x93, 0x96, 8, true}, {0x99, 0x9e, 8, true},
+    };
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        if (format >= formats[i].first && format <= formats[i].last) return formats[i].bits * (formats[i].whole ? 1 : channels);
+    return 64; /* the planar formats of video need less */
+}
+/* The driver gives the size only of arrays without memory of their own, so it is computed: rows in steps of 64 bytes, 8 rows to a block,
+ * whole pages of 64 KiB. What it takes beyond that is corrected by its figure of the process. */
+static uint64_t array_bytes(const struct array3 *a, uint levels) {
+    if (!a || a->flags & (SPARSE | DEFERRED)) return 0;
+    uint64_t sum = 0;
+    bool layered = a->flags & 1;
+    for (uint i = 0; i < levels && i < 32; i++) {
+        uint64_t width = a->width >> i, height = a->height >> i, depth = layered ? a->depth : a->depth >> i;
+        uint64_t row = rounded(rounded(times(width ? width : 1, element_bits(a->format, a->channels)), 8) / 8, 64);
+        uint64_t level = times(times(row, a->height ? rounded(height ? height : 1, 8) : 1), depth ? depth : 1);
+        if (__builtin_add_overflow(sum, level, &sum)) return UINT64_MAX;
+        if (!(width | height | (layered ? 0 : depth))) break;
+    }
+    return rounded(sum, 65536);
+}
+#define WIDE2(a) (a) ? &(struct array3){(a)->width, (a)->height, 0, (a)->format, (a)->channels, 0} : NULL
+#define WIDE3(a) (a) ? &(struct array3){(a)->width, (a)->height, (a)->depth, (a)->format, (a)->channels, (a)->flags} : NULL
+GM_EXPORT CUresult cuArrayCreate(CUarray *out, const struct array2_v1 *a) {
+    ALLOCATE(GM_ARRAY, array_bytes(WIDE2(a), 1), out, CALL(cuArrayCreate, out, a));
+}
+GM_EXPORT CUresult cuArrayCreate_v2(CUarray *out, const struct array2 *a) {
+    ALLOCATE(GM_ARRAY, array_bytes(WIDE2(a), 1), out, CALL(cuArrayCreate_v2, out, a));
+}
+GM_EXPORT CUresult cuArray3DCreate(CUarray *out, const struct array3_v1 *a) {
+    ALLOCATE(GM_ARRAY, array_bytes(WIDE3(a), 1), out, CALL(cuArray3DCreate, out, a));
+}
+GM_EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const struct array3 *a) {
+    ALLOCATE(GM_ARRAY, array_bytes(a, 1), out, CALL(cuArray3DCreate_v2, out, a));
+}
+GM_EXPORT CUresult cuMipmappedArrayCreate(CUarray *out, const struct array3 *a, uint levels) {
+    ALLOCATE(GM_ARRAY, array_bytes(a, levels), out, CALL(cuMipmappedArrayCreate, out, a, levels));
+}
+GM_EXPORT CUresult cuArrayDestroy(CUarray a) { FREE((uint64_t)a, CALL(cuArrayDestroy, a)); }
+GM_EXPORT CUresult cuMipmappedArrayDestroy(CUarray a) { FREE((uint64_t)a, CALL(cuMipmappedArrayDestroy, a)); }
+
+/* -- virtual memory: a handle is charged until its last reference and its last mapping are gone -------------------------------- */
+GM_EXPORT CUresult cuMemCreate(CUdeviceptr *handle, size_t n, const struct allocation_properties *p, unsigned long long flags) {
+    int gpu = handle && p && p->where.type == 1 && gm_process() ? gm_gpu_of_device(p->where.id) : -1;
+    uint64_t bytes = gpu < 0 ? 0 : n;
+    if (!reserve(gpu, GM_VMM, bytes)) return refuse(gpu);
+    CUresult r = CALL(cuMemCreate, handle, n, p, flags);
+    if (r != CUDA_SUCCESS) gm_release(gpu, GM_VMM, bytes);
+    else if (gpu >= 0)
+        gm_record_add((struct gm_record){.key = *handle, .bytes = bytes, .type = GM_HANDLE, .kind = GM_VMM, .gpu = gpu, .references = 1});
+    return r;
+}
+static void reference(struct gm_record *r, void *unused) {
+    (void)unused;
+    r->references++;
+}
+/* The reference goes before the driver's call: after it, another thread may be given the same number. */
+GM_EXPORT CUresult cuMemRelease(CUdeviceptr handle) {
+    struct gm_record last;
+    bool is_last = gm_record_unreference(handle, &last);
+    CUresult r = CALL(cuMemRelease, handle);
+    if (r == CUDA_SUCCESS && is_last) gm_release(last.gpu, last.kind, last.bytes);
+    else if (r != CUDA_SUCCESS && is_last) gm_record_add(last);
+    else if (r != CUDA_SUCCESS) gm_record_change(GM_HANDLE, handle, reference, NULL);
+    return r;
+}
+GM_EXPORT CUresult cuMemRetainAllocationHandle(CUdeviceptr *handle, void *at) {
+    CUresult r = CALL(cuMemRetainAllocationHandle, handle, at);
+    if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
+    return r;
+}
+/* An imported handle belongs to its maker, also where this process made it. */
+GM_EXPORT CUresult cuMemImportFromShareableHandle(CUdeviceptr *handle, void *shared, int type) {
+    CUresult r = CALL(cuMemImportFromShareableHandle, handle, shared, type);
+    if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
+    return r;
+}
+GM_EXPORT CUresult cuMemMap(CUdeviceptr at, size_t n, size_t offset, CUdeviceptr handle, unsigned long long flags) {
+    CUresult r = CALL(cuMemMap, at, n, offset, handle, flags);
+    if (r == CUDA_SUCCESS) gm_record_map(at, n, handle);
+    return r;
+}
+GM_EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t n) {
+    CUresult r = CALL(cuMemUnmap, at, n);
+    if (r == CUDA_SUCCESS) gm_record_unmap(at, n);
+    return r;
+}
+
+/* -- pools: the charge of each is what the driver reserved for it -------------------------------------------------------------- */
+enum { RESERVED_CURRENT = 5, POOLS = 256 }; /* CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT */
+typedef void *pool_t;
+static uint64_t pool_bytes(pool_t pool) {
+    CUresult (*get)(pool_t, int, void *) = (CUresult(*)(pool_t, int, void *))gm_driver_function("cuMemPoolGetAttribute");
+    uint64_t bytes = UINT64_MAX;
+    int mode = gm_relax();
+    CUresult r = get ? get(pool, RESERVED_CURRENT, &bytes) : CUDA_ERROR_NOT_FOUND;
+    gm_unrelax(mode);
+    return r == CUDA_SUCCESS ? bytes : UINT64_MAX;
+}
+static void recharge(struct gm_record *r, void *now) {
+    uint64_t bytes = *(uint64_t *)now, old = r->bytes;
+    r->bytes = bytes;
+    if (bytes > old) gm_charge(r->gpu, r->kind, bytes - old);
+    else gm_release(r->gpu, r->kind, old - bytes);
+}
+static void pool_settle(pool_t pool) {
+    uint64_t bytes = pool_bytes(pool);
+    if (bytes != UINT64_MAX) gm_record_change(GM_POOL_OF, (uint64_t)pool, recharge, &bytes);
+}
+void gm_pools_settle(bool trim) {
+    struct gm_record pools[POOLS];
+    int n = gm_process() ? gm_records_list(GM_POOL_OF, pools, POOLS) : 0;
+    CUresult (*give)(pool_t, size_t) = trim ? (CUresult(*)(pool_t, size_t))gm_driver_function("cuMemPoolTrimTo") : NULL;
+    for (int i = 0; i < n; i++) {
+        int mode = gm_relax();
+        if (give) give((pool_t)pools[i].key, 0);
+        gm_unrelax(mode);
+        pool_settle((pool_t)pools[i].key);
+    }
+}
+static void nothing(struct gm_record *r, void *gpu) { *(int *)gpu = r->gpu; }
+/* The index of the pool's GPU; -1: it is not limited, or another process's. Devices' own pools become known by their first use. */
+static int pool_gpu(pool_t pool) {
+    int gpu = -1, count = 0;
+    if (gm_record_change(GM_POOL_OF, (uint64_t)pool, nothing, &gpu)) return gpu;
+    CUresult (*number)(int *) = (CUresult(*)(int *))gm_driver_function("cuDeviceGetCount");
+    CUresult (*own)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetDefaultMemPool");
+    if (!number || !own || number(&count) != CUDA_SUCCESS) return -1;
+    for (CUdevice d = 0; d < count; d++) {
+        pool_t found = NULL;
+        if (own(&found, d) != CUDA_SUCCESS || found != pool) continue;
+        gpu = gm_gpu_of_device(d);
+        if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu});
+    }
+    return gpu;
+}
+static bool graph_memory; /* has this process put allocations into graphs? */
+static bool capturing(CUstream stream, bool per_thread) {
+    const char *name = per_thread ? "cuStreamIsCapturing_ptsz" : "cuStreamIsCapturing";
+    CUresult (*ask)(CUstream, int *) = (CUresult(*)(CUstream, int *))gm_driver_function(name);
+    int status = 0;
+    if (ask && ask(stream, &status) != CUDA_SUCCESS) return true; /* the driver answers what is wrong */
+    if (status) __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+    return status != 0;
+}
+/* The pool of the stream's device. */
+static pool_t pool_of(CUstream stream, bool per_thread) {
+    CUresult (*device)(CUstream, CUdevice *) =
+        (CUresult(*)(CUstream, CUdevice *))gm_driver_function(per_thread ? "cuStreamGetDevice_ptsz" : "cuStreamGetDevice");
+    CUresult (*get)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetMemPool");
+    CUdevice d = gm_current_device();
+    pool_t pool = NULL;
+    if (device && (uintptr_t)stream > 2) device(stream, &d);
+    return get && d >= 0 && get(&pool, d) == CUDA_SUCCESS ? pool : NULL;
+}
+/* The request is reserved in steps of the pool's growth, and replaced by its real growth afterwards. */
+#define FROM_POOL(out, size, pool, stream, per_thread, call)                                                                       \
+    do {                                                                                                                           \
+        pool_t from = (out) && gm_process() && !capturing(stream, per_thread) ? (pool) : NULL;                                     \
+        int gpu = from ? pool_gpu(from) : -1;                                                                                      \
+        uint64_t bytes = gpu < 0 ? 0 : rounded(size, POOL_STEP);                                                                 \
+        if (bytes && !reserve(gpu, GM_POOL, bytes)) return refuse(gpu);                                                            \
+        CUresult result = call;                                                                                                    \
+        if (gpu >= 0) pool_settle(from);                                                                                           \
+        gm_release(gpu, GM_POOL, bytes);                                                                                           \
+        return result;                                                                                                             \
+    } while (0)
+GM_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *at, size_t n, CUstream stream) {
+    FROM_POOL(at, n, pool_of(stream, false), stream, false, CALL(cuMemAllocAsync, at, n, stream));
+}
+GM_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *at, size_t n, CUstream stream) {
+    FROM_POOL(at, n, pool_of(stream, true), stream, true, CALL(cuMemAllocAsync_ptsz, at, n, stream));
+}
+GM_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *at, size_t n, pool_t pool, CUstream stream) {
+    FROM_POOL(at, n, pool, stream, false, CALL(cuMemAllocFromPoolAsync, at, n, pool, stream));
+}
+GM_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *at, size_t n, pool_t pool, CUstream stream) {
+    FROM_POOL(at, n, pool, stream, true, CALL(cuMemAllocFromPoolAsync_ptsz, at, n, pool, stream));
+}
+GM_EXPORT CUresult cuMemPoolCreate(pool_t *pool, const struct pool_properties *p) {
+    CUresult r = CALL(cuMemPoolCreate, pool, p);
+    int gpu = r != CUDA_SUCCESS || !gm_process() ? -1 : p->where.type == 1 ? gm_gpu_of_device(p->where.id) : p->type == 2 ? current_gpu() : -1;
+    if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)*pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu});
+    return r;
+}
+GM_EXPORT CUresult cuMemPoolDestroy(pool_t pool) {
+    struct gm_record record;
+    bool known = gm_record_take(GM_POOL_OF, (uint64_t)pool, &record);
+    CUresult r = CALL(cuMemPoolDestroy, pool);
+    if (known && r == CUDA_SUCCESS) gm_release(record.gpu, record.kind, record.bytes);
+    else if (known) gm_record_add(record);
+    return r;
+}
+GM_EXPORT CUresult cuMemPoolTrimTo(pool_t pool, size_t keep) {
+    CUresult r = CALL(cuMemPoolTrimTo, pool, keep);
+    pool_settle(pool);
+    return r;
+}
+
+/* -- memory of graphs: known only after it was taken ---------------------------------------------------------------------------- */
+enum { GRAPH_RESERVED_CURRENT = 2 }; /* CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT */
+void gm_graph_memory(void) {
+    static uint64_t charged[64];
+    if (!__atomic_load_n(&graph_memory, __ATOMIC_RELAXED) || !gm_process()) return;
+    CUresult (*get)(CUdevice, int, void *) = (CUresult(*)(CUdevice, int, void *))gm_driver_function("cuDeviceGetGraphMemAttribute");
+    CUdevice d = gm_current_device();
+    int gpu = d < 0 || d >= 64 ? -1 : gm_gpu_of_device(d);
+    uint64_t bytes = 0;
+    if (gpu < 0 || !get || get(d, GRAPH_RESERVED_CURRENT, &bytes) != CUDA_SUCCESS) return;
+    uint64_t old = __atomic_exchange_n(&charged[d], bytes, __ATOMIC_SEQ_CST);
+    if (bytes > old) gm_charge(gpu, GM_GRAPH, bytes - old);
+    else gm_release(gpu, GM_GRAPH, old - bytes);
+}
+static CUresult graph(CUresult r) {
+    if (r == CUDA_SUCCESS) gm_graph_memory();
+    return r;
+}
+GM_EXPORT CUresult cuGraphAddMemAllocNode(void **node, CUgraph g, const void *after, size_t n, void *parameters) {
+    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+    return CALL(cuGraphAddMemAllocNode, node, g, after, n, parameters);
+}
+GM_EXPORT CUresult cuGraphAddNode(void **node, CUgraph g, const void *after, size_t n, void *parameters) {
+    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+    return CALL(cuGraphAddNode, node, g, after, n, parameters);
+}
+GM_EXPORT CUresult cuGraphAddNode_v2(void **node, CUgraph g, const void *after, const void *edges, size_t n, void *parameters) {
+    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+    return CALL(cuGraphAddNode_v2, node, g, after, edges, n, parameters);
+}
+GM_EXPORT CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph g, void **node, char *log, size_t n) {
+    return graph(CALL(cuGraphInstantiate, out, g, node, log, n));
+}
+GM_EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *out, CUgraph g, void **node, char *log, size_t n) {
+    return graph(CALL(cuGraphInstantiate_v2, out, g, node, log, n));
+}
+GM_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph g, unsigned long long flags) {
+    return graph(CALL(cuGraphInstantiateWithFlags, out, g, flags));
+}
+GM_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph g, void *parameters) {
+    return graph(CALL(cuGraphInstantiateWithParams, out, g, parameters));
+}
+GM_EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph g, void *parameters) {
+    return graph(CALL(cuGraphInstantiateWithParams_ptsz, out, g, parameters));
+}
+GM_EXPORT CUresult cuGraphUpload(CUgraphExec g, CUstream stream) { return graph(CALL(cuGraphUpload, g, stream)); }
+GM_EXPORT CUresult cuGraphUpload_ptsz(CUgraphExec g, CUstream stream) { return graph(CALL(cuGraphUpload_ptsz, g, stream)); }
+GM_EXPORT CUresult cuDeviceGraphMemTrim(CUdevice d) { return graph(CALL(cuDeviceGraphMemTrim, d)); }
+
+/* -- contexts: each costs what the agent measured on this GPU ------------------------------------------------------------------- */
+static uint64_t context_bytes(int gpu) { return gpu < 0 ? 0 : gm_process()->limits->gpu[gpu].context_bytes; }
+#define CREATE_CONTEXT(out, device, call)                                                                                          \
+    do {                                                                                                                           \
+        int gpu = (out) && gm_process() ? gm_gpu_of_device(device) : -1;                                                           \
+        uint64_t bytes = context_bytes(gpu);                                                                                       \
+        if (!reserve(gpu, GM_CONTEXT, bytes)) return refuse(gpu);                                                                  \
+        CUresult result = call;                                                                                                    \
+        if (result != CUDA_SUCCESS) gm_release(gpu, GM_CONTEXT, bytes);                                                            \
+        else if (gpu >= 0)                                                                                                         \
+            gm_record_add((struct gm_record){                                                                                      \
+                .key = (uint64_t)*(out), .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *(out)}); \
+        return result;                                                                                                             \
+    } while (0)
+GM_EXPORT CUresult cuCtxCreate(CUcontext *c, uint flags, CUdevice d) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate, c, flags, d)); }
+GM_EXPORT CUresult cuCtxCreate_v2(CUcontext *c, uint flags, CUdevice d) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v2, c, flags, d)); }
+GM_EXPORT CUresult cuCtxCreate_v3(CUcontext *c, void *affinity, int n, uint flags, CUdevice d) {
+    CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v3, c, affinity, n, flags, d));
+}
+GM_EXPORT CUresult cuCtxCreate_v4(CUcontext *c, void *parameters, uint flags, CUdevice d) {
+    CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v4, c, parameters, flags, d));
+}
+void gm_memory_context_ended(CUcontext context) { gm_records_end(context); }
+
+/* Primary contexts: the driver makes one at the first retain, and ends it at the last release or at a reset. */
+static CUcontext primaries[64]; /* the charged ones */
+static bool active(CUdevice d) {
+    CUresult (*state)(CUdevice, uint *, int *) = (CUresult(*)(CUdevice, uint *, int *))gm_driver_function("cuDevicePrimaryCtxGetState");
+    uint flags;
+    int on = 0;
+    return state && state(d, &flags, &on) == CUDA_SUCCESS && on;
+}
+GM_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
+    int gpu = c && d >= 0 && d < 64 && gm_process() ? gm_gpu_of_device(d) : -1;
+    if (gpu < 0 || __atomic_load_n(&primaries[d], __ATOMIC_ACQUIRE)) return CALL(cuDevicePrimaryCtxRetain, c, d);
+    uint64_t bytes = active(d) ? 0 : context_bytes(gpu);
+    if (!reserve(gpu, GM_CONTEXT, bytes)) return refuse(gpu);
+    CUresult r = CALL(cuDevicePrimaryCtxRetain, c, d);
+    CUcontext none = NULL;
+    /* One of several threads that retain it first keeps its charge. */
+    if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&primaries[d], &none, *c, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        gm_record_add((struct gm_record){
+            .key = (uint64_t)*c, .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *c});
+    else gm_release(gpu, GM_CONTEXT, bytes);
+    return r;
+}
+void gm_memory_primary_changed(CUdevice d) {
+    if (!gm_process() || d < 0 || d >= 64 || active(d)) return;
+    gm_records_end(__atomic_exchange_n(&primaries[d], NULL, __ATOMIC_ACQ_REL));
+    gm_pools_settle(false);
+}

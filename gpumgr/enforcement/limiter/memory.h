@@ -1,0 +1,53 @@
+/* What the parts of the memory limit offer each other: ledger.c counts, records.c knows what each handle holds, memory.c has the
+ * wrappers of allocations, queries.c the wrappers that show the share. */
+#ifndef GPUMGR_MEMORY_H
+#define GPUMGR_MEMORY_H
+#include "library.h"
+
+/* -- the ledger; `gpu` is an index into the pages, -1 where the device is not limited ---------------------------------------- */
+uint64_t gm_memory_limit(int gpu); /* 0: not limited */
+uint64_t gm_memory_used(int gpu);  /* by the container, with what the driver uses beyond the count */
+/* Reserves for this process; false: it does not fit. True without a limit. */
+bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes);
+void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* what the driver already took, beyond the limit too */
+void gm_release(int gpu, enum gm_kind kind, uint64_t bytes);
+void gm_refused(int gpu); /* counts an answer of out of memory */
+/* After slots of dead processes were emptied: lowers the sum to what the live ones hold. */
+void gm_ledger_settle(int gpu);
+
+/* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
+enum gm_record_type { GM_POINTER, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
+struct gm_record {
+    uint64_t key, size; /* size: of a mapping's range */
+    uint64_t bytes;     /* charged */
+    enum gm_record_type type;
+    enum gm_kind kind;
+    int gpu, references, mappings;
+    CUcontext context;     /* its memory ends with this context; NULL: with none */
+    struct gm_record *of;  /* the handle behind a mapping */
+    struct gm_record *next;
+};
+void gm_record_add(struct gm_record value);
+/* Removes a record; false: there is none. */
+bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out);
+/* Calls `change` with the record, under the records' lock. False: there is none. */
+bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(struct gm_record *record, void *argument), void *argument);
+/* Removes and credits what ends with a context. */
+void gm_records_end(CUcontext context);
+/* Virtual memory: a range was mapped to a handle, ranges were unmapped. */
+void gm_record_map(uint64_t at, uint64_t size, uint64_t handle);
+void gm_record_unmap(uint64_t at, uint64_t size);
+/* Drops a reference; true: it was the last and nothing is mapped, so the record is removed and its charge is the caller's. */
+bool gm_record_unreference(uint64_t handle, struct gm_record *out);
+/* The first `most` records of a type. */
+int gm_records_list(enum gm_record_type type, struct gm_record *out, int most);
+
+/* -- for other parts ------------------------------------------------------------------------------------------------------------ */
+/* After a graph was instantiated, uploaded or launched: charges the growth of the devices' memory for graphs. */
+void gm_graph_memory(void);
+/* After the driver destroyed a context, or released or reset a primary one. */
+void gm_memory_context_ended(CUcontext context);
+void gm_memory_primary_changed(CUdevice device);
+/* Brings the charges of all pools up to date; `trim`: after they gave back what they don't use. */
+void gm_pools_settle(bool trim);
+#endif

@@ -1,0 +1,133 @@
+/* Wrappers of the queries of CUDA and NVML that show how much memory there is: the container's limit and what it uses of it. Free
+ * memory depends on nothing else, so that a release by another container never raises it: programs measure their own use by it. */
+#include "memory.h"
+#include <stdio.h>
+#include <string.h>
+
+typedef unsigned int uint;
+typedef unsigned long long ull;
+typedef void *nvmlDevice;
+enum { NVML_SUCCESS = 0, NVML_INVALID_ARGUMENT = 2, NVML_INSUFFICIENT_SIZE = 7 };
+
+/* What a program sees of a GPU of `total` bytes; false: it is not limited. */
+static bool share(int gpu, uint64_t *total, uint64_t *used) {
+    uint64_t limit = gm_memory_limit(gpu);
+    if (!limit) return false;
+    gm_pools_settle(false);
+    gm_graph_memory();
+    *used = gm_memory_used(gpu);
+    if (limit < *total) *total = limit;
+    if (*used > *total) *used = *total;
+    return true;
+}
+static int current_gpu(void) {
+    CUdevice d = gm_process() ? gm_current_device() : -1;
+    return d < 0 ? -1 : gm_gpu_of_device(d);
+}
+
+GM_EXPORT CUresult cuMemGetInfo_v2(size_t *available, size_t *total) {
+    CUresult r = CALL(cuMemGetInfo_v2, available, total);
+    uint64_t all = r == CUDA_SUCCESS ? *total : 0, used;
+    if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
+    *total = all;
+    *available = all - used;
+    return r;
+}
+static uint narrow(uint64_t n) { return n > UINT32_MAX ? UINT32_MAX : (uint)n; }
+GM_EXPORT CUresult cuMemGetInfo(uint *available, uint *total) {
+    CUresult r = CALL(cuMemGetInfo, available, total);
+    uint64_t all = UINT64_MAX, used;
+    if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
+    *total = narrow(all);
+    *available = narrow(all - used);
+    return r;
+}
+GM_EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice d) {
+    CUresult r = CALL(cuDeviceTotalMem_v2, bytes, d);
+    uint64_t limit = r == CUDA_SUCCESS && gm_process() ? gm_memory_limit(gm_gpu_of_device(d)) : 0;
+    if (limit && limit < *bytes) *bytes = limit;
+    return r;
+}
+GM_EXPORT CUresult cuDeviceTotalMem(uint *bytes, CUdevice d) {
+    CUresult r = CALL(cuDeviceTotalMem, bytes, d);
+    uint64_t limit = r == CUDA_SUCCESS && gm_process() ? gm_memory_limit(gm_gpu_of_device(d)) : 0;
+    if (limit && limit < *bytes) *bytes = (uint)limit;
+    return r;
+}
+
+/* The index of NVML's device in the pages, by its UUID: `GPU-` or `MIG-` and 32 digits with dashes. */
+static int gpu_of_nvml(nvmlDevice device) {
+    int (*ask)(nvmlDevice, char *, uint) = (int (*)(nvmlDevice, char *, uint))gm_driver_function("nvmlDeviceGetUUID");
+    struct gm_process *p = gm_process();
+    char text[96] = "";
+    uint8_t uuid[16] = {0};
+    if (!p || !ask || ask(device, text, sizeof text) != NVML_SUCCESS || strlen(text) < 40) return -1;
+    int n = 0;
+    for (const char *c = text + 4; n < 16 && c[0] && c[1]; c += 2) {
+        uint byte;
+        if (*c == '-') c++;
+        if (sscanf(c, "%2x", &byte) != 1) return -1;
+        uuid[n++] = (uint8_t)byte;
+    }
+    for (uint32_t i = 0; n == 16 && i < p->limits->gpus && i < GM_GPUS; i++)
+        if (!memcmp(p->limits->gpu[i].uuid, uuid, 16)) return (int)i;
+    return -1;
+}
+struct memory_v1 { ull total, available, used; };
+struct memory_v2 { uint version; ull total, reserved, available, used; };
+GM_EXPORT int nvmlDeviceGetMemoryInfo(nvmlDevice device, struct memory_v1 *m) {
+    int r = CALL(nvmlDeviceGetMemoryInfo, device, m);
+    uint64_t total = r == NVML_SUCCESS ? m->total : 0, used;
+    if (r != NVML_SUCCESS || !share(gpu_of_nvml(device), &total, &used)) return r;
+    *m = (struct memory_v1){total, total - used, used};
+    return r;
+}
+GM_EXPORT int nvmlDeviceGetMemoryInfo_v2(nvmlDevice device, struct memory_v2 *m) {
+    int r = CALL(nvmlDeviceGetMemoryInfo_v2, device, m);
+    uint64_t total = r == NVML_SUCCESS ? m->total : 0, used;
+    if (r != NVML_SUCCESS || !share(gpu_of_nvml(device), &total, &used)) return r;
+    *m = (struct memory_v2){m->version, total, 0, total - used, used};
+    return r;
+}
+
+/* Lists of processes: the container's own, by their pids in it. */
+struct process_v1 { uint pid; ull bytes; };
+struct process_v2 { uint pid; ull bytes; uint instance, compute_instance; };
+/* Fills records of `size` bytes; the answer is NVML's. */
+static int processes(int gpu, uint *count, void *out, size_t size) {
+    struct gm_process *p = gm_process();
+    uint room = *count, n = 0;
+    for (int i = 0; i < GM_SLOTS; i++) {
+        const struct gm_use_slot *s = &p->use->slot[i];
+        uint64_t bytes = 0;
+        uint pid = __atomic_load_n(&s->pid, __ATOMIC_RELAXED);
+        for (int kind = 0; pid && kind < GM_KINDS; kind++) bytes += __atomic_load_n(&s->gpu[gpu].bytes[kind], __ATOMIC_RELAXED);
+        if (!bytes) continue;
+        struct process_v2 one = {pid, bytes, UINT32_MAX, UINT32_MAX};
+        if (out && n < room) memcpy((char *)out + n * size, &one, size);
+        n++;
+    }
+    *count = n;
+    return n > room ? NVML_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+#define LIST(symbol, record)                                                                                                       \
+    GM_EXPORT int symbol(nvmlDevice device, uint *count, record *out) {                                                            \
+        int gpu = count ? gpu_of_nvml(device) : -1;                                                                                \
+        return gm_memory_limit(gpu) ? processes(gpu, count, out, sizeof(record)) : CALL(symbol, device, count, out);               \
+    }
+LIST(nvmlDeviceGetComputeRunningProcesses, struct process_v1)
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, struct process_v2)
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, struct process_v2)
+/* Lists that would show processes of other containers are empty. */
+#define NONE(symbol, record)                                                                                                       \
+    GM_EXPORT int symbol(nvmlDevice device, uint *count, record *out) {                                                            \
+        if (!count || !gm_memory_limit(gpu_of_nvml(device))) return CALL(symbol, device, count, out);                              \
+        *count = 0;                                                                                                                \
+        return NVML_SUCCESS;                                                                                                       \
+    }
+NONE(nvmlDeviceGetGraphicsRunningProcesses, struct process_v1)
+NONE(nvmlDeviceGetGraphicsRunningProcesses_v2, struct process_v2)
+NONE(nvmlDeviceGetGraphicsRunningProcesses_v3, struct process_v2)
+NONE(nvmlDeviceGetMPSComputeRunningProcesses, struct process_v1)
+NONE(nvmlDeviceGetMPSComputeRunningProcesses_v2, struct process_v2)
+NONE(nvmlDeviceGetMPSComputeRunningProcesses_v3, struct process_v2)

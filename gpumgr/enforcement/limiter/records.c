@@ -1,0 +1,161 @@
+/* What each pointer and handle of this process holds. The lock is never held over a call of the driver. */
+#include "memory.h"
+#include <pthread.h>
+#include <stdlib.h>
+
+enum { BUCKETS = 4096 };
+static struct gm_record *buckets[BUCKETS];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* A child after fork has no CUDA; its parent's charges are not its own. */
+static void forget(void) {
+    pthread_mutex_init(&lock, NULL);
+    for (int i = 0; i < BUCKETS; i++) buckets[i] = NULL;
+}
+static void at_fork(void) { pthread_atfork(NULL, NULL, forget); }
+
+static struct gm_record **bucket(uint64_t key) { return &buckets[(key >> 9 ^ key >> 21 ^ key) % BUCKETS]; }
+
+/* The place of a record. The driver may give the number of a handle again that only mappings hold: the one with references is found. */
+static struct gm_record **find(enum gm_record_type type, uint64_t key) {
+    struct gm_record **second = NULL;
+    for (struct gm_record **r = bucket(key); *r; r = &(*r)->next) {
+        if ((*r)->key != key || (*r)->type != type) continue;
+        if (type != GM_HANDLE || (*r)->references) return r;
+        second = r;
+    }
+    return second;
+}
+
+static void insert(struct gm_record *r) {
+    struct gm_record **b = bucket(r->key);
+    r->next = *b;
+    *b = r;
+}
+
+void gm_record_add(struct gm_record value) {
+    pthread_once(&once, at_fork);
+    struct gm_record *r = malloc(sizeof *r);
+    if (!r) return; /* then it stays charged until the process ends */
+    *r = value;
+    pthread_mutex_lock(&lock);
+    insert(r);
+    pthread_mutex_unlock(&lock);
+}
+
+bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out) {
+    pthread_mutex_lock(&lock);
+    struct gm_record **at = find(type, key), *r = at ? *at : NULL;
+    if (r) *at = r->next;
+    pthread_mutex_unlock(&lock);
+    if (!r) return false;
+    *out = *r;
+    free(r);
+    return true;
+}
+
+bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(struct gm_record *, void *), void *argument) {
+    pthread_mutex_lock(&lock);
+    struct gm_record **at = find(type, key);
+    if (at) change(*at, argument);
+    pthread_mutex_unlock(&lock);
+    return at != NULL;
+}
+
+/* Removes the records that `ends` names; credits them. */
+static void remove_all(bool (*ends)(const struct gm_record *, const void *), const void *argument) {
+    struct gm_record *gone = NULL;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < BUCKETS; i++)
+        for (struct gm_record **at = &buckets[i]; *at;) {
+            struct gm_record *r = *at;
+            if (!ends(r, argument)) {
+                at = &r->next;
+                continue;
+            }
+            *at = r->next;
+            r->next = gone;
+            gone = r;
+        }
+    pthread_mutex_unlock(&lock);
+    for (struct gm_record *r; (r = gone); free(r)) {
+        gone = r->next;
+        gm_release(r->gpu, r->kind, r->bytes);
+    }
+}
+
+static bool of_context(const struct gm_record *r, const void *context) { return r->context == context; }
+void gm_records_end(CUcontext context) {
+    if (context) remove_all(of_context, context);
+}
+
+/* Removes a handle's record when neither a reference nor a mapping is left. Call with the lock; credit what it returns. */
+static struct gm_record *unheld(struct gm_record *handle) {
+    if (handle->references || handle->mappings) return NULL;
+    for (struct gm_record **at = bucket(handle->key); *at; at = &(*at)->next)
+        if (*at == handle) {
+            *at = handle->next;
+            return handle;
+        }
+    return NULL;
+}
+static void credit(struct gm_record *r) {
+    if (r) gm_release(r->gpu, r->kind, r->bytes);
+    free(r);
+}
+
+bool gm_record_unreference(uint64_t handle, struct gm_record *out) {
+    pthread_mutex_lock(&lock);
+    struct gm_record **at = find(GM_HANDLE, handle), *last = NULL;
+    if (at && (*at)->references) {
+        struct gm_record *r = *at;
+        r->references--;
+        last = unheld(r);
+        if (last) *out = *last, out->references = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    free(last);
+    return last != NULL;
+}
+
+void gm_record_map(uint64_t at, uint64_t size, uint64_t handle) {
+    struct gm_record *r = malloc(sizeof *r);
+    pthread_mutex_lock(&lock);
+    struct gm_record **of = find(GM_HANDLE, handle);
+    if (of && r) {
+        (*of)->mappings++;
+        *r = (struct gm_record){.key = at, .size = size, .type = GM_MAPPING, .gpu = -1, .of = *of};
+        insert(r);
+        r = NULL;
+    }
+    pthread_mutex_unlock(&lock);
+    free(r);
+}
+
+void gm_record_unmap(uint64_t at, uint64_t size) {
+    for (uint64_t end = at + size; at < end;) {
+        pthread_mutex_lock(&lock);
+        struct gm_record **place = find(GM_MAPPING, at), *mapping = place ? *place : NULL, *gone = NULL;
+        if (mapping) {
+            *place = mapping->next;
+            mapping->of->mappings--;
+            gone = unheld(mapping->of);
+        }
+        pthread_mutex_unlock(&lock);
+        if (!mapping) break; /* an imported handle */
+        at += mapping->size;
+        free(mapping);
+        credit(gone);
+    }
+}
+
+int gm_records_list(enum gm_record_type type, struct gm_record *out, int most) {
+    int n = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < BUCKETS; i++)
+        for (struct gm_record *r = buckets[i]; r; r = r->next)
+            if (r->type == type && n < most) out[n++] = *r;
+    pthread_mutex_unlock(&lock);
+    return n;
+}

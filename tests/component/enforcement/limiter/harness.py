@@ -1,0 +1,161 @@
+"""Tenants on the fake GPUs of tests/data/limiter, with the library preloaded, and the pages that they share."""
+
+import contextlib
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1 << 20
+#: What a context of the fake GPU takes (gpu.h).
+CONTEXT_BYTES = 516 * MIB
+GPU_BYTES = 143_771 * MIB
+KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
+_SOURCES = Path(__file__).parents[3] / "data" / "limiter"
+_LIBRARY = Path(__file__).parents[4] / "gpumgr" / "enforcement" / "limiter"
+# Layouts of pages.h.
+_MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
+_HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
+
+
+def compile_all(folder: Path) -> None:
+    """Compiles the fake driver, the model clock, the tenant and the library's memory part into `folder`."""
+    shared = ("-fPIC", "-shared", "-fvisibility=hidden")
+    limiter = [_LIBRARY / name for name in ("ledger.c", "records.c", "memory.c", "queries.c")]
+    for name, sources, options in (
+        ("libcuda.so.1", [_SOURCES / "cuda.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
+        ("libnvidia-ml.so.1", [_SOURCES / "nvml.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
+        ("libclock.so", [_SOURCES / "clock.c"], ("-fPIC", "-shared")),
+        ("libframe.so", [_SOURCES / "frame.c", *limiter], (*shared, f"-I{_SOURCES}", f"-I{_LIBRARY}")),
+        ("make_clock", [_SOURCES / "clock.c"], ("-DMAKE",)),
+        ("make_gpu", [_SOURCES / "make_gpu.c"], ()),
+        ("tenant", [_SOURCES / "tenant.c"], ()),
+    ):
+        command = [
+            "gcc",
+            "-std=gnu11",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *options,
+            "-o",
+            folder / name,
+            *sources,
+            "-ldl",
+            "-lpthread",
+        ]
+        subprocess.run(command, check=True)
+
+
+@dataclass
+class Node:
+    """One fake GPU of `gpu_bytes` for all tenants of a test. `programs`: what compile_all made."""
+
+    programs: Path
+    folder: Path
+    gpu_bytes: int = GPU_BYTES
+    _running: list["Tenant"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        subprocess.run([self.programs / "make_gpu", self.folder / "gpu", "1", str(self.gpu_bytes)], check=True)
+        subprocess.run([self.programs / "make_clock", self.folder / "clock"], check=True)
+
+    def start(self, container: "Container | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
+        """A tenant in a container; without one, it has the bare driver. `clock`: its time is the model clock's."""
+        preload = [self.programs / "libclock.so"] * clock + [self.programs / "libframe.so"] * (container is not None)
+        environment = {
+            "LD_PRELOAD": ":".join(map(str, preload)),
+            "LD_LIBRARY_PATH": str(self.programs),
+            "FAKE_GPU": str(self.folder / "gpu"),
+            "MODEL_CLOCK": str(self.folder / "clock"),
+        }
+        tenant = Tenant(self.programs / "tenant", lookup, environment, container.folder if container else self.folder)
+        self._running.append(tenant)
+        return tenant
+
+    def used_bytes(self) -> int:
+        """What the driver gave to all processes, without its own reserve."""
+        with_driver = self.start()
+        with_driver.send("nvml")
+        _, free, total, _ = with_driver.answer()
+        return total - free - 615 * MIB
+
+    def close(self) -> None:
+        for tenant in self._running:
+            tenant.kill()
+
+
+class Container:
+    """The pages of one container, in a folder of its own. `limit_bytes`: 0 is no limit."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        (folder / "pages").mkdir(parents=True)
+        gpu = struct.pack("<16sQQQIIII64x", bytes(15) + b"\1", limit_bytes, 0, CONTEXT_BYTES, 100, 100, 20_000, 1)
+        self._write("limits", struct.pack("<IIII48x", _MAGIC, _VERSION, 1, 0) + gpu, _HEAD + _GPUS * 120)
+        self._write("use", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * _GPU_USE + _SLOTS * _SLOT)
+
+    def _write(self, name: str, content: bytes, size: int) -> None:
+        (self.folder / "pages" / name).write_bytes(content.ljust(size, b"\0"))
+
+    def set_uncounted(self, size_bytes: int) -> None:
+        """What the agent writes about the driver's use beyond the count."""
+        with (self.folder / "pages" / "limits").open("r+b") as page:
+            page.seek(_HEAD + 24)
+            page.write(struct.pack("<Q", size_bytes))
+
+    def reserved_bytes(self) -> int:
+        return int(struct.unpack_from("<Q", (self.folder / "pages" / "use").read_bytes(), _HEAD)[0])
+
+    def by_kind(self) -> Mapping[str, int]:
+        """Bytes by kind, over all slots; without kinds that have none."""
+        page = (self.folder / "pages" / "use").read_bytes()
+        sums = dict.fromkeys(KINDS, 0)
+        for slot in range(_SLOTS):
+            at = _HEAD + _GPUS * _GPU_USE + slot * _SLOT
+            if struct.unpack_from("<I", page, at)[0]:
+                for kind, size in zip(KINDS, struct.unpack_from("<8Q", page, at + 64), strict=True):
+                    sums[kind] += size
+        return {kind: size for kind, size in sums.items() if size}
+
+
+class Tenant:
+    """A process of tenant.c, which documents the commands."""
+
+    def __init__(self, program: Path, lookup: str, environment: Mapping[str, str], folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [program, lookup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **environment},
+        )
+
+    def send(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> tuple[int, ...]:
+        assert self._process.stdout is not None
+        return tuple(map(int, self._process.stdout.readline().split()))
+
+    def ask(self, command: str) -> tuple[int, int, int]:
+        """The CUresult and two numbers."""
+        self.send(command)
+        result, first, second = self.answer()
+        return result, first, second
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()

@@ -1,0 +1,157 @@
+"""The memory limit: real processes on the fake GPU, with the library preloaded."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Container, Node, Tenant
+
+_OUT_OF_MEMORY = 2
+_LIMIT = 4096 * MIB
+_ROOM = _LIMIT - CONTEXT_BYTES
+_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async")
+#: By which a pool grows: so much of the limit may stay unused by allocations from it.
+_POOL_STEP = 32 * MIB
+
+
+def _started(node: Node, container: Container | None, lookup: str = "proc") -> Tenant:
+    tenant = node.start(container, lookup)
+    assert tenant.ask("init 0")[0] == 0
+    return tenant
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("lookup", ["dlsym", "proc", "stream"])
+def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(node: Node, tmp_path: Path, kind: str, lookup: str) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container, lookup)
+    step = 6 * MIB
+    for _ in range(2):  # what is freed can be had again
+        result, granted, _ = tenant.ask(f"grab {kind} {step} {2 * _LIMIT}")
+        assert result == _OUT_OF_MEMORY
+        assert _ROOM - granted < (_POOL_STEP + step if kind == "async" else step)
+        assert node.used_bytes() == container.reserved_bytes() <= _LIMIT
+        assert tenant.ask("free")[0] == 0
+    if kind != "async":  # the pool keeps what it has
+        assert container.by_kind() == {"context": CONTEXT_BYTES}
+
+
+def test_the_last_byte_is_granted_and_not_one_more(node: Node, tmp_path: Path) -> None:
+    tenant = _started(node, Container(tmp_path / "a", _LIMIT))
+    assert tenant.ask(f"grab alloc {_ROOM + 1} 1") == (_OUT_OF_MEMORY, 0, 0)
+    assert tenant.ask(f"grab alloc {_ROOM} 1") == (0, _ROOM, 0)
+    assert tenant.ask("grab alloc 1 1") == (_OUT_OF_MEMORY, 0, 0)
+
+
+def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
+    neighbour = _started(node, None)
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    tenant.ask(f"grab alloc {100 * MIB} 1")
+    container.set_uncounted(24 * MIB)
+    free = _ROOM - 124 * MIB
+    assert tenant.ask("info") == (0, free, _LIMIT)
+    assert tenant.ask("total") == (0, 0, _LIMIT)
+    tenant.send("nvml")
+    assert tenant.answer() == (0, free, _LIMIT, 1)  # one process: its own
+    neighbour.ask(f"grab alloc {MIB} 1")
+    assert tenant.ask("info") == (0, free, _LIMIT)
+    assert tenant.ask(f"grab alloc {free + 1} 1")[0] == _OUT_OF_MEMORY
+
+
+def test_a_refusal_of_the_driver_leaves_nothing_reserved(programs: Path, tmp_path: Path) -> None:
+    node = Node(programs, tmp_path, gpu_bytes=3072 * MIB)
+    try:
+        container = Container(tmp_path / "a", _LIMIT)
+        tenant = _started(node, container)
+        for kind in _KINDS:
+            result, granted, _ = tenant.ask(f"grab {kind} {50 * MIB} {2 * _LIMIT}")
+            assert (result, granted > 0 or kind != "alloc") == (_OUT_OF_MEMORY, True)
+            assert node.used_bytes() == container.reserved_bytes()
+    finally:
+        node.close()
+
+
+def test_without_a_limit_memory_is_counted_only(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", 0)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc {1024 * MIB} {8192 * MIB}") == (0, 8192 * MIB, 0)
+    assert container.by_kind() == {"alloc": 8192 * MIB, "context": CONTEXT_BYTES}
+    assert tenant.ask("total")[2] > _LIMIT
+
+
+def test_containers_count_for_themselves(node: Node, tmp_path: Path) -> None:
+    for name in "ab":
+        assert _started(node, Container(tmp_path / name, _LIMIT)).ask(f"grab alloc {_ROOM} 1")[0] == 0
+
+
+def test_forty_processes_at_once_get_the_limit_and_no_byte_more(node: Node, tmp_path: Path) -> None:
+    limit = 40 * CONTEXT_BYTES + 1000 * MIB
+    container = Container(tmp_path / "a", limit)
+    tenants = [_started(node, container) for _ in range(40)]
+    for number, tenant in enumerate(tenants):
+        tenant.send(f"grab {_KINDS[number % 5]} {2 * MIB} {limit}")
+    answers = [tenant.answer() for tenant in tenants]
+    assert {result for result, _, _ in answers} == {_OUT_OF_MEMORY}
+    assert sum(granted for _, granted, _ in answers) == 1000 * MIB
+    assert node.used_bytes() == container.reserved_bytes() == limit
+
+
+def test_a_context_that_does_not_fit_is_out_of_memory(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", CONTEXT_BYTES + MIB)
+    _started(node, container)
+    assert node.start(container).ask("init 0")[0] == _OUT_OF_MEMORY
+    assert node.used_bytes() == container.reserved_bytes() == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_killed_processes_held_can_be_had_again(node: Node, tmp_path: Path, seed: int) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    chance = random.Random(seed)
+    for _ in range(4):
+        victims = [node.start(container) for _ in range(3)]
+        for victim in victims:
+            victim.send("init 0")
+            victim.send(f"random {chance.randrange(1 << 30)} 1000000 {_LIMIT}")
+        time.sleep(chance.random() / 20)  # any point of their run: the law holds at each
+        for victim in victims:
+            victim.kill()
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    assert node.used_bytes() == container.reserved_bytes() == _LIMIT
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operations_of_all_kinds_agree_with_a_model(node: Node, tmp_path: Path, seed: int) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"random {seed} 25000 {_LIMIT}") == (0, 25_000, 0)
+    assert node.used_bytes() == container.reserved_bytes() == sum(container.by_kind().values())
+
+
+def test_a_forked_child_counts_anew_and_is_credited_when_it_ends(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = node.start(container)
+    tenant.ask("info")  # the library has looked for the pages; CUDA is not initialized
+    assert tenant.ask(f"fork alloc {_ROOM} {_ROOM}")[0] == 0
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+
+
+def test_the_reset_of_a_context_frees_its_memory(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    tenant.ask(f"grab managed {100 * MIB} {1000 * MIB}")
+    assert tenant.ask("reset")[0] == 0
+    assert container.reserved_bytes() == node.used_bytes() == 0
+
+
+def test_a_stream_capture_goes_on_as_without_the_library(node: Node, tmp_path: Path) -> None:
+    answers = []
+    for container in (None, Container(tmp_path / "a", _LIMIT)):
+        tenant = _started(node, container)
+        tenant.send("capture")
+        answers.append(tenant.answer())
+    assert answers == [(0, 0, 900, 901)] * 2

@@ -1,0 +1,911 @@
+/* A libcuda.so.1 over the fake GPUs of gpu.h: memory of every kind, contexts, streams, events, graphs, stream capture, kernels that take
+ * time. A kernel's name says how long it runs: `work_210000` takes 210,000 ns, `meet_3_2_50000` meets one other under the number 3.
+ * Written from NVIDIA's documentation and from what an H200 with driver 580 did; it has the entry points that the tests use. */
+#include "gpu.h"
+#include <stddef.h>
+
+#define EXPORT __attribute__((visibility("default")))
+typedef int R;
+typedef int D;
+typedef uint64_t P;
+typedef void *V;
+enum {
+    OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 101, BAD_CONTEXT = 201, BAD_HANDLE = 400, NOT_FOUND = 500,
+    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, NOT_SUPPORTED = 801
+};
+struct entry { const char *name; V function; };
+/* Defines an exported function and lists it for cuGetProcAddress. */
+#define API(name, arguments) \
+    EXPORT R name arguments; \
+    static const struct entry entry_##name __attribute__((section("api"), used)) = {#name, (V)name}; \
+    EXPORT R name arguments
+/* Also its form for per-thread default streams; `call` has the parameters' names with S for `stream`. */
+#define API_PTSZ(name, parameters, call) \
+    static R do_##name parameters; \
+    API(name, parameters) { struct stream *S = stream_of(stream, 0); return do_##name call; } \
+    API(name##_ptsz, parameters) { struct stream *S = stream_of(stream, 1); return do_##name call; } \
+    static R do_##name parameters
+extern const struct entry __start_api[], __stop_api[];
+
+struct ctx { int slot, device, primary, references; struct stream *legacy; };
+struct graph { int64_t ns; int kernels; uint64_t bytes[GPUS]; uint32_t meeting, parties; };
+struct stream { struct ctx *ctx; struct graph *capture; int mode, invalid, owner; uint64_t last; struct stream *origin; };
+struct event { struct ctx *ctx; uint64_t at; int recorded; int64_t end_ns; struct stream *capture; };
+enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED };
+struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct pool *pool; struct memory *of, *next; };
+struct pool { uint64_t reserved, used, high, threshold; int device, host; };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int started, captures_global;
+static __thread struct ctx *stack[16];
+static __thread int depth, capture_mode, captures_own;
+static __thread struct stream *per_thread;
+static struct ctx primary[GPUS];
+static struct pool default_pool[GPUS], *current_pool[GPUS];
+static struct { uint64_t reserved, used, high; } graph_memory[GPUS];
+static struct memory *memories;
+static P next_at = 0x7f0000000000ULL;
+static struct stream *capturing[64];
+static void spend(int64_t ns) { gpu_wait_until(gpu_now() + ns); }
+static struct ctx *current(void) { return depth ? stack[depth - 1] : NULL; }
+static int visible[GPUS], devices;
+
+/* A call that must not be made while a stream is captured, unless the thread's mode allows it. */
+static R unsafe(void) {
+    if (capture_mode == 2 || (!captures_own && (capture_mode == 1 || !captures_global))) return OK;
+    for (int i = 0; i < 64; i++)
+        if (capturing[i] && capturing[i]->mode != 2) capturing[i]->invalid = 1;
+    return CAPTURE_UNSUPPORTED;
+}
+#define UNSAFE() do { R unsafe_ = unsafe(); if (unsafe_) return unsafe_; } while (0)
+
+API(cuInit, (unsigned flags)) {
+    if (flags) return INVALID;
+    if (!gpu_open()) return NO_DEVICE;
+    pthread_mutex_lock(&lock);
+    if (!started) {
+        const char *list = getenv("CUDA_VISIBLE_DEVICES");
+        for (int i = 0; i < model->gpus; i++) visible[i] = i;
+        devices = model->gpus;
+        if (list) {
+            char copy[512], *rest = copy;
+            snprintf(copy, sizeof copy, "%s", list);
+            devices = 0;
+            for (char *word; (word = strsep(&rest, ",")) && devices < GPUS;)
+                for (int i = 0; i < model->gpus; i++)
+                    if (!strncmp(word, "GPU-", 4) ? !strncmp(model->gpu[i].uuid, word, strlen(word)) : *word && atoi(word) == i)
+                        visible[devices++] = i;
+        }
+        started = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    return devices ? OK : NO_DEVICE;
+}
+API(cuDriverGetVersion, (int *version)) { *version = 13000; return OK; }
+API(cuDeviceGetCount, (int *n)) { *n = devices; return started ? OK : NOT_INITIALIZED; }
+API(cuDeviceGet, (D *d, int i)) {
+    if (!started) return NOT_INITIALIZED;
+    if (i < 0 || i >= devices) return NO_DEVICE;
+    *d = i;
+    return OK;
+}
+static struct gpu *gpu(D d) { return started && d >= 0 && d < devices ? &model->gpu[visible[d]] : NULL; }
+API(cuDeviceGetName, (char *name, int n, D d)) { snprintf(name, (size_t)n, "Fake GPU %d", d); return OK; }
+API(cuDeviceGetAttribute, (int *value, int attribute, D d)) {
+    (void)d;
+    *value = attribute == 16 ? 132 : attribute == 75 ? 9 : 1;
+    return OK;
+}
+static R uuid(unsigned char *u, D d) {
+    if (!gpu(d)) return NO_DEVICE;
+    const char *text = gpu(d)->uuid + 4;
+    for (int n = 0; n < 16 && *text; text++) {
+        unsigned byte;
+        if (*text == '-') continue;
+        sscanf(text++, "%2x", &byte);
+        u[n++] = (unsigned char)byte;
+    }
+    return OK;
+}
+API(cuDeviceGetUuid, (unsigned char *u, D d)) { return uuid(u, d); }
+API(cuDeviceGetUuid_v2, (unsigned char *u, D d)) { return uuid(u, d); }
+API(cuDeviceTotalMem_v2, (size_t *n, D d)) {
+    if (!gpu(d)) return NO_DEVICE;
+    if (!n) return INVALID;
+    *n = gpu(d)->total_bytes - gpu(d)->reserved_bytes;
+    return OK;
+}
+API(cuDeviceTotalMem, (unsigned *n, D d)) { (void)d; *n = 0xffffffffu; return OK; }
+
+/* Takes or returns bytes of a GPU for this process; `where` selects the counter. */
+enum { DATA, CONTEXT, MODULE };
+static uint64_t *counter(struct process *p, int where, D d) {
+    return where == DATA ? &p->bytes[visible[d]] : where == CONTEXT ? &p->context_bytes[visible[d]] : &p->module_bytes[visible[d]];
+}
+static R take(D d, uint64_t bytes, int where) {
+    gpu_lock();
+    if (gpu_free_bytes(visible[d]) < bytes) gpu_reap();
+    struct process *p = gpu_free_bytes(visible[d]) < bytes ? NULL : gpu_process(getpid(), 1);
+    if (p) *counter(p, where, d) += bytes;
+    gpu_unlock();
+    return p ? OK : NO_MEMORY;
+}
+static void give(D d, uint64_t bytes, int where) {
+    gpu_lock();
+    struct process *p = gpu_process(getpid(), 0);
+    if (p) *counter(p, where, d) -= bytes;
+    gpu_unlock();
+}
+
+/* Contexts */
+static struct stream *new_stream(struct ctx *c) {
+    struct stream *s = calloc(1, sizeof *s);
+    s->ctx = c;
+    return s;
+}
+static R open_context(struct ctx *c, D d) {
+    R r = take(d, CONTEXT_BYTES, CONTEXT);
+    if (r) return r;
+    gpu_lock();
+    gpu_reap();
+    gpu_advance();
+    int slot = 0;
+    while (slot < CONTEXTS && model->context[slot].pid) slot++;
+    if (slot < CONTEXTS) {
+        struct context *x = &model->context[slot];
+        memset(x, 0, offsetof(struct context, ring));
+        x->pid = getpid(), x->device = visible[d];
+    }
+    gpu_unlock();
+    if (slot == CONTEXTS) {
+        give(d, CONTEXT_BYTES, CONTEXT);
+        return NO_MEMORY;
+    }
+    *c = (struct ctx){.slot = slot, .device = d, .references = 1};
+    c->legacy = new_stream(c);
+    return OK;
+}
+static void close_context(struct ctx *c) {
+    gpu_lock();
+    gpu_advance();
+    model->context[c->slot].pid = 0;
+    gpu_unlock();
+    give(c->device, CONTEXT_BYTES, CONTEXT);
+    pthread_mutex_lock(&lock);
+    for (struct memory **m = &memories; *m;) {
+        struct memory *x = *m;
+        if (x->device != c->device || x->kind == HANDLE || x->kind == RANGE || x->kind == POOLED || x->kind == IMPORTED || !c->primary) {
+            m = &x->next;
+            continue;
+        }
+        *m = x->next;
+        if (x->kind != HOST) give(c->device, x->bytes, DATA);
+        free(x);
+    }
+    pthread_mutex_unlock(&lock);
+    c->references = 0;
+}
+API(cuDevicePrimaryCtxRetain, (V *c, D d)) {
+    if (!gpu(d)) return started ? NO_DEVICE : NOT_INITIALIZED;
+    pthread_mutex_lock(&lock);
+    R r = OK;
+    if (primary[d].references++ == 0 && (r = open_context(&primary[d], d))) primary[d].references = 0;
+    primary[d].primary = 1;
+    pthread_mutex_unlock(&lock);
+    *c = &primary[d];
+    return r;
+}
+static R release_primary(D d) {
+    if (!gpu(d)) return NO_DEVICE;
+    pthread_mutex_lock(&lock);
+    int last = primary[d].references == 1, none = primary[d].references == 0;
+    if (!last && !none) primary[d].references--;
+    pthread_mutex_unlock(&lock);
+    if (last) close_context(&primary[d]);
+    return none ? BAD_CONTEXT : OK;
+}
+API(cuDevicePrimaryCtxRelease_v2, (D d)) { return release_primary(d); }
+API(cuDevicePrimaryCtxRelease, (D d)) { return release_primary(d); }
+/* The context's memory is freed; it is made again when it is used. */
+static R reset_primary(D d) {
+    if (!gpu(d)) return NO_DEVICE;
+    if (primary[d].references) close_context(&primary[d]);
+    return OK;
+}
+API(cuDevicePrimaryCtxReset_v2, (D d)) { return reset_primary(d); }
+API(cuDevicePrimaryCtxReset, (D d)) { return reset_primary(d); }
+API(cuDevicePrimaryCtxGetState, (D d, unsigned *flags, int *active)) { *flags = 0; *active = primary[d].references > 0; return OK; }
+static R create_context(V *c, D d) {
+    if (!gpu(d)) return started ? NO_DEVICE : NOT_INITIALIZED;
+    struct ctx *x = malloc(sizeof *x);
+    R r = open_context(x, d);
+    if (r) free(x);
+    else *c = stack[depth++] = x;
+    return r;
+}
+API(cuCtxCreate_v2, (V *c, unsigned flags, D d)) { (void)flags; return create_context(c, d); }
+API(cuCtxCreate_v3, (V *c, V affinity, int n, unsigned flags, D d)) { (void)affinity, (void)n, (void)flags; return create_context(c, d); }
+API(cuCtxCreate_v4, (V *c, V parameters, unsigned flags, D d)) { (void)parameters, (void)flags; return create_context(c, d); }
+API(cuCtxDestroy_v2, (V c)) {
+    struct ctx *x = c;
+    if (!x || !x->references) return BAD_CONTEXT;
+    if (current() == x) depth--;
+    close_context(x);
+    return OK;
+}
+API(cuCtxGetCurrent, (V *c)) { *c = current(); return started ? OK : NOT_INITIALIZED; }
+API(cuCtxSetCurrent, (V c)) {
+    if (depth) depth--;
+    if (c) stack[depth++] = c;
+    return OK;
+}
+API(cuCtxPushCurrent_v2, (V c)) { stack[depth++] = c; return OK; }
+API(cuCtxPopCurrent_v2, (V *c)) {
+    if (!depth) return BAD_CONTEXT;
+    if (c) *c = current();
+    depth--;
+    return OK;
+}
+API(cuCtxGetDevice, (D *d)) {
+    if (!current()) return BAD_CONTEXT;
+    *d = current()->device;
+    return OK;
+}
+
+/* Streams, events, kernels */
+static struct stream *stream_of(V given, int per_thread_default) {
+    uintptr_t n = (uintptr_t)given;
+    if (n > 2) return given;
+    struct ctx *c = current();
+    if (!c || !c->references) return NULL;
+    if (n == 1 || (n == 0 && !per_thread_default)) return c->legacy;
+    if (!per_thread || per_thread->ctx != c) per_thread = new_stream(c);
+    return per_thread;
+}
+static struct context *timeline(struct stream *s) { return &model->context[s->ctx->slot]; }
+static R submit(struct stream *s, int64_t ns, uint32_t meeting, uint32_t parties) {
+    if (!s) return BAD_CONTEXT;
+    if (s->capture) {
+        s->capture->ns += ns, s->capture->kernels++, s->capture->meeting = meeting, s->capture->parties = parties;
+        return s->invalid ? CAPTURE_INVALIDATED : OK;
+    }
+    for (;;) {
+        gpu_lock();
+        gpu_advance();
+        struct context *c = timeline(s);
+        if (c->submitted - c->done < QUEUE) {
+            c->ring[c->submitted++ % RING] = (struct work){.left_ns = ns, .meeting = meeting, .parties = parties};
+            s->last = c->submitted;
+            struct process *p = gpu_process(getpid(), 1);
+            if (p && ns) p->launches++;
+            gpu_unlock();
+            return OK;
+        }
+        gpu_unlock();
+        spend(100000); /* the queue is full */
+    }
+}
+/* Waits until the context has done `at` pieces of work. */
+static R wait_for(struct ctx *x, uint64_t at) {
+    for (;;) {
+        gpu_lock();
+        gpu_advance();
+        struct context *c = &model->context[x->slot];
+        int64_t left = 0, until = gpu_now();
+        for (uint64_t i = c->done; i < at; i++) left += c->ring[i % RING].left_ns;
+        int done = c->done >= at;
+        gpu_unlock();
+        if (done) return OK;
+        gpu_wait_until(until + (left > 1000 ? left : 1000));
+    }
+}
+static int done(struct ctx *x, uint64_t at) {
+    gpu_lock();
+    gpu_advance();
+    int r = model->context[x->slot].done >= at;
+    gpu_unlock();
+    return r;
+}
+static void trim(struct pool *p, uint64_t keep) {
+    uint64_t want = (p->used + 2 * MIB - 1) / (2 * MIB) * 2 * MIB;
+    if (want < keep) want = keep;
+    if (p->reserved <= want) return;
+    give(p->device, p->reserved - want, DATA);
+    p->reserved = want;
+}
+static void trim_default_pools(void) {
+    pthread_mutex_lock(&lock);
+    for (int d = 0; d < devices; d++) trim(&default_pool[d], default_pool[d].threshold);
+    pthread_mutex_unlock(&lock);
+}
+API(cuCtxSynchronize, (void)) {
+    UNSAFE();
+    struct ctx *c = current();
+    if (!c || !c->references) return BAD_CONTEXT;
+    R r = wait_for(c, model->context[c->slot].submitted);
+    trim_default_pools();
+    return r;
+}
+API(cuStreamCreate, (V *s, unsigned flags)) {
+    (void)flags;
+    if (!current()) return BAD_CONTEXT;
+    *s = new_stream(current());
+    return OK;
+}
+API(cuStreamCreateWithPriority, (V *s, unsigned flags, int priority)) { (void)priority; return cuStreamCreate(s, flags); }
+API(cuStreamDestroy_v2, (V s)) { (void)s; return OK; /* its memory stays, so that a stale use shows as a wrong answer and not as a crash */ }
+API_PTSZ(cuStreamSynchronize, (V stream), (S)) {
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    if (s->capture) { s->invalid = 1; return CAPTURE_UNSUPPORTED; }
+    UNSAFE();
+    R r = wait_for(s->ctx, s->last);
+    trim_default_pools();
+    return r;
+}
+API_PTSZ(cuStreamQuery, (V stream), (S)) {
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    UNSAFE();
+    spend(500);
+    return done(s->ctx, s->last) ? OK : NOT_READY;
+}
+API_PTSZ(cuStreamGetCtx, (V stream, V *c), (S, c)) {
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    *c = s->ctx;
+    return OK;
+}
+API(cuStreamGetDevice, (V stream, D *d)) { struct stream *s = stream_of(stream, 0); if (!s) return BAD_CONTEXT; *d = s->ctx->device; return OK; }
+API(cuEventCreate, (V *e, unsigned flags)) {
+    (void)flags;
+    if (!current()) return BAD_CONTEXT;
+    struct event *x = calloc(1, sizeof *x);
+    x->ctx = current();
+    *e = x;
+    return OK;
+}
+API(cuEventDestroy_v2, (V e)) { free(e); return OK; }
+API_PTSZ(cuEventRecord, (V e, V stream), (e, S)) {
+    struct event *x = e;
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    if (x->ctx != s->ctx) return BAD_HANDLE;
+    x->capture = s->capture ? s : NULL;
+    if (s->capture) return OK;
+    R r = submit(s, 0, 0, 0);
+    x->at = s->last, x->recorded = 1, x->end_ns = 0;
+    return r;
+}
+static R query(struct event *x) {
+    if (!x->recorded || x->end_ns) return OK;
+    if (!done(x->ctx, x->at)) return NOT_READY;
+    x->end_ns = model->context[x->ctx->slot].ring[(x->at - 1) % RING].end_ns;
+    return OK;
+}
+API(cuEventQuery, (V e)) {
+    UNSAFE();
+    spend(500);
+    return query(e);
+}
+API(cuEventSynchronize, (V e)) {
+    UNSAFE();
+    struct event *x = e;
+    if (x->recorded) wait_for(x->ctx, x->at);
+    return query(x);
+}
+static R elapsed(float *ms, struct event *a, struct event *b) {
+    if (!a->recorded || !b->recorded) return BAD_HANDLE;
+    if (query(a) || query(b)) return NOT_READY;
+    *ms = (float)(b->end_ns - a->end_ns) / 1e6f;
+    return OK;
+}
+API(cuEventElapsedTime, (float *ms, V a, V b)) { return elapsed(ms, a, b); }
+API(cuEventElapsedTime_v2, (float *ms, V a, V b)) { return elapsed(ms, a, b); }
+API_PTSZ(cuStreamWaitEvent, (V stream, V event, unsigned flags), (S, event, flags)) {
+    struct stream *s = stream;
+    struct event *e = event;
+    (void)flags;
+    if (!s) return BAD_CONTEXT;
+    if (e->capture && e->capture->capture && !s->capture)
+        s->capture = e->capture->capture, s->origin = e->capture, s->mode = e->capture->mode;
+    return OK; /* the work of a context runs in order */
+}
+
+struct function { int64_t ns; uint32_t meeting, parties; };
+API(cuModuleLoadData, (V *m, const void *image)) {
+    (void)image;
+    UNSAFE();
+    if (!current()) return BAD_CONTEXT;
+    R r = take(current()->device, MODULE_BYTES, MODULE);
+    *m = r ? NULL : (V)(uintptr_t)(current()->device + 1);
+    return r;
+}
+API(cuModuleUnload, (V m)) { give((D)(uintptr_t)m - 1, MODULE_BYTES, MODULE); return OK; }
+API(cuModuleGetFunction, (V *f, V m, const char *name)) {
+    (void)m;
+    struct function x = {10000, 0, 0};
+    long long ns;
+    if (sscanf(name, "work_%lld", &ns) == 1) x.ns = ns;
+    else if (sscanf(name, "meet_%u_%u_%lld", &x.meeting, &x.parties, &ns) == 3) x.ns = ns;
+    else if (strcmp(name, "work")) return NOT_FOUND;
+    *f = memcpy(malloc(sizeof x), &x, sizeof x);
+    return OK;
+}
+#define LAUNCH_NS 3000 /* what the CPU needs for a launch */
+static R launch(struct function *f, struct stream *s) {
+    if (!f) return INVALID;
+    spend(LAUNCH_NS);
+    return submit(s, f->ns, f->meeting, f->parties);
+}
+typedef unsigned U;
+#define LAUNCH(name, per_thread) \
+    API(name, (V f, U gx, U gy, U gz, U bx, U by, U bz, U shared, V stream, V *parameters, V *extra)) { \
+        (void)bx, (void)by, (void)bz, (void)shared, (void)parameters, (void)extra; \
+        return gx && gy && gz ? launch(f, stream_of(stream, per_thread)) : INVALID; }
+LAUNCH(cuLaunchKernel, 0) LAUNCH(cuLaunchKernel_ptsz, 1)
+#define COOPERATIVE(name, per_thread) \
+    API(name, (V f, U gx, U gy, U gz, U bx, U by, U bz, U shared, V stream, V *parameters)) { \
+        (void)bx, (void)by, (void)bz, (void)shared, (void)parameters; \
+        return gx && gy && gz ? launch(f, stream_of(stream, per_thread)) : INVALID; }
+COOPERATIVE(cuLaunchCooperativeKernel, 0) COOPERATIVE(cuLaunchCooperativeKernel_ptsz, 1)
+struct launch_config { U grid[3], block[3], shared; V stream; V attributes; U n; };
+/* Attributes must come through untouched: the last one's first word is kept for cuFakeLastAttribute. */
+static U last_attribute;
+#define LAUNCH_EX(name, per_thread) \
+    API(name, (const struct launch_config *c, V f, V *parameters, V *extra)) { \
+        (void)parameters, (void)extra; \
+        if (c->n) last_attribute = *(U *)c->attributes; \
+        return launch(f, stream_of(c->stream, per_thread)); }
+LAUNCH_EX(cuLaunchKernelEx, 0) LAUNCH_EX(cuLaunchKernelEx_ptsz, 1)
+API(cuFakeLastAttribute, (U *value)) { *value = last_attribute; return OK; }
+struct cooperative { V f; U grid[3], block[3], shared; V stream; V *parameters; };
+API(cuLaunchCooperativeKernelMultiDevice, (struct cooperative *list, U n, U flags)) {
+    (void)flags;
+    R r = OK;
+    for (U i = 0; i < n && !r; i++) r = launch(list[i].f, stream_of(list[i].stream, 0));
+    return r;
+}
+
+/* Copies and memsets inside the device; a copy from or to the host takes a copy engine and no time of the model. */
+#define COPY_BYTES_PER_US 2200000ULL
+#define SET_BYTES_PER_US 4000000ULL
+static R move(struct stream *s, uint64_t bytes, uint64_t bytes_per_us) {
+    spend(LAUNCH_NS);
+    return submit(s, (int64_t)(bytes * 1000 / bytes_per_us) + 1000, 0, 0);
+}
+API_PTSZ(cuMemcpyDtoDAsync_v2, (P to, P from, size_t n, V stream), (to, from, n, S)) { (void)to, (void)from; return move(stream, n, COPY_BYTES_PER_US); }
+API(cuMemcpyDtoD_v2, (P to, P from, size_t n)) { (void)to, (void)from; return move(stream_of(NULL, 0), n, COPY_BYTES_PER_US); }
+API(cuMemcpyDtoD_v2_ptds, (P to, P from, size_t n)) { (void)to, (void)from; return move(stream_of(NULL, 1), n, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemcpyAsync, (P to, P from, size_t n, V stream), (to, from, n, S)) { (void)to, (void)from; return move(stream, n, COPY_BYTES_PER_US); }
+API(cuMemcpyHtoD_v2, (P to, const void *from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
+API(cuMemcpyDtoH_v2, (void *to, P from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
+API_PTSZ(cuMemsetD8Async, (P at, unsigned char value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n, SET_BYTES_PER_US); }
+API_PTSZ(cuMemsetD32Async, (P at, unsigned value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n * 4, SET_BYTES_PER_US); }
+API(cuMemsetD8_v2, (P at, unsigned char value, size_t n)) { (void)at, (void)value; return move(stream_of(NULL, 0), n, SET_BYTES_PER_US); }
+
+/* Memory */
+static struct memory *add(P at, uint64_t bytes, int kind, D d) {
+    struct memory *m = calloc(1, sizeof *m);
+    pthread_mutex_lock(&lock);
+    if (!at) at = next_at, next_at += (bytes + 2 * MIB - 1) / (2 * MIB) * 2 * MIB + 2 * MIB;
+    *m = (struct memory){.at = at, .bytes = bytes, .kind = kind, .device = d, .references = 1, .next = memories};
+    memories = m;
+    pthread_mutex_unlock(&lock);
+    return m;
+}
+/* Removes and returns it, if it is of one of the two kinds. */
+static int removed(P at, int kind, int other, struct memory *out) {
+    pthread_mutex_lock(&lock);
+    for (struct memory **m = &memories; *m; m = &(*m)->next) {
+        struct memory *x = *m;
+        if (x->at != at || (x->kind != kind && x->kind != other)) continue;
+        *m = x->next, *out = *x;
+        free(x);
+        pthread_mutex_unlock(&lock);
+        return 1;
+    }
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+static struct memory *find(P at, int kind) { /* with the lock */
+    struct memory *m = memories;
+    while (m && (m->at != at || m->kind != kind)) m = m->next;
+    return m;
+}
+static R allocate(P *at, uint64_t bytes, int kind) {
+    UNSAFE();
+    struct ctx *c = current();
+    if (!c) return started ? BAD_CONTEXT : NOT_INITIALIZED;
+    if (!at || !bytes) return INVALID;
+    R r = take(c->device, bytes, DATA);
+    if (!r) *at = add(0, bytes, kind, c->device)->at;
+    return r;
+}
+static R release(P at, int kind, int other) {
+    struct memory m;
+    UNSAFE();
+    if (!at && kind == PLAIN) return OK;
+    if (!removed(at, kind, other, &m)) return INVALID;
+    give(m.device, m.bytes, DATA);
+    return OK;
+}
+API(cuMemAlloc_v2, (P *at, size_t n)) { return allocate(at, n, PLAIN); }
+API(cuMemAlloc, (U *at, U n)) {
+    P wide = 0;
+    R r = allocate(&wide, n, PLAIN);
+    *at = (U)wide;
+    return r;
+}
+API(cuMemAllocManaged, (P *at, size_t n, U flags)) { return flags == 1 || flags == 2 ? allocate(at, n, MANAGED) : INVALID; }
+API(cuMemAllocPitch_v2, (P *at, size_t *pitch, size_t width, size_t height, U element)) {
+    if (!pitch || (element != 4 && element != 8 && element != 16)) return INVALID;
+    *pitch = (width + 511) / 512 * 512;
+    return allocate(at, *pitch * height, PLAIN);
+}
+API(cuMemGetInfo_v2, (size_t *n, size_t *total)) {
+    struct ctx *c = current();
+    if (!c) return started ? BAD_CONTEXT : NOT_INITIALIZED;
+    if (!n || !total) return INVALID;
+    gpu_lock();
+    gpu_reap();
+    *n = gpu_free_bytes(visible[c->device]);
+    gpu_unlock();
+    return cuDeviceTotalMem_v2(total, c->device);
+}
+API(cuMemAllocHost_v2, (V *at, size_t n)) {
+    UNSAFE();
+    *at = malloc(n);
+    return *at ? OK : NO_MEMORY;
+}
+API(cuMemFreeHost, (V at)) { free(at); return OK; }
+
+/* Arrays: rows of 512 bytes, whole blocks of 64 KiB, so more than the product of the sizes. */
+struct array2 { size_t width, height; int format; U channels; };
+struct array3 { size_t width, height, depth; int format; U channels, flags; };
+static uint64_t array_bytes(const struct array3 *a, U levels) {
+    int f = a->format;
+    uint64_t element = (uint64_t)(f == 1 || f == 8 ? 1 : f == 2 || f == 9 || f == 16 ? 2 : 4) * a->channels, sum = 0;
+    for (U i = 0; i < levels; i++) {
+        size_t w = a->width >> i, h = a->height >> i, d = a->depth >> i;
+        sum += ((w ? w : 1) * element + 511) / 512 * 512 * (h ? h : 1) * (d ? d : 1);
+    }
+    return (sum + 65535) / 65536 * 65536;
+}
+static R create_array(P *at, const struct array3 *a, U levels, int kind) {
+    if (!at || !a || !a->width || !a->channels) return INVALID;
+    if (a->flags & 0xc0) { /* sparse or deferred: nothing behind it yet */
+        *at = add(0, 0, kind, current()->device)->at;
+        return OK;
+    }
+    return allocate(at, array_bytes(a, levels), kind);
+}
+API(cuArray3DCreate_v2, (P *at, const struct array3 *a)) { return create_array(at, a, 1, ARRAY); }
+API(cuArrayCreate_v2, (P *at, const struct array2 *a)) {
+    struct array3 x = {a->width, a->height, 0, a->format, a->channels, 0};
+    return create_array(at, &x, 1, ARRAY);
+}
+API(cuArrayDestroy, (P at)) { return release(at, ARRAY, ARRAY); }
+API(cuMipmappedArrayCreate, (P *at, const struct array3 *a, U levels)) { return create_array(at, a, levels, MIPMAPPED); }
+API(cuMipmappedArrayDestroy, (P at)) { return release(at, MIPMAPPED, MIPMAPPED); }
+struct requirements { size_t size, alignment; U reserved[4]; };
+static R requirements(struct requirements *out, P at, int kind) {
+    pthread_mutex_lock(&lock);
+    struct memory *m = find(at, kind);
+    int tells = m && !m->bytes; /* as the driver: only of arrays without memory of their own */
+    if (tells) *out = (struct requirements){.size = 65536, .alignment = 65536};
+    pthread_mutex_unlock(&lock);
+    return tells ? OK : INVALID;
+}
+API(cuArrayGetMemoryRequirements, (struct requirements *out, P at, D d)) { (void)d; return requirements(out, at, ARRAY); }
+API(cuMipmappedArrayGetMemoryRequirements, (struct requirements *out, P at, D d)) { (void)d; return requirements(out, at, MIPMAPPED); }
+
+/* Virtual memory management */
+struct location { int type, id; };
+struct property { int type, handles; struct location location; V security; unsigned char rest[8]; };
+static int on_device(struct location l) { return l.type == 1; }
+API(cuMemGetAllocationGranularity, (size_t *n, const struct property *p, int option)) { (void)p, (void)option; *n = 2 * MIB; return OK; }
+API(cuMemCreate, (P *h, size_t n, const struct property *p, uint64_t flags)) {
+    if (!h || !p || flags || !n || n % (2 * MIB)) return INVALID;
+    if (!started) return NOT_INITIALIZED;
+    if (on_device(p->location) && !gpu(p->location.id)) return NO_DEVICE;
+    R r = on_device(p->location) ? take(p->location.id, n, DATA) : OK;
+    if (!r) *h = add(0, n, on_device(p->location) ? HANDLE : HOST, p->location.id)->at;
+    return r;
+}
+/* Frees the memory of a handle once neither a reference nor a mapping is left. Call with the lock, which it returns. */
+static R unreferenced(struct memory *m) {
+    struct memory out;
+    int last = !m->references && !m->mappings, counts = m->kind == HANDLE;
+    D d = m->device;
+    uint64_t bytes = m->bytes;
+    P at = m->at;
+    int kind = m->kind;
+    pthread_mutex_unlock(&lock);
+    if (last) removed(at, kind, kind, &out);
+    if (last && counts) give(d, bytes, DATA);
+    return OK;
+}
+static struct memory *handle(P at) {
+    struct memory *m = find(at, HANDLE);
+    if (!m) m = find(at, HOST);
+    return m ? m : find(at, IMPORTED);
+}
+API(cuMemRelease, (P h)) {
+    pthread_mutex_lock(&lock);
+    struct memory *m = handle(h);
+    if (m && m->references) {
+        m->references--;
+        return unreferenced(m);
+    }
+    pthread_mutex_unlock(&lock);
+    return INVALID;
+}
+API(cuMemAddressReserve, (P *at, size_t n, size_t alignment, P wanted, uint64_t flags)) {
+    (void)alignment, (void)wanted, (void)flags;
+    pthread_mutex_lock(&lock);
+    *at = next_at, next_at += n;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+API(cuMemAddressFree, (P at, size_t n)) { (void)at, (void)n; return OK; }
+API(cuMemMap, (P at, size_t n, size_t offset, P h, uint64_t flags)) {
+    (void)offset;
+    if (flags) return INVALID;
+    pthread_mutex_lock(&lock);
+    struct memory *of = handle(h);
+    if (of) of->mappings++;
+    pthread_mutex_unlock(&lock);
+    if (!of) return INVALID;
+    add(at, n, RANGE, of->device)->of = of;
+    return OK;
+}
+API(cuMemUnmap, (P at, size_t n)) {
+    int found = 0;
+    for (P end = at + n; at < end; found = 1) {
+        struct memory m;
+        if (!removed(at, RANGE, RANGE, &m)) return INVALID;
+        at += m.bytes;
+        pthread_mutex_lock(&lock);
+        m.of->mappings--;
+        unreferenced(m.of);
+    }
+    return found ? OK : INVALID;
+}
+API(cuMemSetAccess, (P at, size_t n, V access, size_t count)) { (void)at, (void)n, (void)access, (void)count; return OK; }
+API(cuMemRetainAllocationHandle, (P *h, P at)) {
+    pthread_mutex_lock(&lock);
+    struct memory *m = memories;
+    while (m && !(m->kind == RANGE && at >= m->at && at < m->at + m->bytes)) m = m->next;
+    if (m) m->of->references++, *h = m->of->at;
+    pthread_mutex_unlock(&lock);
+    return m ? OK : INVALID;
+}
+API(cuMemExportToShareableHandle, (V out, P h, int type, uint64_t flags)) { (void)type, (void)flags; *(int *)out = (int)(h >> 20); return OK; }
+API(cuMemImportFromShareableHandle, (P *h, V shared, int type)) {
+    (void)shared, (void)type;
+    *h = add(0, 2 * MIB, IMPORTED, 0)->at;
+    return OK;
+}
+struct ipc { char b[64]; };
+API(cuIpcOpenMemHandle_v2, (P *at, struct ipc h, U flags)) { (void)h, (void)flags; *at = add(0, 2 * MIB, IMPORTED, 0)->at; return OK; }
+API(cuIpcCloseMemHandle, (P at)) { struct memory m; return removed(at, IMPORTED, IMPORTED, &m) ? OK : INVALID; }
+
+/* Pools: they grow by STEP and give back at a synchronization what exceeds their threshold. */
+#define STEP (32 * MIB)
+struct pool_properties { int type, handles; struct location location; V security; size_t most; unsigned char rest[56]; };
+API(cuDeviceGetDefaultMemPool, (V *p, D d)) { default_pool[d].device = d; *p = &default_pool[d]; return OK; }
+API(cuDeviceGetMemPool, (V *p, D d)) { default_pool[d].device = d; *p = current_pool[d] ? current_pool[d] : &default_pool[d]; return OK; }
+API(cuDeviceSetMemPool, (D d, V p)) { current_pool[d] = p; return OK; }
+API(cuMemPoolCreate, (V *p, const struct pool_properties *x)) {
+    struct pool *n = calloc(1, sizeof *n);
+    n->device = x->location.id, n->host = !on_device(x->location);
+    *p = n;
+    return OK;
+}
+static R from_pool(P *at, size_t n, struct pool *p, struct stream *s) {
+    if (!s) return started ? BAD_CONTEXT : NOT_INITIALIZED;
+    if (!at || !n) return INVALID;
+    if (s->capture) {
+        s->capture->bytes[s->ctx->device] += n;
+        *at = add(0, 0, POOLED, s->ctx->device)->at;
+        return OK;
+    }
+    spend(1000);
+    n = (n + 511) / 512 * 512;
+    pthread_mutex_lock(&lock);
+    uint64_t want = p->used + n > p->reserved ? (p->used + n - p->reserved + STEP - 1) / STEP * STEP : 0;
+    R r = want && !p->host ? take(p->device, want, DATA) : OK;
+    if (!r) p->reserved += want, p->used += n;
+    if (p->reserved > p->high) p->high = p->reserved;
+    pthread_mutex_unlock(&lock);
+    if (r) return r;
+    struct memory *m = add(0, n, POOLED, p->device);
+    m->pool = p, *at = m->at;
+    return OK;
+}
+API_PTSZ(cuMemAllocFromPoolAsync, (P *at, size_t n, V pool, V stream), (at, n, pool, S)) { return from_pool(at, n, pool, stream); }
+API_PTSZ(cuMemAllocAsync, (P *at, size_t n, V stream), (at, n, S)) {
+    struct stream *s = stream;
+    V pool = NULL;
+    if (s) cuDeviceGetMemPool(&pool, s->ctx->device);
+    return from_pool(at, n, pool, s);
+}
+static R free_pooled(P at) {
+    struct memory m;
+    if (!removed(at, POOLED, POOLED, &m)) return INVALID;
+    pthread_mutex_lock(&lock);
+    if (m.pool) m.pool->used -= m.bytes;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+API_PTSZ(cuMemFreeAsync, (P at, V stream), (at, S)) {
+    struct memory m;
+    if (!stream) return BAD_CONTEXT;
+    if (!free_pooled(at)) return OK;
+    if (!removed(at, PLAIN, MANAGED, &m)) return INVALID;
+    give(m.device, m.bytes, DATA);
+    return OK;
+}
+API(cuMemFree_v2, (P at)) { R r = release(at, PLAIN, MANAGED); return r == INVALID ? free_pooled(at) : r; }
+API(cuMemPoolTrimTo, (V p, size_t keep)) {
+    pthread_mutex_lock(&lock);
+    trim(p, keep);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+API(cuMemPoolDestroy, (V pool)) {
+    struct pool *p = pool;
+    for (int d = 0; d < GPUS; d++)
+        if (p == &default_pool[d]) return INVALID;
+        else if (p == current_pool[d]) current_pool[d] = NULL;
+    if (!p->host) give(p->device, p->reserved, DATA);
+    p->reserved = p->used = 0;
+    return OK;
+}
+API(cuMemPoolGetAttribute, (V pool, int attribute, V value)) {
+    struct pool *p = pool;
+    if (!value || attribute < 1 || attribute > 8) return INVALID;
+    if (attribute < 4) *(int *)value = 1;
+    else *(uint64_t *)value = attribute == 4 ? p->threshold : attribute == 5 ? p->reserved : attribute == 6 ? p->high : p->used;
+    return OK;
+}
+API(cuMemPoolSetAttribute, (V pool, int attribute, V value)) {
+    if (attribute == 4) ((struct pool *)pool)->threshold = *(uint64_t *)value;
+    return OK;
+}
+
+/* Stream capture and graphs */
+API(cuThreadExchangeStreamCaptureMode, (int *mode)) {
+    int old = capture_mode;
+    capture_mode = *mode, *mode = old;
+    return OK;
+}
+API_PTSZ(cuStreamBeginCapture_v2, (V stream, int mode), (S, mode)) {
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    if (s->capture || s == s->ctx->legacy) return CAPTURE_UNSUPPORTED;
+    s->capture = calloc(1, sizeof *s->capture), s->mode = mode, s->invalid = 0;
+    pthread_mutex_lock(&lock);
+    captures_global += mode == 0;
+    for (int i = 0; i < 64; i++)
+        if (!capturing[i]) {
+            capturing[i] = s;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    captures_own += mode != 2;
+    return OK;
+}
+API_PTSZ(cuStreamEndCapture, (V stream, V *graph), (S, graph)) {
+    struct stream *s = stream;
+    if (!s || !s->capture) return INVALID;
+    pthread_mutex_lock(&lock);
+    captures_global -= s->mode == 0;
+    for (int i = 0; i < 64; i++)
+        if (capturing[i] == s) capturing[i] = NULL;
+    pthread_mutex_unlock(&lock);
+    captures_own -= s->mode != 2;
+    *graph = s->invalid ? NULL : s->capture;
+    s->capture = NULL;
+    return s->invalid ? CAPTURE_INVALIDATED : OK;
+}
+API_PTSZ(cuStreamIsCapturing, (V stream, int *status), (S, status)) {
+    struct stream *s = stream;
+    if (!s) return BAD_CONTEXT;
+    *status = !s->capture ? 0 : s->invalid ? 2 : 1;
+    return OK;
+}
+API(cuGraphCreate, (V *g, U flags)) { (void)flags; *g = calloc(1, sizeof(struct graph)); return OK; }
+struct alloc_node { struct pool_properties pool; V access; size_t count, bytes; P at; };
+API(cuGraphAddMemAllocNode, (V *node, V g, V dependencies, size_t n, struct alloc_node *x)) {
+    (void)dependencies, (void)n;
+    *node = g, x->at = add(0, 0, POOLED, x->pool.location.id)->at;
+    ((struct graph *)g)->bytes[x->pool.location.id] += x->bytes;
+    return OK;
+}
+static R instantiate(V *exec, V g) {
+    if (!g) return INVALID;
+    *exec = memcpy(malloc(sizeof(struct graph)), g, sizeof(struct graph));
+    return OK;
+}
+API(cuGraphInstantiateWithFlags, (V *exec, V g, uint64_t flags)) { (void)flags; return instantiate(exec, g); }
+API(cuGraphInstantiate_v2, (V *exec, V g, V *node, char *log, size_t n)) { (void)node, (void)log, (void)n; return instantiate(exec, g); }
+API_PTSZ(cuGraphInstantiateWithParams, (V *exec, V g, V stream), (exec, g, S)) { (void)stream; return instantiate(exec, g); }
+API(cuGraphDestroy, (V g)) { (void)g; return OK; }
+API(cuGraphExecDestroy, (V exec)) { free(exec); return OK; }
+/* The memory of a graph's allocations appears when it is first uploaded or launched. */
+static R back(struct graph *g) {
+    R r = OK;
+    pthread_mutex_lock(&lock);
+    for (int d = 0; d < devices && !r; d++) {
+        uint64_t need = (g->bytes[d] + 2 * MIB - 1) / (2 * MIB) * 2 * MIB;
+        if (need > graph_memory[d].reserved && !(r = take(d, need - graph_memory[d].reserved, DATA))) graph_memory[d].reserved = need;
+        if (graph_memory[d].reserved > graph_memory[d].high) graph_memory[d].high = graph_memory[d].reserved;
+    }
+    pthread_mutex_unlock(&lock);
+    return r;
+}
+API_PTSZ(cuGraphUpload, (V exec, V stream), (exec, S)) { return stream ? back(exec) : BAD_CONTEXT; }
+API_PTSZ(cuGraphLaunch, (V exec, V stream), (exec, S)) {
+    struct graph *g = exec;
+    R r = stream ? back(g) : BAD_CONTEXT;
+    if (r) return r;
+    spend(LAUNCH_NS + g->kernels * 200);
+    return submit(stream, g->ns, g->meeting, g->parties);
+}
+API(cuDeviceGetGraphMemAttribute, (D d, int attribute, uint64_t *value)) {
+    if (!gpu(d) || attribute < 0 || attribute > 3) return INVALID;
+    *value = attribute == 0 ? graph_memory[d].used : attribute == 3 ? graph_memory[d].high : graph_memory[d].reserved;
+    return OK;
+}
+API(cuDeviceGraphMemTrim, (D d)) {
+    pthread_mutex_lock(&lock);
+    if (graph_memory[d].reserved) give(d, graph_memory[d].reserved, DATA);
+    graph_memory[d].reserved = 0;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+API(cuGetErrorName, (R r, const char **name)) { *name = r == NO_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR"; return OK; }
+API(cuGetErrorString, (R r, const char **text)) { *text = r == NO_MEMORY ? "out of memory" : "fake error"; return OK; }
+API(cuGetExportTable, (const void **table, const void *id)) { (void)table, (void)id; return NOT_SUPPORTED; }
+
+/* cuGetProcAddress: the newest version of a function that the given CUDA version has, and its form for per-thread default streams. */
+static const struct { const char *name; int since; } versions[] = {
+    {"cuCtxCreate_v3", 11040}, {"cuCtxCreate_v4", 12050}, {"cuDevicePrimaryCtxRelease_v2", 11000}, {"cuDevicePrimaryCtxReset_v2", 11000},
+    {"cuDeviceGetUuid_v2", 11040}, {"cuEventElapsedTime_v2", 12080}, {"cuGetProcAddress_v2", 12000}, {"cuIpcOpenMemHandle_v2", 11000},
+    {"cuStreamBeginCapture_v2", 10010}, {"cuGraphInstantiate_v2", 11000},
+};
+static V named(const char *name) {
+    for (const struct entry *e = __start_api; e < __stop_api; e++)
+        if (!strcmp(e->name, name)) return e->function;
+    return NULL;
+}
+static V resolve(const char *name, int version, uint64_t flags) {
+    char text[128];
+    if (!strcmp(name, "cuGraphInstantiate") && version >= 12000) name = "cuGraphInstantiateWithFlags";
+    for (int v = 4; v > 0; v--) {
+        int since = v > 1 ? 3020 : 0;
+        snprintf(text, sizeof text, v > 1 ? "%s_v%d" : "%s", name, v);
+        for (unsigned i = 0; i < sizeof versions / sizeof *versions; i++)
+            if (!strcmp(text, versions[i].name)) since = versions[i].since;
+        if (!named(text) || version < since) continue;
+        V plain = named(text), other = NULL;
+        size_t n = strlen(text);
+        if (flags & 2) {
+            strcpy(text + n, "_ptsz");
+            if (!(other = named(text))) strcpy(text + n, "_ptds"), other = named(text);
+        }
+        return other ? other : plain;
+    }
+    return NULL;
+}
+API(cuGetProcAddress, (const char *name, V *out, int version, uint64_t flags)) {
+    *out = resolve(name, version, flags);
+    return *out ? OK : NOT_FOUND;
+}
+API(cuGetProcAddress_v2, (const char *name, V *out, int version, uint64_t flags, int *status)) {
+    *out = resolve(name, version, flags);
+    if (status) *status = *out ? 0 : 1;
+    return *out ? OK : NOT_FOUND;
+}

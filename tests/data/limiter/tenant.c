@@ -1,0 +1,248 @@
+/* A CUDA program that reads commands, a line each, and answers each with one line: a CUresult and numbers. usage: tenant LOOKUP, where
+ * LOOKUP says how it finds the driver's functions: dlsym, proc (cuGetProcAddress of CUDA 13), stream (also for per-thread streams).
+ *   init DEVICE                 cuInit and the primary context
+ *   info | total | nvml         what the driver says about memory: free and total bytes
+ *   grab KIND STEP MOST         allocates STEP bytes at a time until a refusal; the granted bytes
+ *   free                        frees what grab took
+ *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
+ *   fork KIND STEP MOST         grab by a child, which ends
+ *   reset                       cuDevicePrimaryCtxReset
+ *   capture                     allocations while another thread captures in global mode; the results
+ *   work WHAT MILLISECONDS N    products, small, graph or long, as soon as N tenants work; the kernels' GPU time in ns, and the time */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "clock.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef int R;
+typedef uint64_t P;
+typedef void *V;
+typedef long long N;
+#define MIB (1024LL * 1024)
+struct property { int type, handles, location, id; V security; unsigned char rest[8]; };
+struct array { size_t width, height; int format; unsigned channels; };
+#define FUNCTIONS(X) \
+    X(cuInit, "", (unsigned)) X(cuDevicePrimaryCtxRetain, "", (V *, int)) X(cuCtxSetCurrent, "", (V)) X(cuMemGetInfo, "_v2", (size_t *, size_t *)) \
+    X(cuDeviceTotalMem, "_v2", (size_t *, int)) X(cuMemAlloc, "_v2", (P *, size_t)) X(cuMemFree, "_v2", (P)) \
+    X(cuMemAllocManaged, "", (P *, size_t, unsigned)) X(cuMemAllocPitch, "_v2", (P *, size_t *, size_t, size_t, unsigned)) \
+    X(cuArrayCreate, "_v2", (P *, const struct array *)) X(cuArrayDestroy, "", (P)) X(cuMemCreate, "", (P *, size_t, const struct property *, P)) \
+    X(cuMemRelease, "", (P)) X(cuMemAddressReserve, "", (P *, size_t, size_t, P, P)) X(cuMemMap, "", (P, size_t, size_t, P, P)) \
+    X(cuMemUnmap, "", (P, size_t)) X(cuMemAllocAsync, "", (P *, size_t, V)) X(cuMemFreeAsync, "", (P, V)) \
+    X(cuDeviceGetDefaultMemPool, "", (V *, int)) X(cuMemPoolGetAttribute, "", (V, int, V)) X(cuDevicePrimaryCtxReset, "_v2", (int)) \
+    X(cuModuleLoadData, "", (V *, const char *)) X(cuModuleGetFunction, "", (V *, V, const char *)) X(cuCtxSynchronize, "", (void)) \
+    X(cuLaunchKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *, V *)) \
+    X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
+    X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V))
+#define DECLARE(name, suffix, arguments) static R(*name) arguments;
+FUNCTIONS(DECLARE)
+static int load(const char *how) {
+    V library = dlopen("libcuda.so.1", RTLD_NOW);
+    R (*ask)(const char *, V *, int, uint64_t, int *) = library ? (R(*)(const char *, V *, int, uint64_t, int *))dlsym(library, "cuGetProcAddress_v2") : NULL;
+    if (!ask) return 0;
+#define FIND(name, suffix, arguments) \
+    if (!strcmp(how, "dlsym")) name = (R(*) arguments)dlsym(library, #name suffix); \
+    else if (ask(#name, (V *)&name, 13000, !strcmp(how, "stream") ? 2 : 0, NULL)) return 0; \
+    if (!name) return 0;
+    FUNCTIONS(FIND)
+    return 1;
+}
+
+enum kind { ALLOC, MANAGED, PITCH, ARRAY, VMM, ASYNC, KINDS };
+static const char *const names[KINDS] = {"alloc", "managed", "pitch", "array", "vmm", "async"};
+static struct { P at, address; enum kind kind; N bytes; } held[65536];
+static int count;
+static R take(enum kind kind, N n) {
+    P at = 0, address = 0;
+    R r = 1;
+    size_t pitch;
+    struct property property = {.type = 1, .location = 1};
+    struct array array = {(size_t)(n / 4 / 64), 64, 0x20, 1};
+    switch (kind) {
+    case ALLOC: r = cuMemAlloc(&at, (size_t)n); break;
+    case MANAGED: r = cuMemAllocManaged(&at, (size_t)n, 1); break;
+    case PITCH: r = cuMemAllocPitch(&at, &pitch, 1000, (size_t)(n / 1024), 4); break;
+    case ARRAY: r = cuArrayCreate(&at, &array); break;
+    case VMM:
+        r = cuMemCreate(&at, (size_t)n, &property, 0);
+        if (r) break;
+        cuMemAddressReserve(&address, (size_t)n, 0, 0, 0);
+        r = cuMemMap(address, (size_t)n, 0, at, 0) || cuMemRelease(at); /* the mapping alone keeps it, as PyTorch's segments */
+        break;
+    case ASYNC: r = cuMemAllocAsync(&at, (size_t)n, NULL); break;
+    default: break;
+    }
+    if (r) return r;
+    held[count].at = at, held[count].address = address, held[count].kind = kind, held[count++].bytes = n;
+    return 0;
+}
+static R drop(int i) {
+    P at = held[i].at, address = held[i].address;
+    enum kind kind = held[i].kind;
+    N n = held[i].bytes;
+    held[i] = held[--count];
+    return kind == ARRAY ? cuArrayDestroy(at) : kind == VMM ? cuMemUnmap(address, (size_t)n) : kind == ASYNC ? cuMemFreeAsync(at, NULL) : cuMemFree(at);
+}
+static int kind_of(const char *name) {
+    int k = 0;
+    while (k < KINDS && strcmp(name, names[k])) k++;
+    return k;
+}
+static R grab(const char *name, N step, N most, N *granted) {
+    R r = 0;
+    for (*granted = 0; *granted < most && !(r = take((enum kind)kind_of(name), step)); *granted += step) {}
+    return r;
+}
+
+/* The model: what is held, with the pool's reserved bytes; a request that does not fit makes the pool give back what it does not use. */
+static N pool_value(int attribute) {
+    V pool;
+    uint64_t value;
+    cuDeviceGetDefaultMemPool(&pool, 0);
+    cuMemPoolGetAttribute(pool, attribute, &value);
+    return (N)value;
+}
+static int operations(unsigned seed, int number, N limit) {
+    size_t free_bytes, total;
+    cuMemGetInfo(&free_bytes, &total);
+    N used = (N)(total - free_bytes) - pool_value(5);
+    for (int i = 0; i < number; i++) {
+        if (count && (rand_r(&seed) % 100 < 45 || count > 2000)) {
+            int k = rand_r(&seed) % count;
+            used -= held[k].kind == ASYNC ? 0 : held[k].bytes;
+            if (drop(k)) return i;
+        } else {
+            enum kind kind = (enum kind)(rand_r(&seed) % KINDS);
+            N n = (1 + rand_r(&seed) % 24) * 2 * MIB, need = kind == ASYNC ? (n + 32 * MIB - 1) / (32 * MIB) * 32 * MIB : n;
+            if (kind == ALLOC || kind == MANAGED) need = n += rand_r(&seed) % 4096;
+            N least = (pool_value(7) + 2 * MIB - 1) / (2 * MIB) * 2 * MIB, reserved = pool_value(5);
+            int fits = used + reserved + need <= limit || used + (reserved > least ? least : reserved) + need <= limit;
+            R r = take(kind, n);
+            if (r != (fits ? 0 : 2)) return i;
+            if (!r && kind != ASYNC) used += n;
+        }
+        cuMemGetInfo(&free_bytes, &total);
+        if ((N)total != limit || (N)free_bytes != limit - used - pool_value(5)) return i;
+    }
+    return number;
+}
+
+static V launched(const char *kernel) {
+    static V module;
+    V function;
+    return (module || !cuModuleLoadData(&module, "")) && !cuModuleGetFunction(&function, module, kernel) ? function : NULL;
+}
+static N now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+/* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
+static R work(const char *what, N ms, int tenants, N *gpu_ns, N *ns) {
+    static const struct { const char *what, *kernel; N each; int batch, nodes; } kinds[] = {
+        {"products", "work_210000", 210000, 20, 1}, {"small", "work_2500", 2500, 200, 1}, {"graph", "work_30000", 30000, 1, 50}, {"long", "work_50000000", 50000000, 1, 1}};
+    int k = 0;
+    V graph = NULL, exec = NULL, stream = NULL;
+    while (k < 3 && strcmp(what, kinds[k].what)) k++;
+    V kernel = launched(kinds[k].kernel);
+    if (kinds[k].nodes > 1) {
+        cuStreamCreate(&stream, 1);
+        cuStreamBeginCapture(stream, 1);
+        for (int i = 0; i < kinds[k].nodes; i++) cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        if (cuStreamEndCapture(stream, &graph) || cuGraphInstantiateWithFlags(&exec, graph, 0)) return 1;
+    }
+    if (model_enter) model_enter(tenants);
+    N begun = now();
+    R r = 0;
+    for (*gpu_ns = 0; !r && now() - begun < ms * 1000000; *gpu_ns += kinds[k].each * kinds[k].batch * kinds[k].nodes) {
+        for (int i = 0; i < kinds[k].batch && !r; i++)
+            r = exec ? cuGraphLaunch(exec, stream) : cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        if (!r) r = cuStreamSynchronize(stream);
+    }
+    *ns = now() - begun;
+    return r;
+}
+static V context;
+static V allocate(V out) {
+    P at;
+    R *r = out;
+    cuCtxSetCurrent(context);
+    r[0] = cuMemAllocAsync(&at, 1 << 20, NULL); /* allowed; its pool is looked at by the library */
+    r[1] = cuMemAlloc(&at, 1 << 20);            /* forbidden, and it ends the capture */
+    return NULL;
+}
+static void capture(void) {
+    V stream, graph;
+    R r[3];
+    pthread_t thread;
+    for (int forbidden = 0; forbidden < 2; forbidden++) {
+        cuStreamCreate(&stream, 1);
+        cuStreamBeginCapture(stream, 0);
+        P at;
+        if (forbidden) pthread_create(&thread, NULL, allocate, r), pthread_join(thread, NULL);
+        else cuMemAllocAsync(&at, 1 << 20, stream);
+        r[2] = cuStreamEndCapture(stream, &graph);
+        if (!forbidden) printf("%d ", r[2]);
+    }
+    printf("%d %d %d\n", r[0], r[1], r[2]);
+}
+static void nvml(void) {
+    unsigned long long m[3] = {0};
+    unsigned processes = 8;
+    struct { unsigned pid; unsigned long long bytes; unsigned instance, compute; } list[8];
+    V library = dlopen("libnvidia-ml.so.1", RTLD_NOW), device = NULL;
+    ((R(*)(void))dlsym(library, "nvmlInit_v2"))();
+    ((R(*)(unsigned, V *))dlsym(library, "nvmlDeviceGetHandleByIndex_v2"))(0, &device);
+    R r = ((R(*)(V, V))dlsym(library, "nvmlDeviceGetMemoryInfo"))(device, m);
+    R s = ((R(*)(V, unsigned *, V))dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"))(device, &processes, list);
+    printf("%d %llu %llu %u\n", r ? r : s, m[1], m[0], processes);
+}
+
+int main(int argc, char **argv) {
+    char line[256], word[32], name[32];
+    N a, b, c, x = 0, y = 0;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (argc < 2 || !load(argv[1])) return 3;
+    while (fgets(line, sizeof line, stdin)) {
+        R r = 0;
+        size_t n = 0, total = 0;
+        *name = 0, a = b = c = x = y = 0;
+        sscanf(line, "%31s %lld %lld %lld", word, &a, &b, &c);
+        if (sscanf(line, "%31s %31[a-z] %lld %lld", word, name, &b, &c) < 2) *name = 0;
+        if (!strcmp(word, "init")) {
+            r = cuInit(0);
+            if (!r) r = cuDevicePrimaryCtxRetain(&context, (int)a);
+            if (!r) r = cuCtxSetCurrent(context);
+        } else if (!strcmp(word, "info")) r = cuMemGetInfo(&n, &total), x = (N)n, y = (N)total;
+        else if (!strcmp(word, "total")) r = cuDeviceTotalMem(&total, 0), y = (N)total;
+        else if (!strcmp(word, "grab")) r = grab(name, b, c, &x);
+        else if (!strcmp(word, "free")) while (count && !r) r = drop(count - 1);
+        else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);
+        else if (!strcmp(word, "reset")) count = 0, r = cuDevicePrimaryCtxReset(0);
+        else if (!strcmp(word, "work")) {
+            r = work(name, b, (int)c, &x, &y);
+            if (model_leave) model_leave();
+        } else if (!strcmp(word, "fork")) {
+            pid_t child = fork();
+            if (!child) {
+                count = 0;
+                r = cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context) ? 3 : grab(name, b, c, &x);
+                _exit(r);
+            }
+            waitpid(child, &r, 0);
+            r = WEXITSTATUS(r);
+        } else if (!strcmp(word, "capture")) { capture(); continue; }
+        else if (!strcmp(word, "nvml")) { nvml(); continue; }
+        else r = 999;
+        printf("%d %lld %lld\n", r, x, y);
+    }
+    return 0;
+}
