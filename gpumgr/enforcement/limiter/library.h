@@ -2,9 +2,7 @@
  *
  * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
  * process.c         the pages, this process's slot, its devices; fork
- * work.c            streams, markers (events) and contexts: what is on the GPU
- * gate.c            the turn: waiting, holding, draining, the helper thread
- * launch.c          wrappers of launches, copies, memsets, captures and destructions
+ * launch.c          wrappers of graph launches and of what ends a context
  * memory.c          wrappers of allocations and queries
  *
  * No lock is held over a driver call. A fault of the library disables it (gm_disable) and never ends the program. */
@@ -78,17 +76,4 @@ uint64_t gm_now(void); /* CLOCK_MONOTONIC */
 /* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */
 int gm_relax(void);
 void gm_unrelax(int previous);
-
-/* -- the gate -------------------------------------------------------------------------------------------------------------- */
-struct gm_pass {
-    struct gm_gate *gate; /* NULL: passed without a turn */
-    struct gm_stream *stream;
-};
-/* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
-struct gm_pass gm_enter(CUstream stream, bool per_thread);
-/* After the driver's call. */
-void gm_leave(struct gm_pass pass);
-/* In the child after fork: no CUDA, no helper, no slot. */
-void gm_gate_after_fork(void);
-void gm_work_after_fork(void);
 #endif

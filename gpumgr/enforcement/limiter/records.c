@@ -1,5 +1,6 @@
 /* What each pointer and handle of this process holds. The lock is never held over a call of the driver. */
 #include "memory.h"
+#include "old_glibc.h"
 #include <pthread.h>
 #include <stdlib.h>
 

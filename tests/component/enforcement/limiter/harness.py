@@ -16,20 +16,22 @@ GPU_BYTES = 143_771 * MIB
 KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
 _SOURCES = Path(__file__).parents[3] / "data" / "limiter"
 _LIBRARY = Path(__file__).parents[4] / "gpumgr" / "enforcement" / "limiter"
+#: What glibc 2.17 has beside libc; today's have them for old programs.
+_OLD_LIBRARIES = ("-l:libdl.so.2", "-l:libpthread.so.0")
 # Layouts of pages.h.
 _MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
 _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
 
 
 def compile_all(folder: Path) -> None:
-    """Compiles the fake driver, the model clock, the tenant and the library's memory part into `folder`."""
+    """Compiles the fake driver, the model clock, the tenant and the library into `folder`."""
     shared = ("-fPIC", "-shared", "-fvisibility=hidden")
-    limiter = [_LIBRARY / name for name in ("ledger.c", "records.c", "memory.c", "queries.c")]
+    limiter = [*_LIBRARY.glob("*.c"), _LIBRARY / "dlsym.S"]
     for name, sources, options in (
         ("libcuda.so.1", [_SOURCES / "cuda.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
         ("libnvidia-ml.so.1", [_SOURCES / "nvml.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
         ("libclock.so", [_SOURCES / "clock.c"], ("-fPIC", "-shared")),
-        ("libframe.so", [_SOURCES / "frame.c", *limiter], (*shared, f"-I{_SOURCES}", f"-I{_LIBRARY}")),
+        ("libgpumgr.so", limiter, (*shared, '-DPLACE="pages/"', "-Wl,-z,defs", "-Wl,--no-as-needed", *_OLD_LIBRARIES)),
         ("make_clock", [_SOURCES / "clock.c"], ("-DMAKE",)),
         ("make_gpu", [_SOURCES / "make_gpu.c"], ()),
         ("tenant", [_SOURCES / "tenant.c"], ()),
@@ -66,7 +68,7 @@ class Node:
 
     def start(self, container: "Container | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
         """A tenant in a container; without one, it has the bare driver. `clock`: its time is the model clock's."""
-        preload = [self.programs / "libclock.so"] * clock + [self.programs / "libframe.so"] * (container is not None)
+        preload = [self.programs / "libclock.so"] * clock + [self.programs / "libgpumgr.so"] * (container is not None)
         environment = {
             "LD_PRELOAD": ":".join(map(str, preload)),
             "LD_LIBRARY_PATH": str(self.programs),
@@ -98,6 +100,7 @@ class Container:
         gpu = struct.pack("<16sQQQIIII64x", bytes(15) + b"\1", limit_bytes, 0, CONTEXT_BYTES, 100, 100, 20_000, 1)
         self._write("limits", struct.pack("<IIII48x", _MAGIC, _VERSION, 1, 0) + gpu, _HEAD + _GPUS * 120)
         self._write("use", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * _GPU_USE + _SLOTS * _SLOT)
+        self._write("turn", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * (64 + _SLOTS * 4))
 
     def _write(self, name: str, content: bytes, size: int) -> None:
         (self.folder / "pages" / name).write_bytes(content.ljust(size, b"\0"))

@@ -1,0 +1,123 @@
+/* Which look-ups get a wrapper: by dlsym (dlsym.S), by cuGetProcAddress, by linking (the symbols themselves). */
+#define _GNU_SOURCE
+#include "library.h"
+#include "old_glibc.h"
+#include <dlfcn.h>
+#include <string.h>
+
+#define HOOK(symbol, base, version, variant) extern void gm_wrapper_##symbol(void) __asm__(#symbol);
+#include "hooks.h"
+#undef HOOK
+
+static struct hook {
+    const char *symbol, *base;
+    int version, variant;
+    void *wrapper;
+    _Atomic(void *) real;
+} hooks[] = {
+#define HOOK(symbol, base, version, variant) {#symbol, base, version, variant, (void *)gm_wrapper_##symbol, NULL},
+#include "hooks.h"
+#undef HOOK
+};
+
+typedef void *(*dlsym_t)(void *, const char *);
+__attribute__((visibility("hidden"))) dlsym_t gm_real_dlsym;
+__attribute__((visibility("hidden"))) void *gm_dlsym_pick(void *handle, const char *name, void *caller);
+
+static dlsym_t real_dlsym(void) {
+    dlsym_t found = __atomic_load_n(&gm_real_dlsym, __ATOMIC_ACQUIRE);
+    if (found) return found;
+    static const char *const versions[] = {"GLIBC_2.34", GM_FIRST};
+    for (int i = 0; i < 2 && !found; i++) found = (dlsym_t)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
+    __atomic_store_n(&gm_real_dlsym, found, __ATOMIC_RELEASE);
+    return found;
+}
+
+/* The handle of a library that the program loaded; NULL before. It is kept: the library must not go while we hold its functions. */
+static void *driver(bool nvml) {
+    static _Atomic(void *) handles[2];
+    void *handle = atomic_load(&handles[nvml]);
+    if (handle) return handle;
+    handle = dlopen(nvml ? "libnvidia-ml.so.1" : "libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (handle) atomic_store(&handles[nvml], handle);
+    return handle;
+}
+
+void *gm_driver_function(const char *symbol) {
+    void *handle = driver(symbol[0] == 'n');
+    return handle ? real_dlsym()(handle, symbol) : NULL;
+}
+
+void *gm_real(enum gm_hook hook) {
+    void *real = atomic_load_explicit(&hooks[hook].real, memory_order_relaxed);
+    if (real) return real;
+    real = gm_driver_function(hooks[hook].symbol);
+    if (real == hooks[hook].wrapper) return NULL; /* the driver lacks it, and the look-up went on to us */
+    if (real) atomic_store_explicit(&hooks[hook].real, real, memory_order_relaxed);
+    return real;
+}
+
+/* The driver's own libraries get the driver's functions: a wrapper between them would count twice or recurse. */
+static bool of_the_driver(void *caller) {
+    Dl_info info;
+    if (!dladdr(caller, &info) || !info.dli_fname) return false;
+    const char *slash = strrchr(info.dli_fname, '/'), *name = slash ? slash + 1 : info.dli_fname;
+    return !strncmp(name, "libcuda.so", 10) || !strncmp(name, "libnvidia-", 10) || !strncmp(name, "libcudadebugger", 15);
+}
+
+/* The wrapper that dlsym answers, or NULL: then the C library answers. */
+void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
+    dlsym_t real = real_dlsym();
+    if (!name || (strncmp(name, "cu", 2) && strncmp(name, "nvml", 4))) return NULL;
+    for (int i = 0; i < GM_HOOKS; i++) {
+        if (strcmp(name, hooks[i].symbol)) continue;
+        void *of_driver = gm_real(i);
+        if (!of_driver || of_the_driver(caller)) return NULL;
+        bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT;
+        return anywhere || real(handle, name) == of_driver ? hooks[i].wrapper : NULL;
+    }
+    return NULL;
+}
+
+/* Does the driver's cuGetProcAddress answer the addresses that dlsym finds? If so, an address that no hook has is an unknown version. */
+static bool same_addresses(void *asked, const char *known) {
+    return asked && asked == gm_driver_function(known);
+}
+
+static void *wrapper_of(const char *name, void *found, int version, unsigned long long flags) {
+    int best = -1, per_thread = flags & 2 ? GM_PTSZ : GM_ANY;
+    for (int i = 0; i < GM_HOOKS; i++) {
+        if (hooks[i].version && gm_real(i) == found) return hooks[i].wrapper;
+        if (strcmp(name, hooks[i].base) || hooks[i].version > version || !hooks[i].version) continue;
+        bool better = best < 0 || (hooks[i].variant == per_thread && hooks[best].variant != per_thread) ||
+                      (hooks[i].variant == hooks[best].variant && hooks[i].version > hooks[best].version);
+        if (better && (hooks[i].variant == GM_ANY || per_thread == GM_PTSZ)) best = i;
+    }
+    /* A driver that answers other addresses than dlsym: the table decides, unless the driver has a newer version by that name. */
+    static atomic_int answers_symbols; /* 0: not known, 1: yes, 2: no */
+    if (best >= 0 && !atomic_load(&answers_symbols)) {
+        void *probe = NULL;
+        int (*ask)(const char *, void **, int, unsigned long long, void *) = gm_real(GM_HOOK_cuGetProcAddress_v2);
+        if (ask) ask("cuDriverGetVersion", &probe, 12000, 0, NULL);
+        atomic_store(&answers_symbols, !ask || same_addresses(probe, "cuDriverGetVersion") ? 1 : 2);
+    }
+    if (best < 0 || atomic_load(&answers_symbols) == 1) {
+        struct gm_process *p = best < 0 ? NULL : gm_process();
+        if (p && p->slot) __atomic_fetch_add(&p->slot->gpu[0].unknown, 1, __ATOMIC_RELAXED);
+        return found;
+    }
+    atomic_store(&hooks[best].real, found);
+    return hooks[best].wrapper;
+}
+
+GM_EXPORT CUresult cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags, void *status) {
+    CUresult r = CALL(cuGetProcAddress_v2, name, function, version, flags, status);
+    if (r == CUDA_SUCCESS && name && function && *function) *function = wrapper_of(name, *function, version, flags);
+    return r;
+}
+
+GM_EXPORT CUresult cuGetProcAddress(const char *name, void **function, int version, unsigned long long flags) {
+    CUresult r = CALL(cuGetProcAddress, name, function, version, flags);
+    if (r == CUDA_SUCCESS && name && function && *function) *function = wrapper_of(name, *function, version, flags);
+    return r;
+}

@@ -1,0 +1,192 @@
+/* The pages, this process's slot, its devices; fork. */
+#define _GNU_SOURCE
+#include "library.h"
+#include "old_glibc.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef PLACE /* the tests have another one */
+#define PLACE "/etc/gpumgr/"
+#endif
+enum { DEVICES = 64 };
+
+static struct gm_process process;
+static atomic_int state;    /* enum gm_state: of this process */
+static atomic_bool said;    /* a message per process is enough */
+static atomic_int starting; /* a thread maps the pages */
+static atomic_int gpu_of[DEVICES];
+
+uint64_t gm_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+}
+
+static void say(const char *why) {
+    if (atomic_exchange(&said, true)) return;
+    char line[160];
+    int n = snprintf(line, sizeof line, "libgpumgr: this process is not limited: %s\n", why);
+    if (write(2, line, (size_t)n) < 0) return;
+}
+
+void gm_disable(const char *why) {
+    say(why);
+    if (process.slot) {
+        snprintf(process.slot->fault, sizeof process.slot->fault, "%s", why);
+        __atomic_store_n(&process.slot->state, GM_DISABLED, __ATOMIC_RELEASE);
+    }
+    atomic_store(&state, GM_DISABLED);
+}
+
+/* Maps a page, or answers NULL and says why. */
+static void *map(const char *path, size_t bytes, bool writable) {
+    int fd = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) {
+        say(errno == ENOENT ? "it has no pages in " PLACE : "its pages in " PLACE " can't be opened");
+        return NULL;
+    }
+    void *at = MAP_FAILED;
+    if (lseek(fd, 0, SEEK_END) >= (off_t)bytes) at = mmap(NULL, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    const uint32_t *head = at;
+    if (at != MAP_FAILED && head[0] == GM_MAGIC && head[1] == GM_VERSION) return at;
+    say("a page in " PLACE " is damaged or of another version");
+    if (at != MAP_FAILED) munmap(at, bytes);
+    return NULL;
+}
+
+static uint64_t pid_namespace(void) {
+    char text[64];
+    ssize_t n = readlink("/proc/self/ns/pid", text, sizeof text - 1);
+    if (n <= 0) return 0;
+    text[n] = 0;
+    const char *number = strchr(text, '[');
+    return number ? strtoull(number + 1, NULL, 10) : 0;
+}
+
+/* What the slot held stays in reserved_bytes until gm_ledger_settle. */
+static void empty_slot(int index) {
+    struct gm_use_slot *s = &process.use->slot[index];
+    for (int g = 0; g < GM_GPUS; g++) __atomic_store_n(&process.turn->gpu[g].word[index], 0, __ATOMIC_SEQ_CST);
+    memset(s->gpu, 0, sizeof s->gpu);
+    memset(s->fault, 0, sizeof s->fault);
+}
+
+int gm_reap_slots(void) {
+    struct gm_process *p = process.turn ? &process : NULL;
+    uint64_t own = p ? pid_namespace() : 0;
+    int freed = 0;
+    for (int i = 0; own && i < GM_SLOTS; i++) {
+        struct gm_use_slot *s = &p->use->slot[i];
+        uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
+        if (!pid || pid == UINT32_MAX || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
+        /* The mark keeps others from the slot until it is empty. */
+        if (!__atomic_compare_exchange_n(&s->pid, &pid, UINT32_MAX, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
+        empty_slot(i);
+        __atomic_store_n(&s->pid, 0, __ATOMIC_RELEASE);
+        freed++;
+    }
+    return freed;
+}
+
+/* A slot with this pid is ours: from before an exec, when the contexts ended, or from a dead process that had the same pid. */
+static void claim_slot(void) {
+    uint64_t own = pid_namespace();
+    uint32_t index = GM_SLOTS;
+    for (uint32_t i = 0; i < GM_SLOTS && index == GM_SLOTS; i++) {
+        struct gm_use_slot *s = &process.use->slot[i];
+        if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == process.pid && s->pid_namespace == own) index = i;
+    }
+    for (uint32_t i = 0; i < GM_SLOTS && index == GM_SLOTS; i++) {
+        uint32_t none = 0;
+        if (__atomic_compare_exchange_n(&process.use->slot[i].pid, &none, process.pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) index = i;
+    }
+    process.slot_index = index;
+    process.slot = index < GM_SLOTS ? &process.use->slot[index] : NULL;
+    if (!process.slot) return;
+    empty_slot((int)index);
+    process.slot->pid_namespace = own;
+    for (int g = 0; g < GM_GPUS; g++) {
+        uint32_t slots = __atomic_load_n(&process.turn->gpu[g].slots, __ATOMIC_RELAXED);
+        while (slots <= index && !__atomic_compare_exchange_n(&process.turn->gpu[g].slots, &slots, index + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}
+    }
+    __atomic_store_n(&process.slot->state, GM_ACTIVE, __ATOMIC_RELEASE);
+}
+
+static void in_child(void) {
+    if (atomic_load(&state) == GM_ACTIVE) atomic_store(&state, GM_FREE);
+    atomic_store(&starting, 0);
+    for (int i = 0; i < DEVICES; i++) atomic_store(&gpu_of[i], 0);
+    process.slot = NULL;
+}
+
+static struct gm_process *start(void) {
+    static atomic_bool registered;
+    if (atomic_load(&state) == GM_DISABLED) return NULL;
+    int none = 0;
+    while (!atomic_compare_exchange_strong(&starting, &none, 1)) { /* another thread maps the pages: microseconds */
+        none = 0;
+        sched_yield();
+    }
+    if (atomic_load(&state) == GM_ACTIVE) {
+        atomic_store(&starting, 0);
+        return &process;
+    }
+    if (!process.limits) process.limits = map(PLACE "limits", sizeof(struct gm_limits), false);
+    if (process.limits && !process.use) process.use = map(PLACE "use", sizeof(struct gm_use), true);
+    if (process.use && !process.turn) process.turn = map(PLACE "turn", sizeof(struct gm_turn), true);
+    if (process.turn) {
+        if (!atomic_exchange(&registered, true)) pthread_atfork(NULL, NULL, in_child);
+        process.pid = (uint32_t)getpid();
+        claim_slot();
+        if (!process.slot && gm_reap_slots()) claim_slot();
+        atomic_store(&state, GM_ACTIVE);
+    }
+    atomic_store(&starting, 0);
+    return process.turn ? &process : NULL;
+}
+
+struct gm_process *gm_process(void) { return atomic_load_explicit(&state, memory_order_acquire) == GM_ACTIVE ? &process : start(); }
+
+int gm_gpu_of_device(CUdevice device) {
+    struct gm_process *p = gm_process();
+    if (!p || device < 0 || device >= DEVICES) return -1;
+    int known = atomic_load_explicit(&gpu_of[device], memory_order_relaxed); /* 0: not asked; else the index plus 2, 1: not limited */
+    if (known) return known - 2;
+    uint8_t uuid[16] = {0};
+    CUresult (*ask)(uint8_t *, CUdevice) = (CUresult(*)(uint8_t *, CUdevice))gm_driver_function("cuDeviceGetUuid_v2");
+    if (!ask) ask = (CUresult(*)(uint8_t *, CUdevice))gm_driver_function("cuDeviceGetUuid");
+    if (!ask || ask(uuid, device) != CUDA_SUCCESS) return -1;
+    uint32_t gpus = p->limits->gpus < GM_GPUS ? p->limits->gpus : GM_GPUS;
+    int index = -1;
+    for (uint32_t g = 0; g < gpus; g++)
+        if (!memcmp(p->limits->gpu[g].uuid, uuid, sizeof uuid)) index = (int)g;
+    atomic_store(&gpu_of[device], index + 2);
+    return index;
+}
+
+CUdevice gm_current_device(void) {
+    static CUresult (*ask)(CUdevice *);
+    if (!ask) ask = (CUresult(*)(CUdevice *))gm_driver_function("cuCtxGetDevice");
+    CUdevice device;
+    return ask && ask(&device) == CUDA_SUCCESS ? device : -1;
+}
+
+static CUresult (*exchange)(int *);
+int gm_relax(void) {
+    int mode = 2; /* CU_STREAM_CAPTURE_MODE_RELAXED */
+    if (!exchange) exchange = (CUresult(*)(int *))gm_driver_function("cuThreadExchangeStreamCaptureMode");
+    return exchange && exchange(&mode) == CUDA_SUCCESS ? mode : -1;
+}
+void gm_unrelax(int previous) {
+    if (previous >= 0) exchange(&previous);
+}

@@ -1,0 +1,79 @@
+"""libgpumgr.so as a file and in other programs: what it needs and exports, and which look-ups it answers."""
+
+import re
+import subprocess
+from pathlib import Path
+
+_SOURCES = Path(__file__).parents[4] / "gpumgr" / "enforcement" / "limiter"
+
+
+def _objdump(option: str, library: Path) -> str:
+    return subprocess.run(["objdump", option, library], check=True, capture_output=True, text=True).stdout
+
+
+def test_it_needs_nothing_newer_than_glibc_2_17(programs: Path) -> None:
+    versions = re.findall(r"GLIBC_(\d+)\.(\d+)", _objdump("-T", programs / "libgpumgr.so"))
+    assert versions
+    assert max((int(major), int(minor)) for major, minor in versions) <= (2, 17)
+    needed = re.findall(r"NEEDED +(\S+)", _objdump("-p", programs / "libgpumgr.so"))
+    assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
+
+
+def test_it_exports_dlsym_and_the_hooked_functions_only(programs: Path) -> None:
+    table = "".join((_SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
+    hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
+    defined = re.findall(
+        r"^\S+ +g +DF \.text\s+\S+\s+(?:Base\s+)?(\w+)$", _objdump("-T", programs / "libgpumgr.so"), re.MULTILINE
+    )
+    assert set(defined) == hooked | {"dlsym"}
+
+
+_NEXT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+int %s(void) { int (*next)(void) = (int (*)(void))dlsym(RTLD_NEXT, "answer"); return next ? %d + next() : -1000; }
+"""
+
+
+def test_rtld_next_depends_on_the_caller_of_dlsym(programs: Path, tmp_path: Path) -> None:
+    """Two libraries that interpose one function call each the next one: they would call themselves if the caller were ours."""
+    for name, text in (
+        ("first", _NEXT % ("answer", 1)),
+        ("second", _NEXT % ("answer", 10)),
+        ("last", "int answer(void) { return 100; }"),
+    ):
+        (tmp_path / f"{name}.c").write_text(text)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / f"{name}.so", tmp_path / f"{name}.c", "-ldl"], check=True)
+    (tmp_path / "main.c").write_text("int answer(void); int main(void) { return answer(); }")
+    subprocess.run(["gcc", "-o", tmp_path / "main", tmp_path / "main.c", tmp_path / "last.so"], check=True)
+    preload = ":".join(str(path) for path in (programs / "libgpumgr.so", tmp_path / "first.so", tmp_path / "second.so"))
+    environment = {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(tmp_path)}
+    assert subprocess.run([tmp_path / "main"], env=environment, check=False).returncode == 111
+
+
+_LOOKUPS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+int main(void) {
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *own = dlopen(LIBRARY, RTLD_NOW | RTLD_NOLOAD);
+    void *(*ask)(void *, const char *) = dlsym, *wrapper = ask(RTLD_DEFAULT, "cuMemAlloc_v2");
+    Dl_info where;
+    printf("%d ", dladdr(wrapper, &where) && where.dli_fname && own && where.dli_fbase == *(void **)own);
+    printf("%d ", ask(cuda, "cuMemAlloc_v2") == wrapper);
+    printf("%d ", ask(RTLD_NEXT, "cuMemAlloc_v2") == wrapper);
+    printf("%d ", ask(cuda, "cuMemAlloc_v3") == NULL && dlerror() != NULL);
+    printf("%d\\n", ask(cuda, "cuDriverGetVersion") != NULL);
+    return 0;
+}
+"""
+
+
+def test_a_hooked_name_gets_the_wrapper_through_every_handle(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "main.c").write_text(_LOOKUPS)
+    library = programs / "libgpumgr.so"
+    subprocess.run(["gcc", f'-DLIBRARY="{library}"', "-o", tmp_path / "main", tmp_path / "main.c", "-ldl"], check=True)
+    environment = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(programs)}
+    output = subprocess.run([tmp_path / "main"], env=environment, check=True, capture_output=True, text=True).stdout
+    assert output == "1 1 1 1 1\n"
