@@ -30,6 +30,8 @@ MODULES = {
     "dra": "tests.bench.bench_dra",
     "replicas": "tests.bench.bench_replicas",
     "replica_filter": "tests.bench.bench_replica_filter",
+    "quotas": "tests.bench.bench_quotas",
+    "bodies": "tests.bench.bench_bodies",
     "requests": "tests.bench.bench_requests",
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",

@@ -1,4 +1,4 @@
-"""What limits cost: container starts, the second's truth pass, the look at HAMi-core's regions; one JSON object.
+"""What limits cost: container starts, registrations, the second's truth pass, the look at HAMi-core's regions; one JSON object.
 
 `python -m tests.bench.bench_limits [--only PART]`. Each part is a module of its own, which says what it measures.
 """
@@ -6,10 +6,11 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tests.bench import bench_prestart, bench_regions, bench_usage, figures
+from tests.bench import bench_prestart, bench_regions, bench_registrations, bench_usage, figures
 
 PARTS: Mapping[str, Callable[[], Mapping[str, object]]] = {
     "prestart": lambda: asyncio.run(bench_prestart.measure(rounds=3)),
+    "registrations": lambda: bench_registrations.measure(rounds=30),
     "usage": lambda: bench_usage.measure(rounds=200),
     "regions": lambda: asyncio.run(bench_regions.measure()),
 }

@@ -19,6 +19,8 @@ _STARTS = {
     "mps_2": "mps, protocol 2",
     "mps_3": "mps, protocol 3",
 }
+_AT_ONCE = {"at_once_8": "p99 < 10 ms", "at_once_50": "p99 < 60 ms"}
+_CALLERS = {"one_container": "all of one container", "own_containers": "each of its own container"}
 _MIXES = {"hami_core_and_vcuda": "half hami-core, half vcuda", "mps": "mps"}
 _WAYS = {
     "plugin": "mode plugin",
@@ -68,6 +70,8 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_dra(figures.get("dra")),
         *_replicas(figures.get("replicas")),
         *_replica_filter(figures.get("replica_filter")),
+        *_quotas(figures.get("quotas")),
+        *_bodies(figures.get("bodies")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_requests(figures.get("requests")),
@@ -172,7 +176,7 @@ def _dra(dra: Mapping[str, Any] | None) -> Iterator[str]:
 def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
     if limits is None:
         return
-    starts, usage, regions = (limits[name] for name in ("prestart", "usage", "regions"))
+    starts, registrations, usage, regions = (limits[name] for name in ("prestart", "registrations", "usage", "regions"))
     yield from ("", "| limits | goal | gpumgr | floor |", "|---|---|---|---|")
     for name, what in _STARTS.items():
         row = starts[name]
@@ -180,6 +184,12 @@ def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
         also = f"; daemon's first {_pair(row['first_of_gpu'])}" if "first_of_gpu" in row else ""
         shown = f"{_pair(row['first'])}; again {_pair(row['again'])}{also}"
         yield f"| PreStartContainer with {starts['containers']} shares, {what} | {goal} | {shown} | {_pair(starts['floor']['first'])} |"
+    for name, where in _CALLERS.items():
+        for key, goal in _AT_ONCE.items():
+            light, others = _pair(registrations[name]["light"][key]), registrations[name]
+            shown = f"{light}; grpcio {_pair(others['grpcio'][key])}; static client with its start {_pair(others['static_client'][key])}"
+            floor = f"{_pair(registrations['floor']['light'][key])}; grpcio {_pair(registrations['floor']['grpcio'][key])}"
+            yield f"| RegisterVDevice, {key.removeprefix('at_once_')} at once, {where} | {goal} | {shown} | {floor} |"
     for name, what in _MIXES.items():
         row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
         yield f"| {sample}: loop held | < 15 ms | {_pair(row['loop'])} | |"
@@ -275,6 +285,27 @@ def _replica_filter(found: Mapping[str, Any] | None) -> Iterator[str]:
     )
     for name, what in _FILTERED.items():
         yield f"| {what} | {_pair(found[name])} | {_pair(found[f'{name}_new'])} |"
+
+
+def _quotas(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| large sources of quotas, and of a simulation | goal | measured |", "|---|---|---|")
+    yield f"| a list of 2000 ResourceQuotas: the event loop serves nothing else for | < 20 ms | {found['resource_quotas_held_ms']} ms |"
+    size, held = f"a quota ConfigMap of {found['configmap_kibibytes']} KiB", found["configmap_held_ms"]
+    yield f"| {size}: the event loop serves nothing else for | < 20 ms | {held} ms |"
+    yield f"| the same until its quotas are in force | | {found['configmap_seconds']} s |"
+    yield f"| a CSV file with 60,000 columns | | {found['csv_columns_seconds']} s |"
+
+
+def _bodies(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| clients of HAMi's webhook without a credential | goal | resident memory |", "|---|---|---|")
+    yield f"| none | | {found['fresh_mib']} MiB |"
+    yield f"| 150 connections with unfinished bodies of 8 MiB | < 150 MiB | {found['150_bodies_of_8_mib_mib']} MiB |"
+    yield f"| 600 connections with unfinished bodies of 1 MiB | < 150 MiB | {found['600_bodies_of_1_mib_mib']} MiB |"
+    yield f"| 800 connections | < 150 MiB | {found['800_connections_mib']} MiB |"
 
 
 def _driver_soon(soon: Mapping[str, Any] | None) -> Iterator[str]:
