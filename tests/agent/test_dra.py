@@ -1,6 +1,7 @@
 """Node mode dra on a simulated node: its mode changes while pods hold GPUs, and it starts without its driver."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -111,6 +112,49 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         await node.agent.while_running(soon(lambda: kubelet.sockets() == []))
         assert node.ledger().allocations == {}
         assert (await node.run(node.pod("next", app(100)))).phase == "Running"
+
+
+async def test_from_dra_to_plugin_after_a_lost_ledger_gives_no_gpu_twice(folder: Path) -> None:
+    async with dra_stage(folder) as (node, kubelet, resources):
+        _, kept, answer = await prepared(node, kubelet, resources)
+        await kubelet.end()
+        await node.agent.kill()
+        pod = {
+            "metadata": {"namespace": "demo", "name": "holder-kept", "uid": "pod-kept"},
+            "spec": {
+                "nodeName": NODE_NAME,
+                "resourceClaims": [{"name": "gpu", "resourceClaimName": "kept"}],
+                "containers": [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}],
+            },
+            "status": {"phase": "Running"},
+        }
+        assert node.api is not None
+        node.api.put_document(pod)
+        set_mode(node, "plugin")
+        shutil.rmtree(yaml.safe_load(node.config.read_text())["checkpoint"]["dir"])
+        await node.agent.start()
+        await until_held_back(node, "demo/holder-kept")
+        channel = await node.agent.while_running(kubelet.register())
+        assert (await Caller(channel).prepare(kept)).claims[kept.uid] == answer
+        assert node.kubelet.registrations == []
+        assert not (await Caller(channel).unprepare(kept)).claims[kept.uid].error
+        await node.until_offered()
+
+
+async def test_from_dra_to_plugin_without_claims_leaves_neither_slice_nor_sockets(folder: Path) -> None:
+    async with dra_stage(folder) as (node, kubelet, resources):
+        set_mode(node, "dra")
+        await node.agent.start()
+        await node.agent.while_running(kubelet.register())
+        await node.agent.while_running(soon(lambda: resources.named(slice_name(NODE_NAME)) is not None))
+        await kubelet.end()
+        await node.agent.kill()
+        assert kubelet.sockets()
+        set_mode(node, "plugin")
+        await node.agent.start()
+        await node.until_offered()
+        assert kubelet.sockets() == []
+        await node.agent.while_running(soon(lambda: resources.named(slice_name(NODE_NAME)) is None))
 
 
 async def test_a_start_without_the_driver_offers_no_gpus(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.demo.node import SimulatedNode
 
@@ -68,9 +70,10 @@ async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Pat
         assert node.disagreements() == []
 
 
-async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path) -> None:
+@pytest.mark.parametrize("api_server", [True, False], ids=["API server", "standalone"])
+async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path, api_server: bool) -> None:
     """It offers all ids again."""
-    async with running(folder, api_server=False) as node:
+    async with running(folder, api_server=api_server) as node:
         first = node.pod("first", app(300))
         assert (await node.run(first)).phase == "Running"
         before = node.ledger()

@@ -137,6 +137,12 @@ async def test_a_mig_device_that_was_created_again_with_its_former_uuid_has_its_
         await node.agent.while_running(node.kubelet.until(lambda: offered(node)[PREFIX + "1g.5gb"] == 1))
 
 
+async def test_without_a_strategy_no_mig_device_is_offered(folder: Path) -> None:
+    async with started(folder, {}) as node:
+        await node.until_offered()
+        assert offered(node) == {}
+
+
 def node_of(folder: Path, profiles: Sequence[str]) -> str:
     """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
     card = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}

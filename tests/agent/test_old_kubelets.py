@@ -11,7 +11,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
-from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_35, KubeletShape
+from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
 
 from .stage import BLOCKS, PATIENT, app, init, running
 
@@ -64,7 +64,7 @@ async def restart(node: SimulatedNode, shape: KubeletShape) -> None:
 
 
 @old_kubelets
-async def test_pods_come_and_go_as_on_a_new_one_also_after_a_lost_ledger(folder: Path, shape: KubeletShape) -> None:
+async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShape) -> None:
     async with running(folder, command=PATIENT, shape=shape) as node:
         a, b, c = await run_three(node)
         assert node.disagreements() == []
@@ -91,20 +91,28 @@ async def test_pods_come_and_go_as_on_a_new_one_also_after_a_lost_ledger(folder:
         # The sweep after the end of `b` may meet the restart.
         assert complaints(node) - {"pod_resources_unavailable"} == {"registration_lost"}
 
-        before, ended = node.ledger(), node.pod("ended", app(20, 2))
+
+@old_kubelets
+async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: KubeletShape) -> None:
+    async with running(folder, command=PATIENT, shape=shape) as node:
+        pods = await run_three(node)
+        before = node.ledger()
+        ended = node.pod("ended", app(20, 2))
         await node.run(ended)
         await lose_ledger(node)
         end(node, ended)
         await node.start_agent()
         assert essence(node.ledger()) == essence(before)
-        for pod in (a, c):
+        for pod in pods:
             await node.kubelet.start_container(pod, "main")
+        assert (await node.run(node.pod("heir", app(100, BLOCKS)))).phase == "Running"
         assert node.disagreements() == []
-        assert "allocation_adopted" in complaints(node)
+        assert complaints(node) == {"allocation_adopted"}
 
 
-async def test_nothing_is_lost_without_an_api_server(folder: Path) -> None:
-    async with running(folder, command=PATIENT, shape=V1_20, api_server=False) as node:
+@pytest.mark.parametrize("shape", [V1_20, V1_25], ids=["1.20", "1.25"])
+async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: KubeletShape) -> None:
+    async with running(folder, command=PATIENT, shape=shape, api_server=False) as node:
         pods = await run_three(node)
         await lose_ledger(node)
         await node.start_agent()

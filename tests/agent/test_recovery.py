@@ -142,8 +142,9 @@ async def not_ready(node: SimulatedNode) -> str:
         return await answer.text()
 
 
-async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unknown(folder: Path) -> None:
-    async with stage(folder) as node:
+@pytest.mark.parametrize("api_server", [True, False])
+async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unknown(folder: Path, api_server: bool) -> None:
+    async with stage(folder, api_server=api_server) as node:
         old = node.pod("old", app(30, 4))
         await of_gpu_manager(node, old)
         await node.agent.start()

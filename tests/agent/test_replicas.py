@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpumgr.common.units import CORE_RESOURCE, Amounts
 from gpumgr.sim.kubelet import SimContainer
 from tests.component.cli.examination.conftest import listening
@@ -58,17 +60,20 @@ async def test_nothing_is_registered_while_another_plugin_has_the_gpus(folder: P
         await node.kubelet.until_allocatable(VGPU)
 
 
-async def test_a_kill_after_the_commit_leaves_nothing_behind(folder: Path) -> None:
-    async with running(folder, environ=BOTH | {"DIE_AT": "after_commit_before_answer:1"}, command=RUNNER) as node:
+@pytest.mark.parametrize("step", ["before_commit:1", "after_commit_before_answer:1"])
+async def test_a_kill_at_the_commit_leaves_nothing_behind(folder: Path, step: str) -> None:
+    async with running(folder, environ=BOTH | {"DIE_AT": step}, command=RUNNER) as node:
         victim = node.pod("victim", vgpu(gpumem=7000))
         await introduce(node, victim)
         assert (await node.kubelet.admit(victim)).phase == "Failed"
-        assert node.ledger().of(None, victim.uid)
+        committed = node.ledger().of(None, victim.uid)
+        assert bool(committed) == step.startswith("after")
         began = len(node.agent_log.lines)
         await node.start_agent(BOTH)
         await node.kubelet.until_allocatable(VGPU)
         node.show(victim, node.kubelet.statuses[victim.uid])
-        await node.agent_log.until("allocation_freed", since=began)
+        if committed:
+            await node.agent_log.until("allocation_freed", since=began)
         again = [node.pod(f"again-{number}", vgpu(gpumem=7000)) for number in range(4)]
         for pod in again:
             assert (await node.run(pod)).phase == "Running"

@@ -176,7 +176,9 @@ BLOCKS: Final = (
 MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     "a misspelt value": ({"privilged": False}, "additional properties 'privilged' not allowed"),
     "a text for a block": ({"image": "gpumgr:dev"}, "at '/image': got string, want object"),
+    "a text for a truth": ({"privileged": "no"}, "at '/privileged': got string, want boolean"),
     "a number for a text": ({"image": {"tag": 1.0}}, "at '/image/tag': got number, want string"),
+    "a text for a list": ({"tolerations": "all"}, "at '/tolerations': got string, want array"),
     "a surge": (
         {"updateStrategy": {"rollingUpdate": {"maxSurge": 1}}},
         "at '/updateStrategy/rollingUpdate/maxSurge': value must be 0",
@@ -185,15 +187,37 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"updateStrategy": {"rollingUpdate": {"maxUnavailable": 0}}},
         "at '/updateStrategy/rollingUpdate/maxUnavailable': minimum: got 0, want 1",
     ),
+    "an update of no part": (
+        {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "0%"}}},
+        "at '/updateStrategy/rollingUpdate/maxUnavailable': '0%' does not match pattern",
+    ),
+    "an update of more than all": (
+        {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "101%"}}},
+        "at '/updateStrategy/rollingUpdate/maxUnavailable': '101%' does not match pattern",
+    ),
+    "a number for a variable": (
+        {"extraEnv": [{"name": "GPUMGR_LOG_LEVEL", "value": 1}]},
+        "at '/extraEnv/0/value': got number, want string",
+    ),
     "a variable without its name": ({"extraEnv": ["GPUMGR_FOO"]}, "at '/extraEnv/0': got string, want object"),
+    "a variable's misspelt value": (
+        {"extraEnv": [{"name": "GPUMGR_LOG_LEVEL", "val": "debug"}]},
+        "at '/extraEnv/0': additional properties 'val' not allowed",
+    ),
+    "a number for a taint": ({"tolerations": [{"key": 1}]}, "at '/tolerations/0/key': got number, want string"),
     "a misspelt toleration": (
         {"tolerations": [{"key": "a", "exists": True}]},
         "at '/tolerations/0': additional properties 'exists' not allowed",
     ),
     "a misspelt setting": ({"settings": {"http": {"prot": 1}}}, "at '/settings/http': additional properties 'prot' not allowed"),
+    "a misspelt section": ({"settings": {"https": {}}}, "at '/settings': additional properties 'https' not allowed"),
     "a setting of another type": (
         {"settings": {"http": {"port": "high"}}},
         "at '/settings/http/port': got string, want null or integer",
+    ),
+    "a setting out of bounds": (
+        {"settings": {"http": {"port": 65536}}},
+        "at '/settings/http/port': maximum: got 65,536, want 65,535",
     ),
     "an unknown backend": (
         {"settings": {"enforcement": {"backend": "cgroups"}}},
@@ -203,12 +227,14 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"settings": {"checkpoint": {"dir": "state"}}},
         "/checkpoint/dir': 'state' does not match pattern '^/'",
     ),
+    "a digest that is none": ({"image": {"digest": "latest"}}, "at '/image/digest': 'latest' does not match pattern"),
     "any free port": ({"settings": {"http": {"port": 0}}}, "settings.http.port: the probes need a fixed one, 1 to 65535"),
     "no path": (
         {"settings": {"cri": {"socket": None}}},
         "settings.cri.socket: a path is needed, for the host's folder is mounted; a null for it or for settings.cri takes its default "
         "away: remove the null, or give a path",
     ),
+    "no section": ({"settings": {"http": None}}, "a null for it or for settings.http takes its default away: remove the null"),
     "a socket that the host does not see": (
         {"settings": {"display": {"socket": "/var/run/gpu-manager.sock"}}},
         "settings.display.socket: /var/run/gpu-manager.sock must lie in /run/gpumgr or /var/lib/gpumgr",
@@ -222,6 +248,10 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"settings": {"cri": {"socket": "/sock"}}},
         "settings.cri.socket: all of the host's / would be mounted, over the pod's own /opt/gpumgr; let it lie in another folder",
     ),
+    "driver files in the root": (
+        {"settings": {"container": {"driver_share_dir": "/nvidia"}}, "gpuManager": {"takeOver": True}},
+        "settings.container.driver_share_dir: all of the host's / would be mounted",
+    ),
     "a folder over the image's": (
         {"settings": {"hami_core": {"library_path": "/opt/libvgpu.so"}}},
         "settings.hami_core.library_path: all of the host's /opt would be mounted, over the pod's own /opt/gpumgr",
@@ -229,6 +259,10 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     "a folder over the account's token": (
         {"settings": {"cri": {"socket": "/var/run/cri-dockerd.sock"}}},
         "all of the host's /var/run would be mounted, over the pod's own /var/run/secrets",
+    ),
+    "the place of the pod's own": (
+        {"settings": {"cri": {"socket": "/tmp/sock"}}},
+        "settings.cri.socket: all of the host's /tmp would be mounted, over the pod's own /tmp",
     ),
     "modules without modprobe": (
         {"settings": {"nvml": {"load_kernel_modules": True}}},
@@ -239,6 +273,7 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"settings": {"http": {"address": "127.0.0.1"}}},
         "settings.http.address: the kubelet's probes don't reach 127.0.0.1 in the pod",
     ),
+    "deaf to the probes by name": ({"settings": {"http": {"address": "Localhost"}}}, "settings.http.address: "),
     "a kubeconfig that is not there": (
         {
             "settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}},
@@ -256,6 +291,10 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         "settings.http.tls_cert_file: nothing is mounted where /etc/tls/tls.crt is; bring the file by extraVolumes and "
         "extraVolumeMounts, or below /opt or /etc/ssl in an image of your own, or leave the key out and name a Secret by http.tlsSecret",
     ),
+    "a key that is not there": (
+        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt", "tls_key_file": "/etc/gpumgr-tls/tls.key"}}},
+        "settings.http.tls_key_file: nothing is mounted where /etc/gpumgr-tls/tls.key is",
+    ),
     "an authority that is not there": (
         {"settings": {"http": {"client_ca_file": "/opt/../etc/ca.pem"}}},
         "settings.http.client_ca_file: nothing is mounted where /opt/../etc/ca.pem is",
@@ -264,14 +303,26 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"settings": {"http": {"client_ca_file": "/etc/gpumgr-tls/ca.crt"}}, "http": {"tokenSecret": "web-token"}},
         "settings.http.client_ca_file: nothing is mounted where /etc/gpumgr-tls/ca.crt is",
     ),
+    "an authority in the empty folder": (
+        {"settings": {"http": {"client_ca_file": "/tmp/ca.pem"}}},
+        "settings.http.client_ca_file: nothing is mounted where /tmp/ca.pem is",
+    ),
     "an authority without a certificate": (
         {"settings": {"http": {"client_ca_file": "/var/lib/gpumgr/ca.pem"}}},
         "settings.http.client_ca_file needs settings.http.tls_cert_file too; name that file, or a Secret of type kubernetes.io/tls by "
         "http.tlsSecret",
     ),
+    "a certificate without its key": (
+        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt"}}},
+        "settings.http.tls_cert_file needs settings.http.tls_key_file too",
+    ),
     "a client that is not there": (
         {"settings": {"vcuda": {"client_path": "/usr/bin/gpu-client"}}},
         "settings.vcuda.client_path: nothing is mounted where /usr/bin/gpu-client is",
+    ),
+    "a list of files that is not there": (
+        {"settings": {"vcuda": {"volume_conf": "/etc/gpu-manager/volume.conf"}}},
+        "settings.vcuda.volume_conf: nothing is mounted where /etc/gpu-manager/volume.conf is",
     ),
     "hami-core without its library": (
         {"settings": {"enforcement": {"backend": "hami-core"}}},
@@ -297,6 +348,10 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"extraEnv": [{"name": "GPUMGR_NODE_NAME", "value": "node"}]},
         "extraEnv: GPUMGR_NODE_NAME would name all nodes alike",
     ),
+    "another's name for all nodes": (
+        {"extraEnv": [{"name": "GPUMGR_NODE_NAME", "valueFrom": {"configMapKeyRef": {"name": "ours", "key": "node"}}}]},
+        "extraEnv: GPUMGR_NODE_NAME would name all nodes alike",
+    ),
     "a flag that names all nodes": (
         {"extraArgs": ["--set=node.name=node"]},
         "extraArgs: node.name=node would name all nodes alike",
@@ -317,13 +372,22 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"extraArgs": ["--set", "http.port=9000"]},
         "extraArgs: http.port=9000 goes over a setting that the chart looks at; give settings.http.port",
     ),
+    "a flag in one word": ({"extraArgs": ["--set=cri.socket=/x"]}, "give settings.cri.socket"),
     "a flag of the preflight's": (
         {"preflight": {"extraArgs": ["--json", "--set", "cri.socket=/x"]}},
         "preflight.extraArgs: cri.socket=/x goes over a setting that the chart looks at; give settings.cri.socket",
     ),
     "a flag with a blank": ({"extraArgs": ["--set= http.port=9"]}, 'extraArgs: --set " http.port=9": expected section.key=value'),
     "a flag without its value": ({"extraArgs": ["--output=json", "--set"]}, "extraArgs: --set needs a value"),
+    "a flag where a value should be": (
+        {"extraArgs": ["--log-dir", "--set=http.port=9", "--vmodule=a=1"]},
+        "extraArgs: --log-dir needs a value",
+    ),
     "a flag with one dash": ({"extraArgs": ["-share-mode"]}, "extraArgs: -share-mode is none of --set"),
+    "a flag of ours as gpu-manager may spell its own": (
+        {"extraArgs": ["--sim_dir=/a"]},
+        "extraArgs: --sim_dir=/a is none of --set",
+    ),
     "a flag that the preflight does not know": (
         {"preflight": {"extraArgs": ["-v4"]}},
         "preflight.extraArgs: -v4 is none of --set, --output, --sim, --json; give settings.log.level",
@@ -333,6 +397,7 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         "extraArgs: --config is none of --set, --output, --sim, --sim-dir and no flag of gpu-manager's that is taken here; give what "
         "the agent is to know below settings",
     ),
+    "a word that is no flag": ({"extraArgs": ["http.port=9"]}, "extraArgs: http.port=9 is none of --set"),
     "no API server by a flag": ({"extraArgs": ["--standalone"]}, "give settings.kubernetes.enabled"),
     "a flag of gpu-manager's that names all nodes": (
         {"extraArgs": ["--hostname-override", "node"]},
@@ -356,6 +421,7 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         "metrics.service.alias: the first Service is named gpumgr-metrics already",
     ),
     "mps that would end with the agent": ({"settings": {"enforcement": {"backend": "mps"}}}, "set mps.enabled too"),
+    "an exception for mps": ({"settings": {"enforcement": {"overrides": ["batch=mps"]}}}, "set mps.enabled too"),
     "mps without rights": ({"privileged": False, "mps": {"enabled": True}}, "mps.enabled needs privileged: true"),
     "a driver without devices": ({"privileged": False, "driver": {"root": "/"}}, "driver.root needs privileged: true"),
     "a driver without its library": ({"driver": {"root": "/"}}, "driver.root needs settings.nvml.library_path"),
