@@ -91,6 +91,9 @@ class Admission:
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
         self.pending: Pending | None = None
+        #: Number of the last GetPreferredAllocation or Allocate, and when it arrived.
+        self.call = 0
+        self._called_at = float("-inf")
         #: UIDs of refused pods that the cache does not show as ended yet.
         self._refused: frozenset[str] = frozenset()
 
@@ -128,6 +131,11 @@ class Admission:
         self._incomplete_until = self._clock() + incomplete_seconds
         self._refused = frozenset()  # it admits a pod again if the API server does not have its end yet
 
+    def called(self) -> int:
+        """To be called when a GetPreferredAllocation or Allocate arrives. Returns its number. The kubelet makes one such call at a time."""
+        self.call, self._called_at = self.call + 1, self._clock()
+        return self.call
+
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
         """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError if several pods
         may be the caller."""
@@ -138,7 +146,7 @@ class Admission:
             return ledger, follows
         listing: Listing | Caller | None = await self.list_pods()
         if listing is None:
-            listing = follows or await self._only_or_listed(ledger, resource, size)
+            listing = follows or await self._only_or_listed(ledger, resource, size, list_failed=True)
         if isinstance(listing, Caller):
             return ledger, listing
         ledger = await self._corrected(ledger, listing, resource, offered)
@@ -285,16 +293,16 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=self.current.unconfirmed) if spec else None
 
     async def _only_or_listed(
-        self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None
+        self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None, *, list_failed: bool = False
     ) -> Caller | Listing:
-        """The only container that the call can be for, else what `List` returns. Raises ListFailedError. `List` must also confirm an only
-        pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
+        """The only container that the call can be for, else what `List` returns. Raises ListFailedError; `list_failed`: it has just failed.
+        `List` must also confirm an only pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
             return UNKNOWN_CALLER
         if len(callers) == 1 and resource != "replica" and not (callers[0].view and callers[0].view.placed):
             return callers[0]
-        if (listing := await self.list_pods()) is not None:
+        if not list_failed and (listing := await self.list_pods()) is not None:
             return listing
         pods = ", ".join("/".join(each.pod) if each.pod else "an unknown pod" for each in callers[:3])
         raise ListFailedError(
@@ -341,8 +349,8 @@ class Admission:
         return view is not None and next_container(ledger, view) is None
 
     def _last(self, ledger: Ledger) -> Allocation | None:
-        """The last Allocate's allocation, as long as another call of its pod may follow."""
-        fresh = self._clock() - self._granted_at < FOLLOWS_SECONDS
+        """The last Allocate's allocation, if another call of its pod could follow when the present call arrived."""
+        fresh = self._called_at - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
     def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:

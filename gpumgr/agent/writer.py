@@ -101,11 +101,12 @@ class Agent:
     def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
         """Logs a refusal and adds it to the history."""
         record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
+        number = self.admission.called() if call != "pre_start" else None
         try:
             yield record
         except Refusal as refusal:
             caller = record.caller
-            if call != "pre_start":
+            if number == self.admission.call:
                 self.admission.refused(caller)
             log.warning(
                 "refused",
@@ -122,17 +123,19 @@ class Agent:
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
         """Calls `decide` under the lock; again, from the beginning, as long as only `List` can show the caller and fails. The lock is free
-        between two tries. Raises Refusal after LIST_AGAIN_SECONDS."""
-        loop = asyncio.get_running_loop()
+        between two tries. Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted."""
+        loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
-        while True:
-            try:
-                async with self.agent_state.lock:
+        while failure is None or loop.time() < give_up_at:
+            async with self.agent_state.lock:
+                if failure is not None and number != self.admission.call:
+                    break
+                try:
                     return await decide()
-            except ListFailedError:
-                if loop.time() >= give_up_at:
-                    raise
+                except ListFailedError as error:
+                    failure = error
             await asyncio.sleep(LIST_PAUSE_SECONDS)
+        raise failure
 
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
+from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request
+from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import ContainerSpec
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
@@ -269,6 +271,58 @@ def test_a_call_that_waits_for_the_list_delays_nothing_else(numa: bool) -> None:
         world.check_places()
 
     played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order="core_first")
+
+
+def test_a_pod_that_waits_for_the_list_remains_the_one_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long `List` fails, another pod that requests as much memory is not taken for a pod that the cache does not have yet."""
+
+    async def scenario(world: World) -> None:
+        await world.run(world.pod("first", app(50, 8)))
+        world.clock.now += 2
+        world.update_cache(world.pod("other", app(30, 8)))
+        granted = world.admission.granted
+
+        def then_fails(caller: Caller, allocation: Allocation) -> None:
+            granted(caller, allocation)
+            world.away = True
+
+        monkeypatch.setattr(world.admission, "granted", then_fails)
+        world.known = False
+        waiting = asyncio.create_task(world.admit(world.pod("web-0", app(50, 8))))
+        await asyncio.sleep(3)
+        assert not waiting.done()
+        world.away = False
+        await waiting
+        world.check_names()
+        world.check_places()
+        assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", "web-0"))] == [(50, 8)]
+
+    played(scenario, resource_order="core_first")
+
+
+def test_a_call_that_a_restarted_kubelet_has_given_up_is_not_decided() -> None:
+    """It must change nothing between the calls of the new kubelet, which are for another pod."""
+
+    async def scenario(world: World) -> None:
+        pods = [world.pod(name, app(50, 8)) for name in ("web-0", "web-1")]
+        for pod in pods:
+            world.update_cache(pod)
+        world.away = True
+        available = world.ledger.gpu_registry.ids["core"]["00000000"]
+        given_up = asyncio.create_task(world.agent.prefer("core", available, (), 50))
+        await asyncio.sleep(1)
+        world.active[pods[0].uid], world.away = pods[0], False
+        chosen = await world.agent.prefer("core", available, (), 50)
+        world.active[pods[1].uid] = pods[1]
+        with pytest.raises(Refusal, match="2 of the known pods wait"):
+            await given_up
+        await world.agent.allocate("core", chosen)
+        world.away = True
+        blocks = world.ledger.gpu_registry.ids["memory"]["00000000"]
+        await world.agent.allocate("memory", await world.agent.prefer("memory", blocks, (), 8))
+        assert [(a.pod, a.cores, block_count(a)) for a in world.ledger.allocations.values()] == [(("team", "web-0"), 50, 8)]
+
+    played(scenario, node=snapshot(1, 16), resource_order="core_first")
 
 
 @pytest.mark.parametrize("away", [True, False], ids=["no list", "no spare look"])
