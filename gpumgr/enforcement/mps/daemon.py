@@ -221,7 +221,8 @@ class Daemon:
     def _set_trouble(self, error: Exception) -> None:
         if str(error) != self.trouble:
             log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
-        self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError)
+        # A command may time out while the daemon is started: there is nothing to replace then.
+        self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError) and self.pid is not None
 
     async def guard(self) -> None:
         """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that

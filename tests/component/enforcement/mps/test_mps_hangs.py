@@ -94,6 +94,21 @@ async def test_a_new_container_replaces_a_daemon_that_does_not_answer(place: Pla
     assert got["percentage"] == 30
 
 
+async def test_a_new_container_starts_a_daemon_whose_restart_took_too_long(place: Place) -> None:
+    """It has ended, so it can't hold up a container until the others have ended."""
+    backend = await place.started(protocol="2")
+    place.behave(hang=["-d"])
+    await place.kill_daemon()
+    backend.give_up_after(0.3)
+    await place.pass_time(backend)
+    (daemon,) = backend.daemons()
+    assert daemon.trouble is not None
+    backend.give_up_after(30)
+    place.behave()
+    await backend.start(tenant("b2"))
+    assert (daemon.trouble, place.daemon_pid()) == (None, daemon.pid)
+
+
 async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
     backend = await place.started()
     place.behave(crash=["server"])
