@@ -88,7 +88,7 @@ class HttpServer:
         self._listening: list[socket.socket] = []
         self._daemons: list[asyncio.Task[None]] = []
         #: Connections before the end of their TLS handshake.
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
         #: Connections on which no request has arrived yet, and until when it must (the event loop's clock).
@@ -143,21 +143,27 @@ class HttpServer:
         self._listening.clear()
         if self._unix is not None:
             self._unix.remove()
-        for task in self._starting:
+        starting = dict(self._starting)
+        for task in starting:
             task.cancel()
         await self._runner.cleanup()
         for transport in self._open:
             transport.abort()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*starting, return_exceptions=True)
+        for task, connected in starting.items():
+            if task.cancelled():  # perhaps before its first step
+                connected.close()
 
     def _tcp_names(self) -> list[Any]:
         return [each.getsockname() for each in self._listening if each.family != socket.AF_UNIX]
 
     async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                connected, _ = await loop.sock_accept(listening)
+                connected, _ = listening.accept()
+            except BlockingIOError:
+                await _readable(listening)
+                continue
             except OSError as error:
                 _log.error("connection_not_accepted", error=error.strerror or str(error))
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -167,9 +173,9 @@ class HttpServer:
                 connected.close()
             else:
                 task = asyncio.create_task(self._begin(connected), name="web_connection")
-                self._starting.add(task)
-                task.add_done_callback(self._starting.discard)
-            await asyncio.sleep(0)  # sock_accept does not wait while connections are queued
+                self._starting[task] = connected
+                task.add_done_callback(self._starting.pop)
+            await asyncio.sleep(0)  # `accept` does not wait while connections are queued
 
     async def _begin(self, connected: socket.socket) -> None:
         loop, limits = asyncio.get_running_loop(), self._limits
@@ -271,6 +277,17 @@ class PageServer(HttpServer):
         if self._token is None:
             return self._policy
         return AuthPolicy(takes_token=True, token=await self._token.current(), takes_certificate=self._policy.takes_certificate)
+
+
+async def _readable(listening: socket.socket) -> None:
+    """Waits until `accept` does not block. The event loop's own sock_accept loses a connection if it is cancelled just then."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(listening, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listening)
 
 
 def _where(error: Exception) -> str:

@@ -1,6 +1,10 @@
 """The loopback beside an address that is reached from elsewhere only."""
 
+import asyncio
+import contextlib
+import gc
 import socket
+import warnings
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,6 +22,23 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_connection_that_comes_just_before_the_end_is_closed(serve: Serve, turns: int) -> None:
+    """In whichever turn of the event loop the server ends; a socket that is only lost would be a ResourceWarning."""
+    server = await serve()
+    await asyncio.sleep(0)  # it accepts
+    await asyncio.sleep(0)
+    with warnings.catch_warnings(record=True) as seen, socket.create_connection(server.address) as client:
+        warnings.simplefilter("always")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.stop()
+        gc.collect()
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        assert seen == []
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", own_address()])
