@@ -282,7 +282,7 @@ class Publisher:
             ):
                 return self._retry(desired, error)
             remedy = self._log.refused(desired, error)
-            if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled meanwhile
+            if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
         except API_FAILURES as error:
