@@ -105,8 +105,8 @@ async def test_a_new_container_starts_a_daemon_whose_restart_took_too_long(place
     backend.give_up_after(30)
     place.behave()
     await backend.start(tenant("b2"))
-    (daemon,) = backend.daemons()
-    assert (daemon.trouble, place.daemon_pid()) == (None, daemon.pid)
+    (restarted,) = backend.daemons()
+    assert (restarted.trouble, restarted.pid) == (None, place.daemon_pid())
 
 
 async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
