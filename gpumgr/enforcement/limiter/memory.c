@@ -4,6 +4,7 @@
 #include "memory.h"
 #include <string.h>
 
+#define BLOCK (2ull << 20)      /* in which the driver takes memory of the GPU */
 #define POOL_STEP (32ull << 20) /* by which the driver lets a pool grow */
 typedef unsigned int uint;
 typedef struct { int type, id; } location; /* CUmemLocation: 1 is a device */
@@ -13,7 +14,14 @@ struct array2 { size_t width, height; int format; uint channels; };
 struct array3 { size_t width, height, depth; int format; uint channels, flags; };
 struct array2_v1 { uint width, height; int format; uint channels; };
 struct array3_v1 { uint width, height, depth; int format; uint channels, flags; };
-enum { SPARSE = 0x40, DEFERRED = 0x80 }; /* arrays without memory of their own */
+enum { LAYERED = 1, CUBE = 4, SPARSE = 0x40, DEFERRED = 0x80 }; /* sparse and deferred: without memory of their own */
+
+/* The product, or the largest number, which no limit allows. */
+static uint64_t times(uint64_t a, uint64_t b) {
+    uint64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
+}
+static uint64_t rounded(uint64_t n, uint64_t step) { return n > UINT64_MAX - step ? UINT64_MAX : (n + step - 1) / step * step; }
 
 static int current_gpu(void) {
     CUdevice d = gm_process() ? gm_current_device() : -1;
@@ -36,41 +44,60 @@ static bool reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
     return gm_reserve(gpu, kind, bytes);
 }
 
-/* -- pointers and arrays ---------------------------------------------------------------------------------------------------- */
+static void reference(struct gm_record *r, void *unused) {
+    (void)unused;
+    r->references++;
+}
+/* After the driver's call that released a handle or freed a pointer in a block: credits it if this was the last reference. */
+static void unreferenced(CUresult r, enum gm_record_type type, uint64_t key, bool is_last, const struct gm_record *last) {
+    if (r == CUDA_SUCCESS && is_last) gm_release(last->gpu, last->kind, last->bytes);
+    else if (r != CUDA_SUCCESS && is_last) gm_record_add(*last);
+    else if (r != CUDA_SUCCESS) gm_record_change(type, key, reference, NULL);
+}
 
-/* Keeps the reservation under the new handle, or gives it back. */
-static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, uint64_t key) {
-    if (r != CUDA_SUCCESS) gm_release(gpu, kind, bytes);
-    else if (gpu >= 0)
-        gm_record_add((struct gm_record){.key = key, .bytes = bytes, .type = GM_POINTER, .kind = kind, .gpu = gpu, .context = current_context()});
+/* -- pointers and arrays ------------------------------------------------------------------------------------------------------
+ * The driver takes whole blocks of 2 MiB: an H200 used 4 MiB for each cuMemAlloc of 3,145,729 bytes. Requests below 2 MiB share
+ * blocks, and a block is the GPU's until the last pointer into it is freed. So each block, known by its address, is charged once for
+ * all of them: neither does a program with many small tensors pay 2 MiB for each, nor does one escape that frees all but a few bytes
+ * of each block. A request that would fit into a charged block is refused where less than 2 MiB are left, because its place is known
+ * only after the driver's answer. */
+
+/* Keeps the reservation under the new handle, or gives it back. `shares`: its block may have been charged before. */
+static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, bool shares, uint64_t key) {
+    if (r != CUDA_SUCCESS || gpu < 0) {
+        gm_release(gpu, kind, bytes);
+        return r;
+    }
+    struct gm_record own = {.key = key, .bytes = bytes, .type = GM_POINTER, .kind = kind, .gpu = gpu, .context = current_context()};
+    if (shares) {
+        struct gm_record block = own;
+        block.key = own.block = key / BLOCK, block.type = GM_BLOCK, block.references = 1, own.bytes = 0;
+        if (!gm_record_hold(block)) gm_release(gpu, kind, bytes);
+    }
+    gm_record_add(own);
     return r;
 }
-/* `call` gives memory of `bytes` under the handle in `out`. */
+/* `call` gives memory of `size` bytes under the handle in `out`. */
 #define ALLOCATE(kind, size, out, call)                                                                                            \
     do {                                                                                                                           \
         int gpu = (out) ? current_gpu() : -1;                                                                                      \
-        uint64_t bytes = gpu < 0 ? 0 : (size);                                                                                    \
+        uint64_t asked = gpu < 0 ? 0 : (size), bytes = kind == GM_ARRAY ? asked : rounded(asked, BLOCK);                           \
         if (!reserve(gpu, kind, bytes)) return refuse(gpu);                                                                        \
         CUresult result = call;                                                                                                    \
-        return keep(result, gpu, kind, bytes, result == CUDA_SUCCESS ? (uint64_t)*(out) : 0);                                      \
+        return keep(result, gpu, kind, bytes, kind != GM_ARRAY && asked < BLOCK, result == CUDA_SUCCESS ? (uint64_t)*(out) : 0);   \
     } while (0)
 /* The record goes before the driver's call: after it, another thread may be given the same address. */
 #define FREE(key, call)                                                                                                            \
     do {                                                                                                                           \
-        struct gm_record record;                                                                                                   \
+        struct gm_record record, block;                                                                                            \
         bool known = gm_record_take(GM_POINTER, key, &record);                                                                     \
+        bool is_last = known && record.block && gm_record_unreference(GM_BLOCK, record.block, &block);                             \
         CUresult result = call;                                                                                                    \
+        if (known && record.block) unreferenced(result, GM_BLOCK, record.block, is_last, &block);                                  \
         if (known && result == CUDA_SUCCESS) gm_release(record.gpu, record.kind, record.bytes);                                    \
         else if (known) gm_record_add(record);                                                                                     \
         return result;                                                                                                             \
     } while (0)
-
-/* The product, or the largest number, which no limit allows. */
-static uint64_t times(uint64_t a, uint64_t b) {
-    uint64_t product;
-    return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
-}
-static uint64_t rounded(uint64_t n, uint64_t step) { return n > UINT64_MAX - step ? UINT64_MAX : (n + step - 1) / step * step; }
 
 GM_EXPORT CUresult cuMemAlloc(uint *at, uint n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc, at, n)); }
 GM_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc_v2, at, n)); }
@@ -102,20 +129,28 @@ static uint64_t element_bits(int format, uint channels) {
         if (format >= formats[i].first && format <= formats[i].last) return formats[i].bits * (formats[i].whole ? 1 : channels);
     return 64; /* the planar formats of video need less */
 }
-/* The driver gives the size only of arrays without memory of their own, so it is computed: rows in steps of 64 bytes, 8 rows to a block,
- * whole pages of 64 KiB. What it takes beyond that is corrected by its figure of the process. */
+/* The next multiple of 128, or for less than that the next power of two from 8: so high are the tiles of an array. */
+static uint64_t tiled(uint64_t rows) {
+    uint64_t tile = 8;
+    while (tile < 128 && tile < rows) tile *= 2;
+    return rounded(rows, tile);
+}
+/* The driver gives the size only of arrays without memory of their own, so it is computed as an H200 used it: rows in steps of 64 bytes,
+ * tiles of up to 128 rows and, of arrays with a depth, 4 slices; the sum in blocks of 2 MiB. Arrays of up to 1 MiB are taken to share
+ * blocks in steps of 64 KiB. What the driver takes beyond that (other GPUs, parts of blocks) its figure of the process corrects. */
 static uint64_t array_bytes(const struct array3 *a, uint levels) {
     if (!a || a->flags & (SPARSE | DEFERRED)) return 0;
     uint64_t sum = 0;
-    bool layered = a->flags & 1;
+    bool layered = a->flags & (LAYERED | CUBE);
     for (uint i = 0; i < levels && i < 32; i++) {
         uint64_t width = a->width >> i, height = a->height >> i, depth = layered ? a->depth : a->depth >> i;
         uint64_t row = rounded(rounded(times(width ? width : 1, element_bits(a->format, a->channels)), 8) / 8, 64);
-        uint64_t level = times(times(row, a->height ? rounded(height ? height : 1, 8) : 1), depth ? depth : 1);
+        if (!layered) depth = depth > 2 ? rounded(depth, 4) : depth;
+        uint64_t level = times(times(row, a->height ? tiled(height) : 1), depth ? depth : 1);
         if (__builtin_add_overflow(sum, level, &sum)) return UINT64_MAX;
         if (!(width | height | (layered ? 0 : depth))) break;
     }
-    return rounded(sum, 65536);
+    return rounded(sum, sum > BLOCK / 2 ? BLOCK : 65536);
 }
 #define WIDE2(a) (a) ? &(struct array3){(a)->width, (a)->height, 0, (a)->format, (a)->channels, 0} : NULL
 #define WIDE3(a) (a) ? &(struct array3){(a)->width, (a)->height, (a)->depth, (a)->format, (a)->channels, (a)->flags} : NULL
@@ -148,18 +183,12 @@ GM_EXPORT CUresult cuMemCreate(CUdeviceptr *handle, size_t n, const struct alloc
         gm_record_add((struct gm_record){.key = *handle, .bytes = bytes, .type = GM_HANDLE, .kind = GM_VMM, .gpu = gpu, .references = 1});
     return r;
 }
-static void reference(struct gm_record *r, void *unused) {
-    (void)unused;
-    r->references++;
-}
 /* The reference goes before the driver's call: after it, another thread may be given the same number. */
 GM_EXPORT CUresult cuMemRelease(CUdeviceptr handle) {
     struct gm_record last;
-    bool is_last = gm_record_unreference(handle, &last);
+    bool is_last = gm_record_unreference(GM_HANDLE, handle, &last);
     CUresult r = CALL(cuMemRelease, handle);
-    if (r == CUDA_SUCCESS && is_last) gm_release(last.gpu, last.kind, last.bytes);
-    else if (r != CUDA_SUCCESS && is_last) gm_record_add(last);
-    else if (r != CUDA_SUCCESS) gm_record_change(GM_HANDLE, handle, reference, NULL);
+    unreferenced(r, GM_HANDLE, handle, is_last, &last);
     return r;
 }
 GM_EXPORT CUresult cuMemRetainAllocationHandle(CUdeviceptr *handle, void *at) {

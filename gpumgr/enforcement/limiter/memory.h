@@ -16,10 +16,11 @@ void gm_refused(int gpu); /* counts an answer of out of memory */
 void gm_ledger_settle(int gpu);
 
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
-enum gm_record_type { GM_POINTER, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
+enum gm_record_type { GM_POINTER, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
 struct gm_record {
     uint64_t key, size; /* size: of a mapping's range */
     uint64_t bytes;     /* charged */
+    uint64_t block;     /* of a pointer: the key of the block that is charged instead; 0: none */
     enum gm_record_type type;
     enum gm_kind kind;
     int gpu, references, mappings;
@@ -32,13 +33,16 @@ void gm_record_add(struct gm_record value);
 bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out);
 /* Calls `change` with the record, under the records' lock. False: there is none. */
 bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(struct gm_record *record, void *argument), void *argument);
+/* Another pointer lies in this block. True: it is the first, so the record is added with its charge; false: the charge is the caller's. */
+bool gm_record_hold(struct gm_record block);
 /* Removes and credits what ends with a context. */
 void gm_records_end(CUcontext context);
 /* Virtual memory: a range was mapped to a handle, ranges were unmapped. */
 void gm_record_map(uint64_t at, uint64_t size, uint64_t handle);
 void gm_record_unmap(uint64_t at, uint64_t size);
-/* Drops a reference; true: it was the last and nothing is mapped, so the record is removed and its charge is the caller's. */
-bool gm_record_unreference(uint64_t handle, struct gm_record *out);
+/* Drops a reference to a handle or a block; true: it was the last and nothing is mapped, so the record is removed and its charge is the
+ * caller's. */
+bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out);
 /* The first `most` records of a type. */
 int gm_records_list(enum gm_record_type type, struct gm_record *out, int most);
 

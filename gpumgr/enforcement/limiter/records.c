@@ -45,6 +45,22 @@ void gm_record_add(struct gm_record value) {
     pthread_mutex_unlock(&lock);
 }
 
+bool gm_record_hold(struct gm_record block) {
+    pthread_once(&once, at_fork);
+    struct gm_record *r = malloc(sizeof *r); /* without memory the charge stays until the process ends */
+    pthread_mutex_lock(&lock);
+    struct gm_record **known = find(GM_BLOCK, block.key);
+    if (known) (*known)->references++;
+    else if (r) {
+        *r = block;
+        insert(r);
+        r = NULL;
+    }
+    pthread_mutex_unlock(&lock);
+    free(r);
+    return !known;
+}
+
 bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out) {
     pthread_mutex_lock(&lock);
     struct gm_record **at = find(type, key), *r = at ? *at : NULL;
@@ -91,7 +107,7 @@ void gm_records_end(CUcontext context) {
     if (context) remove_all(of_context, context);
 }
 
-/* Removes a handle's record when neither a reference nor a mapping is left. Call with the lock; credit what it returns. */
+/* Removes the record of a handle or a block when neither a reference nor a mapping is left. Call with the lock; credit what it returns. */
 static struct gm_record *unheld(struct gm_record *handle) {
     if (handle->references || handle->mappings) return NULL;
     for (struct gm_record **at = bucket(handle->key); *at; at = &(*at)->next)
@@ -106,9 +122,9 @@ static void credit(struct gm_record *r) {
     free(r);
 }
 
-bool gm_record_unreference(uint64_t handle, struct gm_record *out) {
+bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out) {
     pthread_mutex_lock(&lock);
-    struct gm_record **at = find(GM_HANDLE, handle), *last = NULL;
+    struct gm_record **at = find(type, key), *last = NULL;
     if (at && (*at)->references) {
         struct gm_record *r = *at;
         r->references--;

@@ -32,7 +32,9 @@ struct graph { int64_t ns; int kernels; uint64_t bytes[GPUS]; uint32_t meeting, 
 struct stream { struct ctx *ctx; struct graph *capture; int mode, invalid, owner; uint64_t last; struct stream *origin; };
 struct event { struct ctx *ctx; uint64_t at; int recorded; int64_t end_ns; struct stream *capture; };
 enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED };
-struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct pool *pool; struct memory *of, *next; };
+/* Requests of up to 1 MiB share blocks of 2 MiB; a block is freed with the last of them, and no hole in it is used again. */
+struct block { P at; uint64_t used; int live, kind; struct ctx *ctx; struct block *next; };
+struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct ctx *ctx; struct block *block; struct pool *pool; struct memory *of, *next; };
 struct pool { uint64_t reserved, used, high, threshold; int device, host; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -44,6 +46,7 @@ static struct ctx primary[GPUS];
 static struct pool default_pool[GPUS], *current_pool[GPUS];
 static struct { uint64_t reserved, used, high; } graph_memory[GPUS];
 static struct memory *memories;
+static struct block *blocks;
 static P next_at = 0x7f0000000000ULL;
 static struct stream *capturing[64];
 static void spend(int64_t ns) { gpu_wait_until(gpu_now() + ns); }
@@ -165,6 +168,7 @@ static R open_context(struct ctx *c, D d) {
     c->legacy = new_stream(c);
     return OK;
 }
+static void free_data(struct memory *m);
 static void close_context(struct ctx *c) {
     gpu_lock();
     gpu_advance();
@@ -174,12 +178,12 @@ static void close_context(struct ctx *c) {
     pthread_mutex_lock(&lock);
     for (struct memory **m = &memories; *m;) {
         struct memory *x = *m;
-        if (x->device != c->device || x->kind == HANDLE || x->kind == RANGE || x->kind == POOLED || x->kind == IMPORTED || !c->primary) {
+        if (x->ctx != c || x->kind == HANDLE || x->kind == RANGE || x->kind == POOLED || x->kind == IMPORTED) {
             m = &x->next;
             continue;
         }
         *m = x->next;
-        if (x->kind != HOST) give(c->device, x->bytes, DATA);
+        if (x->kind != HOST) free_data(x);
         free(x);
     }
     pthread_mutex_unlock(&lock);
@@ -489,7 +493,7 @@ static struct memory *add(P at, uint64_t bytes, int kind, D d) {
     struct memory *m = calloc(1, sizeof *m);
     pthread_mutex_lock(&lock);
     if (!at) at = next_at, next_at += (bytes + 2 * MIB - 1) / (2 * MIB) * 2 * MIB + 2 * MIB;
-    *m = (struct memory){.at = at, .bytes = bytes, .kind = kind, .device = d, .references = 1, .next = memories};
+    *m = (struct memory){.at = at, .bytes = bytes, .kind = kind, .device = d, .references = 1, .ctx = current(), .next = memories};
     memories = m;
     pthread_mutex_unlock(&lock);
     return m;
@@ -513,12 +517,41 @@ static struct memory *find(P at, int kind) { /* with the lock */
     while (m && (m->at != at || m->kind != kind)) m = m->next;
     return m;
 }
+static uint64_t whole(uint64_t n, uint64_t step) { return (n + step - 1) / step * step; }
+static R allocate_small(P *at, uint64_t bytes, int kind, struct ctx *c) {
+    bytes = whole(bytes, 512);
+    pthread_mutex_lock(&lock);
+    struct block *b = blocks;
+    while (b && (b->kind != kind || b->ctx != c || b->used + bytes > 2 * MIB)) b = b->next;
+    R r = b ? OK : take(c->device, 2 * MIB, DATA);
+    if (!r && !b) {
+        b = malloc(sizeof *b);
+        *b = (struct block){.at = next_at, .kind = kind, .ctx = c, .next = blocks};
+        blocks = b, next_at += 4 * MIB;
+    }
+    if (!r) *at = b->at + b->used, b->used += bytes, b->live++;
+    pthread_mutex_unlock(&lock);
+    if (!r) add(*at, bytes, kind, c->device)->block = b;
+    return r;
+}
+/* Frees what is behind it. Call with the lock. */
+static void free_data(struct memory *m) {
+    if (!m->block) give(m->device, m->bytes, DATA);
+    else if (!--m->block->live) {
+        struct block **b = &blocks;
+        while (*b != m->block) b = &(*b)->next;
+        *b = m->block->next;
+        free(m->block);
+        give(m->device, 2 * MIB, DATA);
+    }
+}
 static R allocate(P *at, uint64_t bytes, int kind) {
     UNSAFE();
     struct ctx *c = current();
     if (!c) return started ? BAD_CONTEXT : NOT_INITIALIZED;
     if (!at || !bytes) return INVALID;
-    R r = take(c->device, bytes, DATA);
+    if (kind < ARRAY && bytes <= MIB) return allocate_small(at, bytes, kind, c);
+    R r = take(c->device, bytes = whole(bytes, kind < ARRAY ? 2 * MIB : 1), DATA);
     if (!r) *at = add(0, bytes, kind, c->device)->at;
     return r;
 }
@@ -527,7 +560,9 @@ static R release(P at, int kind, int other) {
     UNSAFE();
     if (!at && kind == PLAIN) return OK;
     if (!removed(at, kind, other, &m)) return INVALID;
-    give(m.device, m.bytes, DATA);
+    pthread_mutex_lock(&lock);
+    free_data(&m);
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 API(cuMemAlloc_v2, (P *at, size_t n)) { return allocate(at, n, PLAIN); }
@@ -560,7 +595,8 @@ API(cuMemAllocHost_v2, (V *at, size_t n)) {
 }
 API(cuMemFreeHost, (V at)) { free(at); return OK; }
 
-/* Arrays: rows of 512 bytes, whole blocks of 64 KiB, so more than the product of the sizes. */
+/* Arrays as on the H200: rows of 64 bytes, in tiles of up to 128 rows and 4 slices; blocks of 2 MiB. Arrays of up to 1 MiB were not
+ * measured: they take steps of 64 KiB. */
 struct array2 { size_t width, height; int format; U channels; };
 struct array3 { size_t width, height, depth; int format; U channels, flags; };
 static uint64_t array_bytes(const struct array3 *a, U levels) {
@@ -568,9 +604,12 @@ static uint64_t array_bytes(const struct array3 *a, U levels) {
     uint64_t element = (uint64_t)(f == 1 || f == 8 ? 1 : f == 2 || f == 9 || f == 16 ? 2 : 4) * a->channels, sum = 0;
     for (U i = 0; i < levels; i++) {
         size_t w = a->width >> i, h = a->height >> i, d = a->depth >> i;
-        sum += ((w ? w : 1) * element + 511) / 512 * 512 * (h ? h : 1) * (d ? d : 1);
+        uint64_t tile = h > 64 ? 128 : h > 32 ? 64 : h > 16 ? 32 : h > 8 ? 16 : 8;
+        if (a->flags & 5) d = a->depth; /* layers or faces */
+        else if (d > 2) d = whole(d, 4);
+        sum += whole((w ? w : 1) * element, 64) * (a->height ? whole(h ? h : 1, tile) : 1) * (d ? d : 1);
     }
-    return (sum + 65535) / 65536 * 65536;
+    return whole(sum, sum > MIB ? 2 * MIB : 65536);
 }
 static R create_array(P *at, const struct array3 *a, U levels, int kind) {
     if (!at || !a || !a->width || !a->channels) return INVALID;
@@ -740,12 +779,9 @@ static R free_pooled(P at) {
     return OK;
 }
 API_PTSZ(cuMemFreeAsync, (P at, V stream), (at, S)) {
-    struct memory m;
     if (!stream) return BAD_CONTEXT;
     if (!free_pooled(at)) return OK;
-    if (!removed(at, PLAIN, MANAGED, &m)) return INVALID;
-    give(m.device, m.bytes, DATA);
-    return OK;
+    return release(at, PLAIN, MANAGED);
 }
 API(cuMemFree_v2, (P at)) { R r = release(at, PLAIN, MANAGED); return r == INVALID ? free_pooled(at) : r; }
 API(cuMemPoolTrimTo, (V p, size_t keep)) {

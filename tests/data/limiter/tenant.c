@@ -4,6 +4,9 @@
  *   info | total | nvml         what the driver says about memory: free and total bytes
  *   grab KIND STEP MOST         allocates STEP bytes at a time until a refusal; the granted bytes
  *   free                        frees what grab took
+ *   keep N                      frees all but each Nth
+ *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
+ *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
  *   fork KIND STEP MOST         grab by a child, which ends
  *   reset                       cuDevicePrimaryCtxReset
@@ -30,6 +33,8 @@ typedef long long N;
 #define MIB (1024LL * 1024)
 struct property { int type, handles, location, id; V security; unsigned char rest[8]; };
 struct array { size_t width, height; int format; unsigned channels; };
+struct array3 { size_t width, height, depth; int format; unsigned channels, flags; };
+struct pool_property { int type, handles, location, id; V security; size_t most; unsigned char rest[56]; };
 #define FUNCTIONS(X) \
     X(cuInit, "", (unsigned)) X(cuDevicePrimaryCtxRetain, "", (V *, int)) X(cuCtxSetCurrent, "", (V)) X(cuMemGetInfo, "_v2", (size_t *, size_t *)) \
     X(cuDeviceTotalMem, "_v2", (size_t *, int)) X(cuMemAlloc, "_v2", (P *, size_t)) X(cuMemFree, "_v2", (P)) \
@@ -40,6 +45,9 @@ struct array { size_t width, height; int format; unsigned channels; };
     X(cuDeviceGetDefaultMemPool, "", (V *, int)) X(cuMemPoolGetAttribute, "", (V, int, V)) X(cuDevicePrimaryCtxReset, "_v2", (int)) \
     X(cuModuleLoadData, "", (V *, const char *)) X(cuModuleGetFunction, "", (V *, V, const char *)) X(cuCtxSynchronize, "", (void)) \
     X(cuLaunchKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *, V *)) \
+    X(cuArray3DCreate, "_v2", (P *, const struct array3 *)) X(cuMipmappedArrayCreate, "", (P *, const struct array3 *, unsigned)) \
+    X(cuMipmappedArrayDestroy, "", (P)) X(cuMemPoolCreate, "", (V *, const struct pool_property *)) X(cuMemPoolDestroy, "", (V)) \
+    X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v2", (V *, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
     X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
     X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V))
 #define DECLARE(name, suffix, arguments) static R(*name) arguments;
@@ -56,8 +64,9 @@ static int load(const char *how) {
     return 1;
 }
 
-enum kind { ALLOC, MANAGED, PITCH, ARRAY, VMM, ASYNC, KINDS };
-static const char *const names[KINDS] = {"alloc", "managed", "pitch", "array", "vmm", "async"};
+enum kind { ALLOC, MANAGED, PITCH, ARRAY, VMM, ASYNC, KINDS, POOL = KINDS, MIPMAP, ALL_KINDS }; /* `random` takes those before KINDS */
+static const char *const names[ALL_KINDS] = {"alloc", "managed", "pitch", "array", "vmm", "async", "pool", "mipmap"};
+static V own_pool;
 static struct { P at, address; enum kind kind; N bytes; } held[65536];
 static int count;
 static R take(enum kind kind, N n) {
@@ -78,6 +87,10 @@ static R take(enum kind kind, N n) {
         r = cuMemMap(address, (size_t)n, 0, at, 0) || cuMemRelease(at); /* the mapping alone keeps it, as PyTorch's segments */
         break;
     case ASYNC: r = cuMemAllocAsync(&at, (size_t)n, NULL); break;
+    case POOL:
+        r = own_pool ? 0 : cuMemPoolCreate(&own_pool, &(struct pool_property){.type = 1, .location = 1});
+        if (!r) r = cuMemAllocFromPoolAsync(&at, (size_t)n, own_pool, NULL);
+        break;
     default: break;
     }
     if (r) return r;
@@ -89,11 +102,12 @@ static R drop(int i) {
     enum kind kind = held[i].kind;
     N n = held[i].bytes;
     held[i] = held[--count];
-    return kind == ARRAY ? cuArrayDestroy(at) : kind == VMM ? cuMemUnmap(address, (size_t)n) : kind == ASYNC ? cuMemFreeAsync(at, NULL) : cuMemFree(at);
+    return kind == ARRAY ? cuArrayDestroy(at) : kind == VMM ? cuMemUnmap(address, (size_t)n) : kind == MIPMAP ? cuMipmappedArrayDestroy(at) :
+           kind == ASYNC || kind == POOL ? cuMemFreeAsync(at, NULL) : cuMemFree(at);
 }
 static int kind_of(const char *name) {
     int k = 0;
-    while (k < KINDS && strcmp(name, names[k])) k++;
+    while (k < ALL_KINDS && strcmp(name, names[k])) k++;
     return k;
 }
 static R grab(const char *name, N step, N most, N *granted) {
@@ -122,17 +136,41 @@ static int operations(unsigned seed, int number, N limit) {
         } else {
             enum kind kind = (enum kind)(rand_r(&seed) % KINDS);
             N n = (1 + rand_r(&seed) % 24) * 2 * MIB, need = kind == ASYNC ? (n + 32 * MIB - 1) / (32 * MIB) * 32 * MIB : n;
-            if (kind == ALLOC || kind == MANAGED) need = n += rand_r(&seed) % 4096;
+            if (kind == ALLOC || kind == MANAGED) n -= rand_r(&seed) % 4096; /* the driver takes whole blocks */
             N least = (pool_value(7) + 2 * MIB - 1) / (2 * MIB) * 2 * MIB, reserved = pool_value(5);
             int fits = used + reserved + need <= limit || used + (reserved > least ? least : reserved) + need <= limit;
             R r = take(kind, n);
             if (r != (fits ? 0 : 2)) return i;
-            if (!r && kind != ASYNC) used += n;
+            if (!r && kind != ASYNC) used += held[count - 1].bytes = need;
         }
         cuMemGetInfo(&free_bytes, &total);
         if ((N)total != limit || (N)free_bytes != limit - used - pool_value(5)) return i;
     }
     return number;
+}
+
+/* N arrays; returns how many were made. */
+static int shapes(const char *line, R *r) {
+    struct array3 a;
+    unsigned levels = 1;
+    int most = 0, n = 0;
+    sscanf(line, "%*s %zu %zu %zu %d %u %u %u %d", &a.width, &a.height, &a.depth, &a.format, &a.channels, &a.flags, &levels, &most);
+    for (*r = 0; n < most; n++) {
+        P at;
+        *r = levels > 1 ? cuMipmappedArrayCreate(&at, &a, levels) : cuArray3DCreate(&at, &a);
+        if (*r) break;
+        held[count].at = at, held[count++].kind = levels > 1 ? MIPMAP : ARRAY;
+    }
+    return n;
+}
+static R second(N step, N *used) {
+    V own;
+    P at;
+    size_t n = 0, total = 0;
+    R r = cuCtxCreate(&own, 0, 0);
+    if (!r) r = cuMemAlloc(&at, (size_t)step) || cuMemAlloc(&at, 1000) ? 1 : cuMemGetInfo(&n, &total);
+    *used = (N)(total - n);
+    return r ? r : cuCtxDestroy(own);
 }
 
 static V launched(const char *kernel) {
@@ -224,7 +262,15 @@ int main(int argc, char **argv) {
         } else if (!strcmp(word, "info")) r = cuMemGetInfo(&n, &total), x = (N)n, y = (N)total;
         else if (!strcmp(word, "total")) r = cuDeviceTotalMem(&total, 0), y = (N)total;
         else if (!strcmp(word, "grab")) r = grab(name, b, c, &x);
-        else if (!strcmp(word, "free")) while (count && !r) r = drop(count - 1);
+        else if (!strcmp(word, "free")) {
+            while (count && !r) r = drop(count - 1);
+            if (own_pool && !r) r = cuMemPoolDestroy(own_pool), own_pool = NULL;
+        } else if (!strcmp(word, "keep")) {
+            for (int i = count - 1; i >= 0 && !r; i--)
+                if (i % a) r = drop(i);
+            x = count;
+        } else if (!strcmp(word, "shapes")) x = shapes(line, &r);
+        else if (!strcmp(word, "second")) r = second(a, &x);
         else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);
         else if (!strcmp(word, "reset")) count = 0, r = cuDevicePrimaryCtxReset(0);
         else if (!strcmp(word, "work")) {

@@ -11,7 +11,9 @@ from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Cont
 _OUT_OF_MEMORY = 2
 _LIMIT = 4096 * MIB
 _ROOM = _LIMIT - CONTEXT_BYTES
-_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async")
+_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool")
+#: In which the driver takes memory.
+_BLOCK = 2 * MIB
 #: By which a pool grows: so much of the limit may stay unused by allocations from it.
 _POOL_STEP = 32 * MIB
 
@@ -31,10 +33,10 @@ def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(node: Node,
     for _ in range(2):  # what is freed can be had again
         result, granted, _ = tenant.ask(f"grab {kind} {step} {2 * _LIMIT}")
         assert result == _OUT_OF_MEMORY
-        assert _ROOM - granted < (_POOL_STEP + step if kind == "async" else step)
+        assert _ROOM - granted < (_POOL_STEP + step if kind in ("async", "pool") else step)
         assert node.used_bytes() == container.reserved_bytes() <= _LIMIT
         assert tenant.ask("free")[0] == 0
-    if kind != "async":  # the pool keeps what it has
+    if kind != "async":  # the device's pool keeps what it has
         assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
@@ -43,6 +45,81 @@ def test_the_last_byte_is_granted_and_not_one_more(node: Node, tmp_path: Path) -
     assert tenant.ask(f"grab alloc {_ROOM + 1} 1") == (_OUT_OF_MEMORY, 0, 0)
     assert tenant.ask(f"grab alloc {_ROOM} 1") == (0, _ROOM, 0)
     assert tenant.ask("grab alloc 1 1") == (_OUT_OF_MEMORY, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["alloc", "managed", "pitch"])
+@pytest.mark.parametrize("size", [1024, 700 * 1024, MIB + 1024, 3 * MIB + 1024])
+def test_a_request_is_charged_what_the_driver_takes_for_it(node: Node, tmp_path: Path, kind: str, size: int) -> None:
+    """An H200 used 4 MiB for each request of 3,145,729 bytes."""
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    result, granted, _ = tenant.ask(f"grab {kind} {size} {min(3000 * size, 2 * _LIMIT)}")
+    assert result == (0 if size < _BLOCK / 2 else _OUT_OF_MEMORY)
+    assert node.used_bytes() == container.reserved_bytes() <= _LIMIT
+    assert granted <= container.reserved_bytes() - CONTEXT_BYTES
+    tenant.ask("keep 64")
+    assert node.used_bytes() == container.reserved_bytes()
+    assert tenant.ask("free")[0] == 0
+    assert container.by_kind() == {"context": CONTEXT_BYTES}
+
+
+def test_small_requests_share_blocks_and_keep_them_until_the_last_is_freed(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc 65536 {64 * _BLOCK}") == (0, 64 * _BLOCK, 0)
+    assert container.by_kind()["alloc"] == 64 * _BLOCK
+    assert tenant.ask("keep 32") == (0, 64, 0)
+    assert container.by_kind()["alloc"] == 64 * _BLOCK
+    assert tenant.ask(f"grab alloc {_ROOM - 64 * _BLOCK + 1} 1")[0] == _OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_mib"),
+    [  # width, height, depth, format, channels, flags, levels; what an H200 used for each
+        ("16384 1000 0 32 1 0 1", 64),
+        ("1001 1000 0 32 1 0 1", 4),
+        ("1024 100 50 16 4 0 1", 52),
+        ("8192 1000 0 32 1 0 5", 44),
+    ],
+)
+def test_arrays_are_charged_what_an_h200_used_for_them(node: Node, tmp_path: Path, shape: str, block_mib: int) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"shapes {shape} 3000") == (_OUT_OF_MEMORY, _ROOM // (block_mib * MIB), 0)
+    assert node.used_bytes() == container.reserved_bytes()
+    assert tenant.ask("free")[0] == 0
+    assert container.by_kind() == {"context": CONTEXT_BYTES}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "64 64 0 32 1 0 1",
+        "100 0 0 32 4 0 1",
+        "3000 65 0 32 2 0 1",
+        "1024 100 50 16 4 1 1",  # layers
+        "1024 100 50 16 4 1 7",
+        "512 512 6 16 4 4 9",  # the faces of a cube
+        "300 300 300 1 1 0 9",
+        "1024 1024 64 32 1 128 1",  # deferred: without memory
+    ],
+)
+def test_arrays_of_other_shapes_agree_with_the_driver(node: Node, tmp_path: Path, shape: str) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"shapes {shape} 10")[:2] == (0, 10)
+    assert node.used_bytes() == container.reserved_bytes()
+
+
+def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    tenant.ask("grab alloc 1000 1")
+    own = 2 * CONTEXT_BYTES + 100 * MIB + 2 * _BLOCK
+    assert tenant.ask(f"second {100 * MIB}") == (0, own, 0)
+    assert node.used_bytes() == container.reserved_bytes() == CONTEXT_BYTES + _BLOCK
+    assert tenant.ask(f"grab alloc {_ROOM - CONTEXT_BYTES} 1")[0] == 0
+    assert tenant.ask(f"second {MIB}")[0] == _OUT_OF_MEMORY
 
 
 def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
