@@ -115,6 +115,16 @@ async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: Sim
     assert sim.written.conditions["Ready"] == READY
 
 
+async def test_a_condition_that_is_set_again_after_its_removal_begins_anew(sim: SimApiServer, stage: Stage) -> None:
+    stage.begin()
+    for condition in (TROUBLE, None, TROUBLE):
+        stage.node.set_condition(condition)
+        await stage.written()
+        assert ("GpuTrouble" in sim.written.conditions) == (condition is not None)
+        stage.time.now += 60
+    assert sim.written.conditions["GpuTrouble"]["lastTransitionTime"] == "2027-01-15T08:02:00Z"
+
+
 async def test_a_text_that_changes_each_second_is_written_every_ten_seconds_and_another_status_at_once(
     sim: SimApiServer, stage: Stage
 ) -> None:

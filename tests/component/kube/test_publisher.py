@@ -397,6 +397,26 @@ async def test_one_request_that_always_fails_does_not_hold_up_the_others(api: Fa
     assert [path.rpartition("/")[2] for _, path, _ in api.written[:3]] == ["node-1", "eviction", "events"]
 
 
+async def test_a_change_during_a_request_that_fails_is_written_with_what_the_request_had(api: FakeApiServer, odd: Stage) -> None:
+    changed = asyncio.Event()
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        await changed.wait()
+        return await status(500, "a webhook is broken")(request)
+
+    api.writes.append(late)
+    odd.node.annotate("a", "1")
+    odd.node.annotate("b", "1")
+    odd.node.remove_annotation("c")
+    odd.begin()
+    await api.until(lambda: len(api.written) == 1)
+    odd.node.annotate("a", "2")
+    changed.set()
+    await api.until(lambda: len(api.written) == 2)
+    written = [body["metadata"]["annotations"] for _, _, body in api.written]
+    assert written == [{"a": "1", "b": "1", "c": None}, {"a": "2", "b": "1", "c": None}]
+
+
 async def test_a_request_whose_answer_was_lost_creates_no_second_event(api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([lost, status(409, "already exists")])
     odd.begin()
