@@ -280,7 +280,8 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
     if (device && (uintptr_t)stream > 2) device(stream, &d);
     return get && d >= 0 && get(&pool, d) == CUDA_SUCCESS ? pool : NULL;
 }
-/* The request is reserved in steps of the pool's growth, and replaced by its real growth afterwards. */
+/* The request is reserved in steps of the pool's growth, and replaced by its real growth afterwards. It is not known before whether it
+ * fits into what the pool has unused, so where less than a step is left, up to a step of the pool may stay unused too. */
 #define FROM_POOL(out, size, pool, stream, per_thread, call)                                                                       \
     do {                                                                                                                           \
         pool_t from = (out) && gm_process() && !capturing(stream, per_thread) ? (pool) : NULL;                                     \

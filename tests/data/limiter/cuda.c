@@ -310,9 +310,10 @@ static int done(struct ctx *x, uint64_t at) {
     gpu_unlock();
     return r;
 }
+static uint64_t whole(uint64_t n, uint64_t step) { return (n + step - 1) / step * step; }
+#define STEP (32 * MIB) /* by which pools grow and shrink */
 static void trim(struct pool *p, uint64_t keep) {
-    uint64_t want = (p->used + 2 * MIB - 1) / (2 * MIB) * 2 * MIB;
-    if (want < keep) want = keep;
+    uint64_t want = whole(p->used > keep ? p->used : keep, STEP);
     if (p->reserved <= want) return;
     give(p->device, p->reserved - want, DATA);
     p->reserved = want;
@@ -517,7 +518,6 @@ static struct memory *find(P at, int kind) { /* with the lock */
     while (m && (m->at != at || m->kind != kind)) m = m->next;
     return m;
 }
-static uint64_t whole(uint64_t n, uint64_t step) { return (n + step - 1) / step * step; }
 static R allocate_small(P *at, uint64_t bytes, int kind, struct ctx *c) {
     bytes = whole(bytes, 512);
     pthread_mutex_lock(&lock);
@@ -730,8 +730,7 @@ struct ipc { char b[64]; };
 API(cuIpcOpenMemHandle_v2, (P *at, struct ipc h, U flags)) { (void)h, (void)flags; *at = add(0, 2 * MIB, IMPORTED, 0)->at; return OK; }
 API(cuIpcCloseMemHandle, (P at)) { struct memory m; return removed(at, IMPORTED, IMPORTED, &m) ? OK : INVALID; }
 
-/* Pools: they grow by STEP and give back at a synchronization what exceeds their threshold. */
-#define STEP (32 * MIB)
+/* Pools: they give back at a synchronization what exceeds their threshold. */
 struct pool_properties { int type, handles; struct location location; V security; size_t most; unsigned char rest[56]; };
 API(cuDeviceGetDefaultMemPool, (V *p, D d)) { default_pool[d].device = d; *p = &default_pool[d]; return OK; }
 API(cuDeviceGetMemPool, (V *p, D d)) { default_pool[d].device = d; *p = current_pool[d] ? current_pool[d] : &default_pool[d]; return OK; }
@@ -753,7 +752,7 @@ static R from_pool(P *at, size_t n, struct pool *p, struct stream *s) {
     spend(1000);
     n = (n + 511) / 512 * 512;
     pthread_mutex_lock(&lock);
-    uint64_t want = p->used + n > p->reserved ? (p->used + n - p->reserved + STEP - 1) / STEP * STEP : 0;
+    uint64_t want = p->used + n > p->reserved ? whole(p->used + n - p->reserved, STEP) : 0;
     R r = want && !p->host ? take(p->device, want, DATA) : OK;
     if (!r) p->reserved += want, p->used += n;
     if (p->reserved > p->high) p->high = p->reserved;
@@ -875,7 +874,7 @@ static R back(struct graph *g) {
     R r = OK;
     pthread_mutex_lock(&lock);
     for (int d = 0; d < devices && !r; d++) {
-        uint64_t need = (g->bytes[d] + 2 * MIB - 1) / (2 * MIB) * 2 * MIB;
+        uint64_t need = whole(g->bytes[d], 2 * MIB);
         if (need > graph_memory[d].reserved && !(r = take(d, need - graph_memory[d].reserved, DATA))) graph_memory[d].reserved = need;
         if (graph_memory[d].reserved > graph_memory[d].high) graph_memory[d].high = graph_memory[d].reserved;
     }

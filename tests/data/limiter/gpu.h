@@ -23,7 +23,7 @@
 enum { GPUS = 8, PROCESSES = 256, CONTEXTS = 256, RING = 4096, QUEUE = 1024, MEETINGS = 16 };
 #define SLICE_NS 2000000LL
 #define MIB (1024ULL * 1024)
-#define CONTEXT_BYTES (516 * MIB) /* a context of PyTorch on the H200 */
+#define CONTEXT_BYTES (518 * MIB) /* of an H200 with driver 580.159.04 */
 #define MODULE_BYTES (4 * MIB)
 
 struct work {

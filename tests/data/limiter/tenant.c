@@ -6,10 +6,12 @@
  *   free                        frees what grab took
  *   keep N                      frees all but each Nth
  *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
+ *   graph STEP                  a graph with an allocation is made, instantiated and launched; the bytes used before its launch
  *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
  *   fork KIND STEP MOST         grab by a child, which ends
  *   reset                       cuDevicePrimaryCtxReset
+ *   trim                        cuDeviceGraphMemTrim
  *   capture                     allocations while another thread captures in global mode; the results
  *   work WHAT MILLISECONDS N    products, small, graph or long, as soon as N tenants work; the kernels' GPU time in ns, and the time */
 #ifndef _GNU_SOURCE
@@ -35,6 +37,7 @@ struct property { int type, handles, location, id; V security; unsigned char res
 struct array { size_t width, height; int format; unsigned channels; };
 struct array3 { size_t width, height, depth; int format; unsigned channels, flags; };
 struct pool_property { int type, handles, location, id; V security; size_t most; unsigned char rest[56]; };
+struct node { struct pool_property pool; V access; size_t accesses, bytes; P at; };
 #define FUNCTIONS(X) \
     X(cuInit, "", (unsigned)) X(cuDevicePrimaryCtxRetain, "", (V *, int)) X(cuCtxSetCurrent, "", (V)) X(cuMemGetInfo, "_v2", (size_t *, size_t *)) \
     X(cuDeviceTotalMem, "_v2", (size_t *, int)) X(cuMemAlloc, "_v2", (P *, size_t)) X(cuMemFree, "_v2", (P)) \
@@ -48,6 +51,7 @@ struct pool_property { int type, handles, location, id; V security; size_t most;
     X(cuArray3DCreate, "_v2", (P *, const struct array3 *)) X(cuMipmappedArrayCreate, "", (P *, const struct array3 *, unsigned)) \
     X(cuMipmappedArrayDestroy, "", (P)) X(cuMemPoolCreate, "", (V *, const struct pool_property *)) X(cuMemPoolDestroy, "", (V)) \
     X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v2", (V *, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
+    X(cuGraphCreate, "", (V *, unsigned)) X(cuGraphAddMemAllocNode, "", (V *, V, V, size_t, struct node *)) X(cuDeviceGraphMemTrim, "", (int)) \
     X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
     X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V))
 #define DECLARE(name, suffix, arguments) static R(*name) arguments;
@@ -137,7 +141,7 @@ static int operations(unsigned seed, int number, N limit) {
             enum kind kind = (enum kind)(rand_r(&seed) % KINDS);
             N n = (1 + rand_r(&seed) % 24) * 2 * MIB, need = kind == ASYNC ? (n + 32 * MIB - 1) / (32 * MIB) * 32 * MIB : n;
             if (kind == ALLOC || kind == MANAGED) n -= rand_r(&seed) % 4096; /* the driver takes whole blocks */
-            N least = (pool_value(7) + 2 * MIB - 1) / (2 * MIB) * 2 * MIB, reserved = pool_value(5);
+            N least = (pool_value(7) + 32 * MIB - 1) / (32 * MIB) * 32 * MIB, reserved = pool_value(5);
             int fits = used + reserved + need <= limit || used + (reserved > least ? least : reserved) + need <= limit;
             R r = take(kind, n);
             if (r != (fits ? 0 : 2)) return i;
@@ -162,6 +166,15 @@ static int shapes(const char *line, R *r) {
         held[count].at = at, held[count++].kind = levels > 1 ? MIPMAP : ARRAY;
     }
     return n;
+}
+static R graph(N step, N *used) {
+    V graph, node, exec;
+    size_t n = 0, total = 0;
+    struct node allocation = {.pool = {.type = 1, .location = 1}, .bytes = (size_t)step};
+    R r = cuGraphCreate(&graph, 0) || cuGraphAddMemAllocNode(&node, graph, NULL, 0, &allocation) || cuGraphInstantiateWithFlags(&exec, graph, 0);
+    if (!r) r = cuMemGetInfo(&n, &total);
+    *used = (N)(total - n);
+    return r ? r : cuGraphLaunch(exec, NULL);
 }
 static R second(N step, N *used) {
     V own;
@@ -271,6 +284,8 @@ int main(int argc, char **argv) {
             x = count;
         } else if (!strcmp(word, "shapes")) x = shapes(line, &r);
         else if (!strcmp(word, "second")) r = second(a, &x);
+        else if (!strcmp(word, "graph")) r = graph(a, &x);
+        else if (!strcmp(word, "trim")) r = cuDeviceGraphMemTrim(0);
         else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);
         else if (!strcmp(word, "reset")) count = 0, r = cuDevicePrimaryCtxReset(0);
         else if (!strcmp(word, "work")) {

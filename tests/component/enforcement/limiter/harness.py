@@ -11,7 +11,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 #: What a context of the fake GPU takes (gpu.h).
-CONTEXT_BYTES = 516 * MIB
+CONTEXT_BYTES = 518 * MIB
 GPU_BYTES = 143_771 * MIB
 KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
 _SOURCES = Path(__file__).parents[3] / "data" / "limiter"

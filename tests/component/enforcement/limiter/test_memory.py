@@ -14,7 +14,7 @@ _ROOM = _LIMIT - CONTEXT_BYTES
 _KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool")
 #: In which the driver takes memory.
 _BLOCK = 2 * MIB
-#: By which a pool grows: so much of the limit may stay unused by allocations from it.
+#: By which a pool grows and shrinks: so much of the limit may stay unused, and so much of the pool.
 _POOL_STEP = 32 * MIB
 
 
@@ -33,7 +33,7 @@ def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(node: Node,
     for _ in range(2):  # what is freed can be had again
         result, granted, _ = tenant.ask(f"grab {kind} {step} {2 * _LIMIT}")
         assert result == _OUT_OF_MEMORY
-        assert _ROOM - granted < (_POOL_STEP + step if kind in ("async", "pool") else step)
+        assert _ROOM - granted < (2 * _POOL_STEP if kind in ("async", "pool") else step)
         assert node.used_bytes() == container.reserved_bytes() <= _LIMIT
         assert tenant.ask("free")[0] == 0
     if kind != "async":  # the device's pool keeps what it has
@@ -120,6 +120,30 @@ def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, t
     assert node.used_bytes() == container.reserved_bytes() == CONTEXT_BYTES + _BLOCK
     assert tenant.ask(f"grab alloc {_ROOM - CONTEXT_BYTES} 1")[0] == 0
     assert tenant.ask(f"second {MIB}")[0] == _OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("kind", ["async", "pool"])
+def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: Path, kind: str) -> None:
+    container = Container(tmp_path / "a", 8192 * MIB)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab {kind} 1 1") == (0, 1, 0)
+    assert container.by_kind()["pool"] == 32 * MIB
+    assert tenant.ask(f"grab {kind} {40 * MIB} 1")[0] == 0
+    assert container.by_kind()["pool"] == 64 * MIB
+    assert tenant.ask(f"grab {kind} {64 * MIB} {8192 * MIB}") == (_OUT_OF_MEMORY, 7552 * MIB, 0)
+    assert container.by_kind()["pool"] == 7616 * MIB
+    assert node.used_bytes() == container.reserved_bytes()
+
+
+def test_memory_of_a_graph_is_charged_at_its_first_launch(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"graph {256 * MIB}") == (0, CONTEXT_BYTES, 0)
+    assert container.by_kind() == {"graph": 256 * MIB, "context": CONTEXT_BYTES}
+    assert node.used_bytes() == container.reserved_bytes()
+    assert tenant.ask(f"grab alloc {_ROOM - 254 * MIB} 1")[0] == _OUT_OF_MEMORY
+    assert tenant.ask("trim")[0] == 0
+    assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
 def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
