@@ -6,6 +6,7 @@
  *   free                        frees what grab took
  *   keep N                      frees all but each Nth
  *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
+ *   threads N COUNT             each allocates and frees COUNT times, up to 1 MiB; some stay; how many requests failed
  *   graph STEP                  a graph with an allocation is made, instantiated and launched; the bytes used before its launch
  *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
@@ -230,6 +231,28 @@ static V allocate(V out) {
     r[1] = cuMemAlloc(&at, 1 << 20);            /* forbidden, and it ends the capture */
     return NULL;
 }
+static int each;
+static V churn(V out) {
+    P at[8] = {0};
+    R *failed = out;
+    unsigned seed = (unsigned)(uintptr_t)out;
+    cuCtxSetCurrent(context);
+    for (int i = 0; i < each; i++) {
+        int k = (int)(rand_r(&seed) % 8);
+        if (at[k]) *failed += cuMemFree(at[k]) != 0, at[k] = 0;
+        else *failed += cuMemAlloc(&at[k], 1 + rand_r(&seed) % (unsigned)MIB) != 0;
+    }
+    for (int k = 1; k < 8; k++)
+        if (at[k]) *failed += cuMemFree(at[k]) != 0;
+    return NULL;
+}
+static int threads(int n) {
+    pthread_t thread[64];
+    R failed[64] = {0}, sum = 0;
+    for (int i = 0; i < n && i < 64; i++) pthread_create(&thread[i], NULL, churn, &failed[i]);
+    for (int i = 0; i < n && i < 64; i++) pthread_join(thread[i], NULL), sum += failed[i];
+    return sum;
+}
 static void capture(void) {
     V stream, graph;
     R r[3];
@@ -284,6 +307,7 @@ int main(int argc, char **argv) {
             x = count;
         } else if (!strcmp(word, "shapes")) x = shapes(line, &r);
         else if (!strcmp(word, "second")) r = second(a, &x);
+        else if (!strcmp(word, "threads")) each = (int)b, x = threads((int)a);
         else if (!strcmp(word, "graph")) r = graph(a, &x);
         else if (!strcmp(word, "trim")) r = cuDeviceGraphMemTrim(0);
         else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);

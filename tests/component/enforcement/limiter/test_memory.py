@@ -73,6 +73,14 @@ def test_small_requests_share_blocks_and_keep_them_until_the_last_is_freed(node:
     assert tenant.ask(f"grab alloc {_ROOM - 64 * _BLOCK + 1} 1")[0] == _OUT_OF_MEMORY
 
 
+def test_threads_that_share_blocks_leave_the_count_right(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask("threads 16 100000") == (0, 0, 0)
+    assert container.by_kind()["alloc"] >= _BLOCK
+    assert node.used_bytes() == container.reserved_bytes() == sum(container.by_kind().values())
+
+
 @pytest.mark.parametrize(
     ("shape", "block_mib"),
     [  # width, height, depth, format, channels, flags, levels; what an H200 used for each
