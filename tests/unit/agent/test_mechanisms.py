@@ -78,6 +78,15 @@ async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: 
     assert [(gpu.uuid, gpu.cores, gpu.memory_bytes) for gpu in started.gpus] == [(world.node.gpus[0].uuid, 30, 8 * BLOCK_BYTES)]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+async def test_whole_gpus_of_a_pod_that_is_not_known_have_no_limits(order: str) -> None:
+    world, backend = await limited(resource_order=order, known=False)
+    await world.run(world.pod("whole", app(100, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    assert allocation.mechanisms == ()
+    assert backend.started == []
+
+
 async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
     world, backend = await limited(overrides=["team=none"])
     pod = await world.run(world.pod("share", app(30, 8)))
