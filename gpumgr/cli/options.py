@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from math import isnan
 from pathlib import Path
 from types import MappingProxyType
@@ -59,14 +59,31 @@ kubeconfig_option = click.option(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentLocation:
-    """Where commands find the agent. `checkpoint` is a folder; None if only a socket was given, since the settings may belong to another
-    agent. `chosen`: --config or --socket was given."""
+    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed: a command that asks
+    another process must not fail because of them. The properties raise InputError, which names every mistake in the settings."""
 
-    socket: Path
-    checkpoint: Path | None
-    chosen: bool = False
+    file: Path | None
+    given_socket: Path | None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether one of the options was given."""
+        return self.file is not None or self.given_socket is not None
+
+    @cached_property
+    def _settings(self) -> Settings:
+        return effective_settings(self.file)
+
+    @property
+    def socket(self) -> Path:
+        return self.given_socket or self._settings.http.socket
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """A folder; None if only a socket was given, since the settings may belong to another agent."""
+        return None if self.given_socket is not None and self.file is None else self._settings.checkpoint.dir
 
 
 def agent_options(command: F) -> F:
@@ -74,13 +91,7 @@ def agent_options(command: F) -> F:
 
     @wraps(command)
     def located(*arguments: Any, file: Path | None, socket: Path | None, **others: Any) -> Any:
-        settings = effective_settings(file)
-        location = AgentLocation(
-            socket=socket or settings.http.socket,
-            checkpoint=settings.checkpoint.dir if socket is None or file is not None else None,
-            chosen=file is not None or socket is not None,
-        )
-        return command(*arguments, location=location, **others)
+        return command(*arguments, location=AgentLocation(file=file, given_socket=socket), **others)
 
     socket_option = click.option(
         "--socket", type=click.Path(path_type=Path), help="The agent's socket.  [default: http.socket of the settings]"

@@ -141,6 +141,15 @@ CPU, memory, taints and affinity are kube-scheduler's own filters, which only it
 """
 
 
+@pytest.mark.usefixtures("api")
+async def test_the_scheduler_is_asked_whatever_the_agents_settings_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpumgr_command: Gpumgr
+) -> None:
+    monkeypatch.setenv("GPUMGR_HTTP_PORT", "none")
+    assert (await gpumgr_command("why", "team/one")).code == 2
+    assert (await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")).out == TEXT
+
+
 async def test_a_waiting_pod_has_its_reasons(
     folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
 ) -> None:
