@@ -2,7 +2,9 @@
  *
  * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
  * process.c         the pages, this process's slot, its devices; fork
- * launch.c          wrappers of graph launches and of what ends a context
+ * gate.c            the turn: waiting, holding, giving back; the helper thread
+ * streams.c         streams and markers (events): what is on the GPUs
+ * launch.c          wrappers of launches, copies, memsets, captures and destructions
  * memory.c          wrappers of allocations and queries
  *
  * No lock is held over a driver call. A fault of the library disables it (gm_disable) and never ends the program. */
@@ -76,4 +78,23 @@ uint64_t gm_now(void); /* CLOCK_MONOTONIC */
 /* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */
 int gm_relax(void);
 void gm_unrelax(int previous);
+
+/* -- the gate -------------------------------------------------------------------------------------------------------------- */
+struct gm_pass {
+    struct gm_gate *gate; /* NULL: it passed without a turn */
+    struct gm_stream *stream;
+};
+/* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
+struct gm_pass gm_enter(CUstream stream, bool per_thread);
+/* After the driver's call. */
+void gm_leave(struct gm_pass pass);
+void gm_capture_begins(CUstream stream, bool per_thread);
+void gm_capture_ended(void);
+/* Before the driver's call, which ends what it knows of these streams. */
+void gm_stream_destroyed(CUstream stream);
+void gm_streams_forget_context(CUcontext context);
+void gm_streams_forget_device(CUdevice device);
+/* In the child after fork: no CUDA, no helper, no slot. */
+void gm_gate_after_fork(void);
+void gm_streams_after_fork(void);
 #endif

@@ -10,4 +10,5 @@ GM_OLD(dlopen);
 GM_OLD(dlvsym);
 GM_OLD(dladdr);
 GM_OLD(pthread_create);
+GM_OLD(pthread_detach);
 GM_OLD(pthread_once);

@@ -127,6 +127,8 @@ static void in_child(void) {
     atomic_store(&starting, 0);
     for (int i = 0; i < DEVICES; i++) atomic_store(&gpu_of[i], 0);
     process.slot = NULL;
+    gm_gate_after_fork();
+    gm_streams_after_fork();
 }
 
 static struct gm_process *start(void) {

@@ -5,7 +5,8 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,12 +27,14 @@ _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
 def compile_all(folder: Path) -> None:
     """Compiles the fake driver, the model clock, the tenant and the library into `folder`."""
     shared = ("-fPIC", "-shared", "-fvisibility=hidden")
-    limiter = [*_LIBRARY.glob("*.c"), _LIBRARY / "dlsym.S"]
+    arbiter = _LIBRARY / "arbiter.c"
+    limiter = [*(path for path in _LIBRARY.glob("*.c") if path != arbiter), _LIBRARY / "dlsym.S"]
     for name, sources, options in (
         ("libcuda.so.1", [_SOURCES / "cuda.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
         ("libnvidia-ml.so.1", [_SOURCES / "nvml.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
         ("libclock.so", [_SOURCES / "clock.c"], ("-fPIC", "-shared")),
         ("libgpumgr.so", limiter, (*shared, '-DPLACE="pages/"', "-Wl,-z,defs", "-Wl,--no-as-needed", *_OLD_LIBRARIES)),
+        ("libarbiter.so", [arbiter], (*shared, "-Wl,-z,defs")),
         ("make_clock", [_SOURCES / "clock.c"], ("-DMAKE",)),
         ("make_gpu", [_SOURCES / "make_gpu.c"], ()),
         ("tenant", [_SOURCES / "tenant.c"], ()),
@@ -61,6 +64,7 @@ class Node:
     folder: Path
     gpu_bytes: int = GPU_BYTES
     _running: list["Tenant"] = field(default_factory=list)
+    _arbiters: list["Arbiter"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         subprocess.run([self.programs / "make_gpu", self.folder / "gpu", "1", str(self.gpu_bytes)], check=True)
@@ -86,18 +90,26 @@ class Node:
         _, free, total, _ = with_driver.answer()
         return total - free - 615 * MIB
 
+    def arbitrate(self, containers: "Sequence[Container]") -> "Arbiter":
+        """Starts an arbiter for these containers; its time is the model clock's."""
+        self._arbiters.append(Arbiter(self.programs, self.folder / "clock", containers))
+        return self._arbiters[-1]
+
     def close(self) -> None:
+        for arbiter in self._arbiters:
+            arbiter.kill()
         for tenant in self._running:
             tenant.kill()
 
 
 class Container:
-    """The pages of one container, in a folder of its own. `limit_bytes`: 0 is no limit."""
+    """The pages of one container, in a folder of its own. `limit_bytes`: 0 is no limit; `share_percent`: 0 is none."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int = 0, share_percent: int = 0, ceiling_percent: int = 0) -> None:
         self.folder = folder
         (folder / "pages").mkdir(parents=True)
-        gpu = struct.pack("<16sQQQIIII64x", bytes(15) + b"\1", limit_bytes, 0, CONTEXT_BYTES, 100, 100, 20_000, 1)
+        cores = (share_percent, max(share_percent, ceiling_percent), 20_000, 0)
+        gpu = struct.pack("<16sQQQIIII64x", bytes(15) + b"\1", limit_bytes, 0, CONTEXT_BYTES, *cores)
         self._write("limits", struct.pack("<IIII48x", _MAGIC, _VERSION, 1, 0) + gpu, _HEAD + _GPUS * 120)
         self._write("use", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * _GPU_USE + _SLOTS * _SLOT)
         self._write("turn", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * (64 + _SLOTS * 4))
@@ -110,6 +122,20 @@ class Container:
         with (self.folder / "pages" / "limits").open("r+b") as page:
             page.seek(_HEAD + 24)
             page.write(struct.pack("<Q", size_bytes))
+
+    def claim_work(self, seconds: int) -> None:
+        """Writes what a process with work on the GPU would write, for so long: a stamp may lie in the future."""
+        with (self.folder / "pages" / "turn").open("r+b") as page:
+            page.seek(_HEAD + 24)
+            page.write(struct.pack("<I", 1))
+            page.seek(_HEAD + 64)
+            stamp = (time.monotonic_ns() + seconds * 1_000_000_000 >> 24) & 0xFFFFFF
+            page.write(struct.pack("<I", stamp << 8 | 3))
+
+    def holds_a_turn_after(self, turns: int) -> bool:
+        """Does it hold the turn, after so many before?"""
+        since, grants = struct.unpack_from("<QI", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 8)
+        return bool(since) and int(grants) > turns
 
     def reserved_bytes(self) -> int:
         return int(struct.unpack_from("<Q", (self.folder / "pages" / "use").read_bytes(), _HEAD)[0])
@@ -124,6 +150,54 @@ class Container:
                 for kind, size in zip(KINDS, struct.unpack_from("<8Q", page, at + 64), strict=True):
                     sums[kind] += size
         return {kind: size for kind, size in sums.items() if size}
+
+
+_ARBITER = """
+import ctypes, os, sys
+library = ctypes.CDLL(sys.argv[1])
+numbers = [
+    library.gm_arbiter_add(0, 0, *(os.open(f"{folder}/pages/{page}", os.O_RDWR) for page in ("limits", "turn"))) for folder in sys.argv[2:]
+]
+assert library.gm_arbiter_start() == 0
+figures = (ctypes.c_uint64 * 2)()
+print(flush=True)
+while sys.stdin.readline():
+    line = []
+    for number in numbers:
+        library.gm_arbiter_figures(number, figures)
+        line += list(figures)
+    print(*line, flush=True)
+"""
+
+
+class Arbiter:
+    """A process that loads the arbiter as the agent does."""
+
+    def __init__(self, programs: Path, clock: Path, containers: Sequence[Container]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ARBITER, programs / "libarbiter.so", *(container.folder for container in containers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LD_PRELOAD": str(programs / "libclock.so"), "MODEL_CLOCK": str(clock)},
+        )
+        self._answer()
+
+    def _answer(self) -> list[int]:
+        assert self._process.stdout is not None
+        return [int(word) for word in self._process.stdout.readline().split()]
+
+    def figures(self) -> list[tuple[int, int]]:
+        """By container: the time that it was charged, in ns, and its overruns."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        numbers = self._answer()
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 class Tenant:

@@ -1,0 +1,291 @@
+/* The arbiter: decides which tenant of each GPU holds it. A shared library of its own that the agent loads with ctypes; one native
+ * thread serves the node.
+ *
+ * It reads and writes the tenants' pages with pread and pwrite. A mapping of the turn page is only the address of a futex: a tenant may
+ * truncate its page at any time.
+ *
+ * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. Its
+ * bucket fills at the ceiling's rate; without anything in it, the tenant waits although the GPU is free. */
+#include "pages.h"
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define MS 1000000ll
+enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
+#define SCAN_NS (MS / 2)
+#define DRAIN_SCAN_NS 60000
+#define REST_SCAN_NS (5 * MS)
+#define REFRESH_NS (50 * MS)
+#define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
+#define DEBT_NS (2000 * MS)
+
+struct gm_figures {
+    uint64_t held_ns;  /* charged */
+    uint64_t overruns; /* work that did not end within two quanta after the turn */
+};
+static struct tenant {
+    bool used;
+    int gpu, page; /* the arbiter's number of the GPU; the index in the tenant's pages */
+    int limits_fd, turn_fd;
+    void *mapping; /* of the turn page, never read */
+    int64_t share, ceiling, quantum_ns;
+    int64_t virtual_ns, bucket_ns;
+    int64_t active_at; /* when it last wanted or had the GPU */
+    uint32_t flags, grants, pass;
+    bool overran; /* it still has work from a turn that was passed on */
+    struct gm_figures figures;
+} tenants[TENANTS];
+static int tenants_end; /* the tenants in use have lower numbers */
+static struct gpu {
+    int holder; /* index of a tenant, or NONE */
+    int64_t until;
+    bool draining; /* with another tenant waiting */
+} gpus[GPUS];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_t thread;
+static atomic_bool runs;
+
+static int64_t clock_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+static off_t turn_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_turn, gpu) + (size_t)t->page * sizeof(struct gm_turn_gpu)); }
+static off_t limits_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_limits, gpu) + (size_t)t->page * sizeof(struct gm_limits_gpu)); }
+
+/* What the live processes of the tenant say; 0 where the page can't be read. */
+static uint32_t read_flags(const struct tenant *t, int64_t now) {
+    struct gm_turn_gpu turn;
+    size_t head = offsetof(struct gm_turn_gpu, word);
+    uint32_t flags = 0;
+    if (pread(t->turn_fd, &turn, head + 64 * sizeof *turn.word, turn_at(t)) < (ssize_t)(head + 64 * sizeof *turn.word)) return 0;
+    uint32_t slots = turn.slots < GM_SLOTS ? turn.slots : GM_SLOTS;
+    if (slots > 64 && pread(t->turn_fd, turn.word, slots * sizeof *turn.word, turn_at(t) + (off_t)head) < (ssize_t)(slots * sizeof *turn.word))
+        return 0;
+    for (uint32_t i = 0; i < slots; i++) flags |= gm_word_flags(turn.word[i], (uint64_t)now);
+    return flags;
+}
+/* False where the page was truncated; then the tenant's own bucket limits it. */
+static bool put(int fd, const void *value, size_t n, off_t at) { return pwrite(fd, value, n, at) == (ssize_t)n; }
+static void write_until(struct tenant *t, int64_t until) {
+    uint64_t value = (uint64_t)until;
+    put(t->turn_fd, &value, sizeof value, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, granted_until_ns));
+    atomic_thread_fence(memory_order_seq_cst);
+}
+static void write_since(struct tenant *t, int64_t since) {
+    uint64_t value = (uint64_t)since;
+    put(t->turn_fd, &value, sizeof value, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, holding_since_ns));
+}
+static void wake(struct tenant *t) {
+    off_t at = turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, grants);
+    t->grants++;
+    put(t->turn_fd, &t->grants, sizeof t->grants, at);
+    if (t->mapping) syscall(SYS_futex, (char *)t->mapping + at, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+/* Limits that changed, the heartbeat, and whether launches need a turn at all. */
+static void refresh(struct tenant *t, int64_t now) {
+    struct gm_limits_gpu limits;
+    uint64_t beat = (uint64_t)now;
+    if (pread(t->limits_fd, &limits, sizeof limits, limits_at(t)) == (ssize_t)sizeof limits) {
+        t->share = limits.share < 1 ? 100 : limits.share > 100 ? 100 : limits.share; /* 0: not limited by the library */
+        t->ceiling = limits.ceiling < t->share ? t->share : limits.ceiling > 100 ? 100 : limits.ceiling;
+        t->quantum_ns = (limits.quantum_us < 1000 ? 1000 : limits.quantum_us > 100000 ? 100000 : limits.quantum_us) * 1000ll;
+    }
+    put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
+    uint32_t pass = t->ceiling >= 100;
+    for (int i = 0; i < tenants_end; i++)
+        if (tenants[i].used && tenants[i].gpu == t->gpu && &tenants[i] != t) pass = 0;
+    if (pass == t->pass) return;
+    t->pass = pass;
+    put(t->limits_fd, &pass, sizeof pass, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, pass));
+    wake(t);
+}
+
+/* The lowest virtual time of the GPU's active tenants beside `but`; `own` without one. */
+static int64_t lowest(int gpu, const struct tenant *but, int64_t now, int64_t own) {
+    bool found = false;
+    int64_t least = own;
+    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
+        if (!t->used || t->gpu != gpu || t == but || now - t->active_at > AWAY_NS) continue;
+        if (!found || t->virtual_ns < least) least = t->virtual_ns;
+        found = true;
+    }
+    return least;
+}
+static void charge(struct tenant *t, int64_t ns, int64_t now) {
+    t->figures.held_ns += (uint64_t)ns;
+    t->virtual_ns += ns * 100 / t->share;
+    t->bucket_ns -= ns;
+    if (t->bucket_ns < -DEBT_NS) t->bucket_ns = -DEBT_NS;
+    int64_t most = lowest(t->gpu, t, now, t->virtual_ns) + DEBT_NS * 100 / t->share;
+    if (t->virtual_ns > most) t->virtual_ns = most;
+}
+static void look(struct tenant *t, int64_t now, int64_t passed) {
+    t->flags = read_flags(t, now);
+    t->bucket_ns += passed * t->ceiling / 100;
+    if (t->bucket_ns > 2 * t->quantum_ns || t->ceiling >= 100) t->bucket_ns = 2 * t->quantum_ns;
+    if (!(t->flags & GM_BUSY)) t->overran = false;
+    if (!t->flags) return;
+    if (now - t->active_at > AWAY_NS) {
+        int64_t least = lowest(t->gpu, t, now, t->virtual_ns);
+        if (t->virtual_ns < least) t->virtual_ns = least;
+    }
+    t->active_at = now;
+}
+
+/* The waiting tenant that is next, or NULL. */
+static struct tenant *next(int gpu, const struct tenant *but) {
+    struct tenant *best = NULL;
+    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
+        if (!t->used || t->gpu != gpu || t == but || !(t->flags & GM_WANTS) || t->bucket_ns < t->quantum_ns / 4) continue;
+        if (!best || t->virtual_ns < best->virtual_ns) best = t;
+    }
+    return best;
+}
+static void grant(struct gpu *g, struct tenant *t, int64_t now) {
+    g->holder = (int)(t - tenants), g->until = now + t->quantum_ns, g->draining = false;
+    write_since(t, now);
+    write_until(t, g->until);
+    wake(t);
+}
+/* No launch passes any longer; the turn ends when the work has. */
+static void end_turn(struct gpu *g, struct tenant *t, int64_t now) {
+    g->until = now;
+    write_until(t, 0);
+    t->flags = read_flags(t, now);
+}
+static void release(struct gpu *g, struct tenant *t) {
+    g->holder = NONE;
+    write_until(t, 0);
+    write_since(t, 0);
+}
+static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, int64_t now) {
+    if (now < g->until) {
+        if (h->bucket_ns <= 0 || (other && !h->flags)) end_turn(g, h, now);
+        else if (!other && g->until < now + h->quantum_ns - MS) write_until(h, g->until = now + h->quantum_ns);
+        else if (other && now + MS >= g->until && h->virtual_ns + (g->until - now) * 100 / h->share <= other->virtual_ns)
+            write_until(h, g->until += h->quantum_ns);
+    }
+    if (now < g->until) return;
+    if (!(h->flags & GM_BUSY)) release(g, h);
+    else if (now > g->until + 2 * h->quantum_ns) {
+        h->figures.overruns++;
+        h->overran = true;
+        release(g, h);
+    } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
+    else g->draining = other != NULL;
+}
+static void serve(int gpu, int64_t now, int64_t passed) {
+    struct gpu *g = &gpus[gpu];
+    struct tenant *h = g->holder == NONE ? NULL : &tenants[g->holder], *other = next(gpu, h);
+    for (struct tenant *t = tenants; t < tenants + tenants_end; t++)
+        if (t->used && t->gpu == gpu && (t == h ? t->flags & GM_BUSY || other : t->overran)) charge(t, passed, now);
+    g->draining = false;
+    if (h) serve_holder(g, h, other, now);
+    if (g->holder != NONE) return;
+    struct tenant *chosen = next(gpu, NULL);
+    if (chosen) grant(g, chosen, now);
+}
+
+/* Looks at all tenants once; the time until the next look. */
+static int64_t scan(int64_t now, int64_t passed, bool refreshes) {
+    int64_t pause = REST_SCAN_NS;
+    bool present[GPUS] = {false};
+    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
+        if (!t->used) continue;
+        if (refreshes) refresh(t, now);
+        look(t, now, passed);
+        present[t->gpu] = true;
+        if (now - t->active_at < 1000 * MS) pause = SCAN_NS;
+    }
+    for (int gpu = 0; gpu < GPUS; gpu++) {
+        if (!present[gpu]) continue;
+        serve(gpu, now, passed);
+        if (gpus[gpu].draining) pause = DRAIN_SCAN_NS;
+    }
+    return pause;
+}
+static void *arbitrate(void *unused) {
+    int64_t before = clock_ns(), refreshed = 0;
+    prctl(PR_SET_TIMERSLACK, 1);
+    prctl(PR_SET_NAME, "gpumgr-arbiter");
+    while (atomic_load(&runs)) {
+        int64_t now = clock_ns();
+        pthread_mutex_lock(&lock);
+        bool refreshes = now - refreshed >= REFRESH_NS;
+        if (refreshes) refreshed = now;
+        int64_t pause = scan(now, now - before, refreshes);
+        pthread_mutex_unlock(&lock);
+        before = now;
+        struct timespec t = {0, pause};
+        nanosleep(&t, NULL);
+    }
+    return unused;
+}
+
+/* Starts the thread. 0, or an error number. */
+EXPORT int gm_arbiter_start(void) {
+    for (int i = 0; i < GPUS; i++) gpus[i].holder = NONE;
+    sigset_t all, old;
+    sigfillset(&all);
+    atomic_store(&runs, true);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    int r = pthread_create(&thread, NULL, arbitrate, NULL);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return r;
+}
+EXPORT void gm_arbiter_stop(void) {
+    if (atomic_exchange(&runs, false)) pthread_join(thread, NULL);
+}
+/* Adds a tenant of a GPU: `gpu` is the caller's number of it, `page` its index in the tenant's pages, the descriptors (limits, turn) are
+ * open for reading and writing and stay the caller's. Answers a number for the tenant, or -1. */
+EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
+    if (gpu < 0 || gpu >= GPUS || page < 0 || page >= GM_GPUS) return -1;
+    void *mapping = mmap(NULL, sizeof(struct gm_turn), PROT_READ | PROT_WRITE, MAP_SHARED, turn_fd, 0);
+    pthread_mutex_lock(&lock);
+    int i = 0;
+    while (i < TENANTS && tenants[i].used) i++;
+    if (i < TENANTS) {
+        struct tenant *t = &tenants[i];
+        if (i >= tenants_end) tenants_end = i + 1;
+        *t = (struct tenant){.used = true, .gpu = gpu, .page = page, .limits_fd = limits_fd, .turn_fd = turn_fd, .share = 100, .pass = 2,
+                             .mapping = mapping == MAP_FAILED ? NULL : mapping};
+        int64_t now = clock_ns();
+        for (int other = 0; other < tenants_end; other++)
+            if (tenants[other].used && tenants[other].gpu == gpu) refresh(&tenants[other], now);
+        t->bucket_ns = t->quantum_ns;
+        t->active_at = now - AWAY_NS - 1;
+        write_until(t, 0);
+        wake(t);
+    }
+    pthread_mutex_unlock(&lock);
+    if (i == TENANTS && mapping != MAP_FAILED) munmap(mapping, sizeof(struct gm_turn));
+    return i < TENANTS ? i : -1;
+}
+/* Forgets a tenant: its launches wait for themselves until it is added again. */
+EXPORT void gm_arbiter_remove(int number) {
+    pthread_mutex_lock(&lock);
+    struct tenant *t = &tenants[number];
+    if (t->used && gpus[t->gpu].holder == number) release(&gpus[t->gpu], t);
+    t->used = false;
+    if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
+    pthread_mutex_unlock(&lock);
+}
+EXPORT void gm_arbiter_figures(int number, struct gm_figures *out) {
+    pthread_mutex_lock(&lock);
+    *out = tenants[number].figures;
+    pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,247 @@
+/* The turn: a launch waits for it, the work that was launched is followed by markers (streams.c), and a helper thread gives the turn
+ * back once that work has ended.
+ *
+ * A launch that finds the turn granted costs two atomic additions and two reads of the clock. The helper sleeps while the process has no
+ * work on the GPU. */
+#define _GNU_SOURCE
+#include "gate.h"
+#include "old_glibc.h"
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MS 1000000ull
+enum { IDLE_NS = 1000000, DRAIN_POLL_NS = 50000, LOOK_NS = 250000 };
+#define ARBITER_GONE_NS (200 * MS)
+#define DEBT_NS (2000 * (int64_t)MS)
+
+static struct gm_gate gates[GM_GPUS];
+static atomic_uint wake; /* futex: a gate became busy, or the process ends */
+static atomic_int helper; /* 0: none, 1: runs, 2: shall stop, 3: stopped */
+
+void gm_nap(uint64_t ns) {
+    struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    nanosleep(&t, NULL);
+}
+static void futex_wait(const void *word, uint32_t seen, uint64_t ns) {
+    struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, ns ? &t : NULL, NULL, 0);
+}
+static void futex_wake(const void *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
+
+struct gm_gate *gm_gate_of(int gpu) {
+    if (gpu < 0) return NULL;
+    gates[gpu].gpu = gpu;
+    return &gates[gpu];
+}
+static const struct gm_limits_gpu *limits(const struct gm_process *p, const struct gm_gate *g) { return &p->limits->gpu[g->gpu]; }
+static struct gm_turn_gpu *turn(const struct gm_process *p, const struct gm_gate *g) { return &p->turn->gpu[g->gpu]; }
+static uint64_t granted_until(const struct gm_process *p, const struct gm_gate *g) {
+    return __atomic_load_n(&turn(p, g)->granted_until_ns, __ATOMIC_SEQ_CST);
+}
+static uint64_t quantum_ns(const struct gm_process *p, const struct gm_gate *g) {
+    uint64_t us = __atomic_load_n(&limits(p, g)->quantum_us, __ATOMIC_RELAXED);
+    return (us < 1000 ? 1000 : us > 100000 ? 100000 : us) * 1000;
+}
+uint64_t gm_patience_ns(const struct gm_gate *g) {
+    struct gm_process *p = gm_process();
+    return p ? 2 * quantum_ns(p, g) : 0;
+}
+
+/* -- this process's word: what the arbiter knows of it ------------------------------------------------------------------------ */
+static void word_set(const struct gm_process *p, struct gm_gate *g, uint32_t set, uint32_t clear, uint64_t now) {
+    if (!p->slot) return;
+    uint32_t *word = &turn(p, g)->word[p->slot_index], seen = __atomic_load_n(word, __ATOMIC_SEQ_CST), next;
+    do next = (((seen & (GM_WANTS | GM_BUSY)) | set) & ~clear) | gm_stamp(now);
+    while (!__atomic_compare_exchange_n(word, &seen, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+}
+static void set_busy(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    if (atomic_load(&g->busy)) return;
+    word_set(p, g, GM_BUSY, 0, now);
+    if (atomic_exchange(&g->busy, true)) return;
+    atomic_fetch_add(&wake, 1);
+    futex_wake(&wake);
+}
+static void begin_wait(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    atomic_fetch_add(&g->waiting, 1);
+    word_set(p, g, GM_WANTS, 0, now);
+}
+static void end_wait(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    if (atomic_fetch_sub(&g->waiting, 1) != 1) return;
+    word_set(p, g, 0, GM_WANTS, now);
+    if (atomic_load(&g->waiting)) word_set(p, g, GM_WANTS, 0, now);
+}
+
+/* -- without an arbiter: this process's part of the share, by a bucket of its own ----------------------------------------------- */
+static pthread_mutex_t bucket_lock = PTHREAD_MUTEX_INITIALIZER;
+static bool alone(const struct gm_process *p, uint64_t now) {
+    uint64_t beat = __atomic_load_n(&p->limits->heartbeat_ns, __ATOMIC_RELAXED);
+    return !p->slot || now > beat + ARBITER_GONE_NS;
+}
+/* Charges the time since the last call if the process had work then; true: a launch may pass. */
+static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    uint32_t share = __atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED), processes = 0, slots = turn(p, g)->slots;
+    for (uint32_t i = 0; i < slots && i < GM_SLOTS; i++)
+        processes += gm_word_flags(__atomic_load_n(&turn(p, g)->word[i], __ATOMIC_RELAXED), now) != 0;
+    int64_t most = (int64_t)quantum_ns(p, g);
+    pthread_mutex_lock(&bucket_lock);
+    int64_t passed = now > g->bucket_at_ns ? (int64_t)(now - g->bucket_at_ns) : 0;
+    if (passed > DEBT_NS) passed = DEBT_NS;
+    if (now > g->bucket_at_ns) g->bucket_at_ns = now;
+    g->bucket_ns += passed * share / 100 / (processes ? processes : 1) - (atomic_load(&g->busy) ? passed : 0);
+    if (g->bucket_ns > most) g->bucket_ns = most;
+    if (g->bucket_ns < -DEBT_NS) g->bucket_ns = -DEBT_NS;
+    if (g->bucket_ns <= 0) g->bucket_open = false;
+    else if (g->bucket_ns >= most / 4) g->bucket_open = true;
+    bool passes = g->bucket_open;
+    pthread_mutex_unlock(&bucket_lock);
+    return passes;
+}
+
+/* -- the helper ---------------------------------------------------------------------------------------------------------------- */
+/* Gives the turn back when the work has ended and the turn is over, or when nothing was launched for a while. Answers when to look
+ * again, in ns; 0: the gate is not busy. */
+static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
+    if (!atomic_load(&g->busy)) return 0;
+    uint64_t now = gm_now(), until = granted_until(p, g), last = atomic_load(&g->last_ns);
+    uint32_t launched = atomic_load(&g->launched);
+    bool over = now >= until;
+    if (p->slot && (turn(p, g)->word[p->slot_index] & ~0xffu) != gm_stamp(now)) word_set(p, g, 0, 0, now);
+    if (over && alone(p, now)) bucket(p, g, now);
+    if (!over && now < last + IDLE_NS) {
+        uint64_t next = until < last + IDLE_NS ? until : last + IDLE_NS;
+        return next > now + DRAIN_POLL_NS ? next - now : DRAIN_POLL_NS;
+    }
+    if (atomic_load(&g->inflight)) return over ? DRAIN_POLL_NS : LOOK_NS;
+    if (!gm_streams_ended(g)) {
+        g->ended_ns = 0;
+        return over ? DRAIN_POLL_NS : LOOK_NS;
+    }
+    if (!g->ended_ns || g->ended_launched != launched) g->ended_ns = now, g->ended_launched = launched;
+    if (!over && now < g->ended_ns + IDLE_NS) return LOOK_NS; /* a program that waits for its results launches again at once */
+    word_set(p, g, 0, GM_BUSY, now);
+    atomic_store(&g->busy, false);
+    if (atomic_load(&g->inflight) || atomic_load(&g->launched) != launched) {
+        atomic_store(&g->busy, true);
+        word_set(p, g, GM_BUSY, 0, now);
+        return DRAIN_POLL_NS;
+    }
+    if (!p->slot) return 0;
+    __atomic_fetch_add(&turn(p, g)->drains, 1, __ATOMIC_SEQ_CST);
+    futex_wake(&turn(p, g)->drains);
+    return 0;
+}
+static void *help(void *unused) {
+    prctl(PR_SET_TIMERSLACK, 1);
+    gm_relax(); /* its queries never end a capture */
+    while (atomic_load(&helper) == 1) {
+        uint32_t seen = atomic_load(&wake);
+        uint64_t pause = 0;
+        struct gm_process *p = gm_process();
+        for (int i = 0; p && i < GM_GPUS; i++) {
+            uint64_t next = look_after(p, &gates[i]);
+            if (next && (!pause || next < pause)) pause = next;
+        }
+        if (pause) gm_nap(pause);
+        else futex_wait(&wake, seen, 0);
+    }
+    atomic_store(&helper, 3);
+    return unused;
+}
+/* Before the driver's own handlers of the exit run: the helper's next call would find the driver gone. */
+static void stop_at_exit(void) {
+    int runs = 1;
+    if (!atomic_compare_exchange_strong(&helper, &runs, 2)) return;
+    atomic_fetch_add(&wake, 1);
+    futex_wake(&wake);
+    for (int i = 0; i < 1000 && atomic_load(&helper) != 3; i++) gm_nap(100000);
+    struct gm_process *p = gm_process();
+    for (int i = 0; p && i < GM_GPUS; i++)
+        if (atomic_load(&gates[i].busy)) word_set(p, &gates[i], 0, GM_BUSY | GM_WANTS, gm_now());
+}
+static bool start_helper(void) {
+    static atomic_bool registered;
+    int none = 0;
+    if (!atomic_compare_exchange_strong(&helper, &none, 1)) return none == 1;
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_t thread;
+    sigprocmask(SIG_SETMASK, &all, &old); /* of this thread */
+    bool made = !pthread_create(&thread, NULL, help, NULL);
+    sigprocmask(SIG_SETMASK, &old, NULL);
+    if (made) pthread_detach(thread);
+    else gm_disable("it can't start a thread"), atomic_store(&helper, 3);
+    if (!atomic_exchange(&registered, true)) atexit(stop_at_exit);
+    return made;
+}
+void gm_gate_after_fork(void) {
+    atomic_store(&helper, 0);
+    pthread_mutex_init(&bucket_lock, NULL);
+    for (int i = 0; i < GM_GPUS; i++) {
+        atomic_store(&gates[i].busy, false);
+        atomic_store(&gates[i].inflight, 0);
+        atomic_store(&gates[i].waiting, 0);
+    }
+}
+
+/* -- launches ------------------------------------------------------------------------------------------------------------------ */
+/* Passes if the turn is granted, or if there is no arbiter and the process's bucket allows it. */
+static bool try_pass(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    bool by_itself = now >= granted_until(p, g);
+    if (by_itself && (!alone(p, now) || !bucket(p, g, now))) return false;
+    atomic_fetch_add(&g->inflight, 1);
+    set_busy(p, g, now);
+    if (by_itself || gm_now() < granted_until(p, g)) return true;
+    atomic_fetch_sub(&g->inflight, 1);
+    return false;
+}
+static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
+    uint64_t begun = gm_now(), now = begun;
+    begin_wait(p, g, now);
+    for (;;) {
+        uint32_t seen = __atomic_load_n(&turn(p, g)->grants, __ATOMIC_SEQ_CST);
+        now = gm_now();
+        if (try_pass(p, g, now)) break;
+        if (atomic_load(&helper) != 1 || __atomic_load_n(&limits(p, g)->pass, __ATOMIC_RELAXED)) {
+            atomic_fetch_add(&g->inflight, 1);
+            break;
+        }
+        word_set(p, g, GM_WANTS, 0, now);
+        if (alone(p, now)) gm_nap(MS);
+        else futex_wait(&turn(p, g)->grants, seen, 100 * MS);
+    }
+    end_wait(p, g, now);
+    if (p->slot) __atomic_fetch_add(&p->slot->gpu[g->gpu].waited_ns, now - begun, __ATOMIC_RELAXED);
+}
+
+struct gm_pass gm_enter(CUstream handle, bool per_thread) {
+    struct gm_pass none = {NULL, NULL};
+    struct gm_process *p = gm_process();
+    if (!p) return none;
+    struct gm_stream *stream = gm_stream_of(handle, per_thread);
+    struct gm_gate *g = stream ? stream->gate : NULL;
+    if (!g) return none;
+    if (p->slot) __atomic_fetch_add(&p->slot->gpu[g->gpu].launches, 1, __ATOMIC_RELAXED);
+    const struct gm_limits_gpu *l = limits(p, g);
+    if (__atomic_load_n(&l->pass, __ATOMIC_RELAXED) || !__atomic_load_n(&l->share, __ATOMIC_RELAXED)) return none;
+    if (gm_stream_captures(handle, per_thread)) return none;
+    if (atomic_load_explicit(&helper, memory_order_relaxed) != 1 && !start_helper()) return none;
+    if (!try_pass(p, g, gm_now())) wait_for_turn(p, g);
+    return (struct gm_pass){g, stream};
+}
+
+void gm_leave(struct gm_pass pass) {
+    struct gm_gate *g = pass.gate;
+    if (!g) return;
+    bool mark = atomic_fetch_add(&pass.stream->unmarked, 1) + 1 >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed);
+    atomic_store_explicit(&g->last_ns, gm_now(), memory_order_relaxed);
+    atomic_fetch_add(&g->launched, 1);
+    atomic_fetch_sub(&g->inflight, 1);
+    if (mark) gm_stream_mark(pass.stream);
+}

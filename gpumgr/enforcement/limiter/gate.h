@@ -1,0 +1,55 @@
+/* What gate.c and streams.c offer each other. */
+#ifndef GPUMGR_GATE_H
+#define GPUMGR_GATE_H
+#include "library.h"
+
+enum { GM_RING = 8 }; /* markers of a stream */
+
+/* This process's launches on one GPU. */
+struct gm_gate {
+    int gpu;              /* index into the pages */
+    atomic_int inflight;  /* launches between the gate and the driver's answer */
+    atomic_int waiting;   /* threads that wait for the turn */
+    atomic_uint launched; /* launches so far */
+    atomic_bool busy;     /* as GM_BUSY in this process's word */
+    _Atomic(uint64_t) last_ns;
+    uint64_t ended_ns; /* the helper found all work ended, after ended_launched launches; 0: not yet */
+    uint32_t ended_launched;
+    int64_t bucket_ns; /* without an arbiter */
+    bool bucket_open;  /* until it is empty; again when it has some */
+    uint64_t bucket_at_ns;
+};
+
+/* A stream and its markers: events behind some of its launches. A stream that the program destroyed is followed until its work ended;
+ * a stream of a destroyed context is forgotten. */
+enum gm_stream_state { GM_UNUSED, GM_LIVE, GM_DESTROYED };
+struct gm_stream {
+    struct gm_stream *next; /* never freed, so a thread may keep its address */
+    atomic_int state;
+    atomic_flag held; /* by the thread that records or reads markers */
+    CUstream handle;
+    CUcontext context;
+    CUdevice device;
+    uint32_t thread;      /* of a per-thread default stream; 0: others */
+    struct gm_gate *gate; /* NULL: the GPU is not limited */
+    atomic_uint unmarked; /* launches behind the last marker */
+    atomic_uint spacing;  /* launches between two markers */
+    uint32_t depth;       /* markers that may be open while the program launches on */
+    uint32_t first, next_marker;
+    CUevent event[GM_RING];
+    uint32_t covers[GM_RING]; /* launches since the marker before */
+};
+
+struct gm_gate *gm_gate_of(int gpu);
+void gm_nap(uint64_t ns);
+/* How long a launch waits for earlier work to end. */
+uint64_t gm_patience_ns(const struct gm_gate *gate);
+
+/* The stream of a handle in the current context, or NULL: the driver would refuse it. */
+struct gm_stream *gm_stream_of(CUstream handle, bool per_thread);
+/* Records a marker behind the last launch; waits first while too much work is queued. */
+void gm_stream_mark(struct gm_stream *stream);
+bool gm_stream_captures(CUstream handle, bool per_thread);
+/* Has all work behind the gate ended? Records markers where some work has none yet. */
+bool gm_streams_ended(struct gm_gate *gate);
+#endif

@@ -1,0 +1,248 @@
+/* Streams and markers: what this process has on the GPUs. A marker is an event that the limiter records in the program's own stream.
+ *
+ * The flag `held` of a stream protects its markers. A launching thread never waits for it; the helper tries again later; a thread that
+ * destroys the stream or begins a capture waits 100 ms at most. */
+#define _GNU_SOURCE
+#include "gate.h"
+#include <pthread.h>
+#include <stdlib.h>
+
+#define LEGACY ((CUstream)1)
+#define PER_THREAD ((CUstream)2)
+enum { MOST_SPACING = 128, MOST_DEPTH = 4, MARKER_US = 1000, AHEAD_US = 4000, NAP_NS = 100000 };
+
+static struct {
+    CUresult (*event_create)(CUevent *, unsigned), (*event_destroy)(CUevent), (*record)(CUevent, CUstream), (*record_per_thread)(CUevent, CUstream);
+    CUresult (*query)(CUevent), (*elapsed)(float *, CUevent, CUevent), (*get_current)(CUcontext *), (*push)(CUcontext), (*pop)(CUcontext *);
+    CUresult (*stream_context)(CUstream, CUcontext *), (*capturing)(CUstream, int *), (*capturing_per_thread)(CUstream, int *);
+    CUresult (*get_device)(CUdevice *);
+} cuda;
+static atomic_bool complete;
+static _Atomic(struct gm_stream *) streams;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for changes of the list */
+static atomic_int captures;
+static atomic_uint threads;
+/* Without a call of the loader at each launch. */
+#define THREAD_OWN static __thread __attribute__((tls_model("initial-exec")))
+THREAD_OWN uint32_t this_thread;
+THREAD_OWN struct gm_stream *last_used;
+
+static bool load_functions(void) {
+    if (atomic_load_explicit(&complete, memory_order_acquire)) return true;
+    static const struct { void **to; const char *symbol, *older; } functions[] = {
+        {(void **)&cuda.event_create, "cuEventCreate", NULL}, {(void **)&cuda.event_destroy, "cuEventDestroy_v2", NULL},
+        {(void **)&cuda.record, "cuEventRecord", NULL}, {(void **)&cuda.record_per_thread, "cuEventRecord_ptsz", NULL},
+        {(void **)&cuda.query, "cuEventQuery", NULL}, {(void **)&cuda.elapsed, "cuEventElapsedTime_v2", "cuEventElapsedTime"},
+        {(void **)&cuda.get_current, "cuCtxGetCurrent", NULL}, {(void **)&cuda.push, "cuCtxPushCurrent_v2", NULL},
+        {(void **)&cuda.pop, "cuCtxPopCurrent_v2", NULL}, {(void **)&cuda.stream_context, "cuStreamGetCtx", NULL},
+        {(void **)&cuda.capturing, "cuStreamIsCapturing", NULL}, {(void **)&cuda.capturing_per_thread, "cuStreamIsCapturing_ptsz", NULL},
+        {(void **)&cuda.get_device, "cuCtxGetDevice", NULL},
+    };
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        void *found = gm_driver_function(functions[i].symbol);
+        if (!found && functions[i].older) found = gm_driver_function(functions[i].older);
+        if (!found) return false;
+        *functions[i].to = found;
+    }
+    atomic_store_explicit(&complete, true, memory_order_release);
+    return true;
+}
+
+static bool hold(struct gm_stream *s) { return !atomic_flag_test_and_set_explicit(&s->held, memory_order_acquire); }
+static void let_go(struct gm_stream *s) { atomic_flag_clear_explicit(&s->held, memory_order_release); }
+static bool hold_soon(struct gm_stream *s) {
+    for (int i = 0; i < 1000; i++) {
+        if (hold(s)) return true;
+        gm_nap(NAP_NS);
+    }
+    return false;
+}
+
+/* -- markers; each with the stream held ----------------------------------------------------------------------------------------- */
+/* After a marker ended: so many launches, and so many markers ahead, that each covers about a millisecond. */
+static void adapt(struct gm_stream *s, uint32_t marker) {
+    float ms = 0;
+    if (marker == 0 || cuda.elapsed(&ms, s->event[(marker - 1) % GM_RING], s->event[marker % GM_RING]) != CUDA_SUCCESS) return;
+    uint32_t us = ms < 0.001f ? 1 : ms > 1e6f ? 1000000000 : (uint32_t)(ms * 1000), covers = s->covers[marker % GM_RING];
+    uint32_t depth = AHEAD_US / us, spacing = (uint32_t)((uint64_t)MARKER_US * (covers ? covers : 1) / us), before = atomic_load(&s->spacing);
+    s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
+    if (s->thread) return;
+    if (spacing > 2 * before) spacing = 2 * before;
+    if (spacing < before / 2) spacing = before / 2;
+    atomic_store(&s->spacing, spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing);
+}
+static void collect(struct gm_stream *s) {
+    for (; s->first != s->next_marker; s->first++) {
+        if (cuda.query(s->event[s->first % GM_RING]) == CUDA_ERROR_NOT_READY) return;
+        adapt(s, s->first);
+    }
+}
+/* False: there is no free marker. The one before the oldest is kept, to measure the time between both. */
+static bool record(struct gm_stream *s, uint32_t most) {
+    if (s->next_marker - s->first >= most) return false;
+    uint32_t covers = atomic_exchange(&s->unmarked, 0);
+    CUresult r;
+    if (s->thread) r = cuda.record_per_thread(s->event[s->next_marker % GM_RING], PER_THREAD);
+    else {
+        CUcontext popped;
+        bool pushed = s->handle == LEGACY && cuda.push(s->context) == CUDA_SUCCESS;
+        r = cuda.record(s->event[s->next_marker % GM_RING], s->handle);
+        if (pushed) cuda.pop(&popped);
+    }
+    if (r != CUDA_SUCCESS) {
+        atomic_store(&s->state, GM_UNUSED); /* the context is broken, or the handle is another stream's now */
+        return true;
+    }
+    s->covers[s->next_marker % GM_RING] = covers;
+    s->next_marker++;
+    return true;
+}
+
+bool gm_stream_captures(CUstream handle, bool per_thread) {
+    int status = 0;
+    if (!atomic_load_explicit(&captures, memory_order_relaxed) || !load_functions()) return false;
+    return (per_thread ? cuda.capturing_per_thread : cuda.capturing)(handle, &status) != CUDA_SUCCESS || status;
+}
+
+void gm_stream_mark(struct gm_stream *s) {
+    uint64_t begun = gm_now(), patience = gm_patience_ns(s->gate);
+    bool relax = atomic_load(&captures);
+    int mode = relax ? gm_relax() : -1;
+    for (bool done = false; !done;) {
+        if (!hold(s)) break; /* another thread does it */
+        if (atomic_load(&s->state) == GM_LIVE) collect(s);
+        done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
+        let_go(s);
+        if (done || gm_now() - begun > patience) break;
+        gm_nap(NAP_NS);
+    }
+    if (relax) gm_unrelax(mode);
+}
+
+bool gm_streams_ended(struct gm_gate *gate) {
+    bool ended = true;
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
+        int state = atomic_load(&s->state);
+        if (state == GM_UNUSED || s->gate != gate) continue;
+        if (!hold(s)) {
+            ended = false;
+            continue;
+        }
+        if ((state = atomic_load(&s->state)) != GM_UNUSED) collect(s);
+        if (state == GM_LIVE && !s->thread && atomic_load(&s->unmarked) && !gm_stream_captures(s->handle, false))
+            ended &= record(s, GM_RING - 1) && atomic_load(&s->state) != GM_LIVE;
+        if (atomic_load(&s->state) != GM_UNUSED && s->first != s->next_marker) ended = false;
+        let_go(s);
+    }
+    return ended;
+}
+
+/* -- the list -------------------------------------------------------------------------------------------------------------------- */
+static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t thread) {
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next)
+        if (s->handle == handle && s->thread == thread && (!context || s->context == context) && atomic_load(&s->state) == GM_LIVE) return s;
+    return NULL;
+}
+/* A stream that nothing is known of any longer, or a new one; held. */
+static struct gm_stream *unused(CUcontext context) {
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
+        int state = atomic_load(&s->state);
+        bool ended = state == GM_DESTROYED && s->context == context && s->first == s->next_marker;
+        if (state == GM_LIVE || (state == GM_DESTROYED && !ended) || !hold(s)) continue;
+        if (atomic_load(&s->state) == state) return s;
+        let_go(s);
+    }
+    struct gm_stream *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    atomic_flag_test_and_set(&s->held);
+    pthread_mutex_lock(&lock);
+    s->next = atomic_load(&streams);
+    atomic_store(&streams, s);
+    pthread_mutex_unlock(&lock);
+    return s;
+}
+static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t thread) {
+    CUcontext popped;
+    CUdevice device = -1;
+    struct gm_stream *s = unused(context);
+    if (!s) return NULL;
+    int mode = gm_relax();
+    bool pushed = cuda.push(context) == CUDA_SUCCESS, good = pushed && cuda.get_device(&device) == CUDA_SUCCESS;
+    struct gm_gate *gate = good ? gm_gate_of(gm_gpu_of_device(device)) : NULL;
+    if (atomic_load(&s->state) == GM_UNUSED)
+        for (int i = 0; gate && good && i < GM_RING; i++) good = cuda.event_create(&s->event[i], 0) == CUDA_SUCCESS;
+    if (pushed) cuda.pop(&popped);
+    gm_unrelax(mode);
+    s->handle = handle, s->context = context, s->device = device, s->thread = thread, s->gate = gate;
+    s->first = s->next_marker = 0, s->depth = 2;
+    atomic_store(&s->unmarked, 0);
+    atomic_store(&s->spacing, thread ? 1 : 4);
+    atomic_store(&s->state, good ? GM_LIVE : GM_UNUSED);
+    let_go(s);
+    return good ? s : NULL;
+}
+
+struct gm_stream *gm_stream_of(CUstream handle, bool per_thread) {
+    if (!load_functions()) return NULL;
+    if (!handle) handle = per_thread ? PER_THREAD : LEGACY;
+    bool special = handle == LEGACY || handle == PER_THREAD;
+    CUcontext context = NULL;
+    if (special && (cuda.get_current(&context) != CUDA_SUCCESS || !context)) return NULL;
+    if (handle == PER_THREAD && !this_thread) this_thread = atomic_fetch_add(&threads, 1) + 1;
+    uint32_t thread = handle == PER_THREAD ? this_thread : 0;
+    struct gm_stream *s = last_used;
+    if (s && s->handle == handle && s->thread == thread && (!special || s->context == context) && atomic_load(&s->state) == GM_LIVE) return s;
+    s = find(handle, context, thread);
+    if (!s) {
+        if (!special && cuda.stream_context(handle, &context) != CUDA_SUCCESS) return NULL;
+        s = make(handle, context, thread);
+    }
+    last_used = s;
+    return s;
+}
+
+/* -- captures and destructions ---------------------------------------------------------------------------------------------------- */
+static struct gm_stream *known(CUstream handle, bool per_thread) {
+    CUcontext context = NULL;
+    if (!atomic_load(&streams) || !load_functions()) return NULL;
+    if (!handle) handle = per_thread ? PER_THREAD : LEGACY;
+    if ((uintptr_t)handle <= 2 && cuda.get_current(&context) != CUDA_SUCCESS) return NULL;
+    return find(handle, context, handle == PER_THREAD ? this_thread : 0);
+}
+/* The last marker before a capture begins or a stream is destroyed; afterwards none can be recorded. */
+static void finish(CUstream handle, bool per_thread, bool destroyed) {
+    struct gm_stream *s = known(handle, per_thread);
+    if (!s || !hold_soon(s)) return;
+    if (s->gate && atomic_load(&s->state) == GM_LIVE && atomic_load(&s->unmarked)) record(s, GM_RING - 1);
+    if (destroyed) atomic_store(&s->state, s->gate && atomic_load(&s->state) == GM_LIVE ? GM_DESTROYED : GM_UNUSED);
+    let_go(s);
+}
+void gm_capture_begins(CUstream handle, bool per_thread) {
+    atomic_fetch_add(&captures, 1);
+    finish(handle, per_thread, false);
+}
+void gm_capture_ended(void) {
+    if (atomic_fetch_sub(&captures, 1) < 1) atomic_fetch_add(&captures, 1);
+}
+void gm_stream_destroyed(CUstream handle) {
+    if (!gm_stream_captures(handle, false)) finish(handle, false, true);
+}
+static void forget(struct gm_stream *s) {
+    bool held = hold_soon(s);
+    atomic_store(&s->state, GM_UNUSED);
+    if (held) let_go(s);
+}
+void gm_streams_forget_context(CUcontext context) {
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next)
+        if (s->context == context) forget(s);
+}
+void gm_streams_forget_device(CUdevice device) {
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next)
+        if (s->device == device) forget(s);
+}
+void gm_streams_after_fork(void) {
+    pthread_mutex_init(&lock, NULL);
+    atomic_store(&streams, NULL);
+    atomic_store(&captures, 0);
+    last_used = NULL;
+}
