@@ -133,7 +133,13 @@ class Installed(Agent):
 
     def surge(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         """Installs it with these changes of the settings as where pods have a network of their own: the next pod starts beside the former
-        one. Here both have the host's network, so the next one gets another port. Back at once."""
+        one, if that is ready. Here both have the host's network, so the next one gets another port. Back at once."""
+
+        def ready() -> bool:
+            found = (self.only() or {}).get("status", {}).get("conditions", ())
+            return any(each["type"] == "Ready" and each["status"] == "True" for each in found)
+
+        wait_until("the former pod ready", ready, 120)
         (self.port,) = free_ports(1)
         self.configure(changes)
         objects = self.objects()
