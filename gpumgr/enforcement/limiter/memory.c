@@ -136,8 +136,9 @@ static uint64_t tiled(uint64_t rows) {
     return rounded(rows, tile);
 }
 /* The driver gives the size only of arrays without memory of their own, so it is computed as an H200 used it: rows in steps of 64 bytes,
- * tiles of up to 128 rows and, of arrays with a depth, 4 slices; the sum in blocks of 2 MiB. Arrays of up to 1 MiB are taken to share
- * blocks in steps of 64 KiB. What the driver takes beyond that (other GPUs, parts of blocks) its figure of the process corrects. */
+ * tiles of 8 to 128 rows (also of arrays with one row) and, of arrays with a depth, 4 slices; the sum in blocks of 2 MiB. Arrays of up
+ * to 1 MiB share blocks: as many as fit into one, in steps of 64 KiB. What the driver takes beyond that (other GPUs, blocks that are
+ * partly used) its figure of the process corrects. */
 static uint64_t array_bytes(const struct array3 *a, uint levels) {
     if (!a || a->flags & (SPARSE | DEFERRED)) return 0;
     uint64_t sum = 0;
@@ -146,11 +147,12 @@ static uint64_t array_bytes(const struct array3 *a, uint levels) {
         uint64_t width = a->width >> i, height = a->height >> i, depth = layered ? a->depth : a->depth >> i;
         uint64_t row = rounded(rounded(times(width ? width : 1, element_bits(a->format, a->channels)), 8) / 8, 64);
         if (!layered) depth = depth > 2 ? rounded(depth, 4) : depth;
-        uint64_t level = times(times(row, a->height ? tiled(height) : 1), depth ? depth : 1);
+        uint64_t level = times(times(row, tiled(height ? height : 1)), depth ? depth : 1);
         if (__builtin_add_overflow(sum, level, &sum)) return UINT64_MAX;
         if (!(width | height | (layered ? 0 : depth))) break;
     }
-    return rounded(sum, sum > BLOCK / 2 ? BLOCK : 65536);
+    if (sum > BLOCK / 2) return rounded(sum, BLOCK);
+    return BLOCK / (BLOCK / rounded(sum ? sum : 1, 65536));
 }
 #define WIDE2(a) (a) ? &(struct array3){(a)->width, (a)->height, 0, (a)->format, (a)->channels, 0} : NULL
 #define WIDE3(a) (a) ? &(struct array3){(a)->width, (a)->height, (a)->depth, (a)->format, (a)->channels, (a)->flags} : NULL

@@ -1,8 +1,7 @@
 /* The three pages that a container shares with the agent and the arbiter. They are files below /etc/gpumgr in the container.
  *
  * Each field is aligned to its size and is read and written as a whole; no field depends on another one that was written in the
- * same instant, so the pages need no lock. Times are CLOCK_MONOTONIC in nanoseconds. All numbers are in host byte order. The agent
- * reads the same layout with Python's struct; test_pages.py compares both. */
+ * same instant, so the pages need no lock. Times are CLOCK_MONOTONIC in nanoseconds. All numbers are in host byte order. */
 #ifndef GPUMGR_PAGES_H
 #define GPUMGR_PAGES_H
 #include <stdint.h>
@@ -40,7 +39,7 @@ enum gm_kind { GM_ALLOC, GM_MANAGED, GM_ARRAY, GM_VMM, GM_POOL, GM_GRAPH, GM_CON
 struct gm_use_slot_gpu {
     uint64_t bytes[GM_KINDS]; /* that this process has reserved; their sum over all slots is gm_use_gpu.reserved_bytes */
     uint64_t launches;
-    uint64_t ran_ns;    /* GPU time between the events around this process's work */
+    uint64_t spare;
     uint64_t waited_ns; /* that a launch waited for the turn */
     uint64_t unknown;   /* versions of hooked functions that passed to the driver unlimited */
     uint64_t reserved[4];
@@ -82,8 +81,7 @@ struct gm_turn_gpu {
     uint32_t drains;           /* futex: changes when a process has drained; the arbiter may sleep on it */
     uint32_t slots;            /* words below this index may be in use */
     uint32_t pad;
-    uint64_t ran_ns; /* sum over all processes, by atomic addition; charges a tenant that is alone */
-    uint64_t reserved[3];
+    uint64_t reserved[4];
     uint32_t word[GM_SLOTS]; /* by slot of the use page: GM_WANTS, GM_BUSY, stamp */
 };
 struct gm_turn {

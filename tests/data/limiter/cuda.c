@@ -595,8 +595,7 @@ API(cuMemAllocHost_v2, (V *at, size_t n)) {
 }
 API(cuMemFreeHost, (V at)) { free(at); return OK; }
 
-/* Arrays as on the H200: rows of 64 bytes, in tiles of up to 128 rows and 4 slices; blocks of 2 MiB. Arrays of up to 1 MiB were not
- * measured: they take steps of 64 KiB. */
+/* Arrays as on the H200: rows of 64 bytes, in tiles of 8 to 128 rows and 4 slices; blocks of 2 MiB, which arrays of up to 1 MiB share. */
 struct array2 { size_t width, height; int format; U channels; };
 struct array3 { size_t width, height, depth; int format; U channels, flags; };
 static uint64_t array_bytes(const struct array3 *a, U levels) {
@@ -607,9 +606,9 @@ static uint64_t array_bytes(const struct array3 *a, U levels) {
         uint64_t tile = h > 64 ? 128 : h > 32 ? 64 : h > 16 ? 32 : h > 8 ? 16 : 8;
         if (a->flags & 5) d = a->depth; /* layers or faces */
         else if (d > 2) d = whole(d, 4);
-        sum += whole((w ? w : 1) * element, 64) * (a->height ? whole(h ? h : 1, tile) : 1) * (d ? d : 1);
+        sum += whole((w ? w : 1) * element, 64) * whole(h ? h : 1, tile) * (d ? d : 1);
     }
-    return whole(sum, sum > MIB ? 2 * MIB : 65536);
+    return sum > MIB ? whole(sum, 2 * MIB) : 2 * MIB / (2 * MIB / whole(sum, 65536));
 }
 static R create_array(P *at, const struct array3 *a, U levels, int kind) {
     if (!at || !a || !a->width || !a->channels) return INVALID;

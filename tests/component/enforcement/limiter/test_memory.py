@@ -88,12 +88,16 @@ def test_threads_that_share_blocks_leave_the_count_right(node: Node, tmp_path: P
         ("1001 1000 0 32 1 0 1", 4),
         ("1024 100 50 16 4 0 1", 52),
         ("8192 1000 0 32 1 0 5", 44),
+        ("65536 0 0 32 4 0 1", 8),
+        ("400 400 0 32 1 0 1", 1),
+        ("512 512 0 32 1 0 1", 1),
+        ("640 640 0 32 1 0 1", 2),
     ],
 )
 def test_arrays_are_charged_what_an_h200_used_for_them(node: Node, tmp_path: Path, shape: str, block_mib: int) -> None:
     container = Container(tmp_path / "a", _LIMIT)
     tenant = _started(node, container)
-    assert tenant.ask(f"shapes {shape} 3000") == (_OUT_OF_MEMORY, _ROOM // (block_mib * MIB), 0)
+    assert tenant.ask(f"shapes {shape} 5000") == (_OUT_OF_MEMORY, _ROOM // (block_mib * MIB), 0)
     assert node.used_bytes() == container.reserved_bytes()
     assert tenant.ask("free")[0] == 0
     assert container.by_kind() == {"context": CONTEXT_BYTES}
