@@ -5,7 +5,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -27,16 +27,31 @@ ROLE: Final = f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{NAME}"
 
 
 @contextmanager
-def installed_with(agent: Installed, settings: Mapping[str, Mapping[str, Any]], **values: Any) -> Iterator[None]:
-    """With these settings and values of the chart. Begins when there is a new pod, which may have failed; ends as it was before."""
-    agent.configure(settings)
+def installed_with(
+    agent: Installed, settings: Mapping[str, Mapping[str, Any]] | None = None, *, without_mount: str | None = None, **values: Any
+) -> Iterator[None]:
+    """With these settings and values of the chart, and less one of the host's folders. Begins when there is a new pod, which may have
+    failed; ends as it was before."""
+    agent.configure(settings or {})
+    objects = agent.objects(**values)
+    if without_mount is not None:
+        _take_mount_out(objects, without_mount)
     try:
-        agent.apply(agent.objects(**values))
+        agent.apply(objects)
         wait_until("the next pod", lambda: agent.only() is not None, 120)
         yield
     finally:
         agent.configure({})
         agent.start()
+
+
+def _take_mount_out(objects: Iterable[Json], name: str) -> None:
+    for each in objects:
+        if each["kind"] == "DaemonSet":
+            spec = each["spec"]["template"]["spec"]
+            spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != name]
+            for container in spec["containers"]:
+                container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != name]
 
 
 def status(agent: Installed, *, init: bool = False) -> Json:
@@ -162,8 +177,11 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
         found = doctor(agent)
         assert found["kubelet"][0] == found["pod-resources"][0] == "error"
         assert f"no process answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
+        assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in found["kubelet"][1]
+        assert f"at {ELSEWHERE}/pods/kubelet.sock: the socket does not exist" in found["pod-resources"][1]
         wait_until("the node's trouble", lambda: sockets in trouble(cluster), every=0.3)
         assert trouble(cluster).startswith("NotRegistered: ")
+        assert len(lines(agent, "registration_failed")) == 2
         agent.apply(agent.objects(preflight=PREFLIGHT))
         wait_until("the pod with a preflight", lambda: status(agent, init=True), 120)
         ended = last_words(agent, init=True)
@@ -171,11 +189,52 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
         *_, plugins, pods = ended["message"].splitlines()
         assert plugins.startswith(f"error    kubelet        no process answers at {ELSEWHERE}/plugins/kubelet.sock ")
         assert pods.startswith("error    pod-resources  can't ask for the pod resources at ")
+        described = cluster.kubectl("describe", "pod", agent.newest()["metadata"]["name"], f"--namespace={NAMESPACE}")
+        assert plugins in described
+        assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in plugins
         assert "running" not in status(agent)["state"]
         agent.configure({})
         agent.start(preflight=PREFLIGHT)
         assert last_words(agent, init=True)["exitCode"] == 0
+        listens = f"ok       kubelet        listens at {DEVICE_PLUGINS}/kubelet.sock"
+        wait_until("the preflight's finding in the log", lambda: listens in agent.log_text())
     node.check()
+
+
+@pytest.mark.usefixtures("node")
+def test_a_folder_that_the_node_lacks(agent: Installed, cluster: Cluster) -> None:
+    """The volume is named like the setting's section, and the message has the setting's path."""
+    with installed_with(agent, {"cri": {"socket": "/run/nowhere/containerd.sock"}}):
+        told = event(cluster, agent, "FailedMount", 'volume "cri"')
+    failed = 'MountVolume.SetUp failed for volume "cri" : hostPath type check failed, /run/nowhere is not a directory, '
+    assert told == f'{failed}unable to determine its type: path "/run/nowhere" does not exist'
+
+
+@pytest.mark.usefixtures("node")
+def test_the_ledgers_mount_was_taken_out(agent: Installed) -> None:
+    """The agent ends, and its pod says why: without the host's folder the next life would know nothing of this one."""
+    with installed_with(agent, without_mount="state"):
+        ended = last_words(agent)
+        assert ended["exitCode"] == 2
+        assert (
+            f"process.lock_path {STATE}/ledger/agent.lock can't be used: Read-only file system; name a file" in ended["message"]
+        )
+        assert "in a pod one that is mounted from the host" in ended["message"]
+
+
+def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> None:
+    """No container starts without its folder; the refusal of a GPU request names the folder, and the doctor names the setting."""
+    with installed_with(agent, without_mount="allocations"):
+        agent.wait_offered()
+        state, told = doctor(agent)["host-paths"]
+        assert state == "error"
+        assert told.startswith(f"not mounted from the host: {STATE}/vm (container.allocation_dir); ")
+        assert told.endswith("add a hostPath volume for each of them, mounted at the same path")
+        node.cluster.create([gpu_pod("share", 20, 20)])
+        node.wait_phase("share", "Pending")
+        told = node.event("share", "GpuRefused")
+        assert told.startswith(f"container main: the container's folder {STATE}/vm/")
+        assert "can't be made: Read-only file system" in told
 
 
 def unready(agent: Installed) -> str:
