@@ -39,7 +39,19 @@ struct shared {
 static struct shared *s;
 static __thread struct thread *self;
 static pthread_key_t at_exit;
-static long (*real_syscall)(long, ...);
+
+/* Other libraries' constructors may come here before this one's. */
+static long real_syscall(long n, ...) {
+    static long (*found)(long, ...);
+    if (!found) found = (long (*)(long, ...))dlvsym(RTLD_NEXT, "syscall", "GLIBC_2.2.5");
+    if (!found) found = (long (*)(long, ...))dlvsym(RTLD_NEXT, "syscall", "GLIBC_2.17");
+    va_list v;
+    va_start(v, n);
+    long a[6];
+    for (int i = 0; i < 6; i++) a[i] = va_arg(v, long);
+    va_end(v);
+    return found(n, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
 
 static int64_t real_now(void) {
     struct timespec t;
@@ -188,8 +200,6 @@ void model_leave(void) {
 }
 static void start(void) __attribute__((constructor));
 static void start(void) {
-    void *found = dlvsym(RTLD_NEXT, "syscall", "GLIBC_2.2.5");
-    real_syscall = (long (*)(long, ...))(found ? found : dlvsym(RTLD_NEXT, "syscall", "GLIBC_2.17"));
     const char *path = getenv("MODEL_CLOCK");
     int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0) return;

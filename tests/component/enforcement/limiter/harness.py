@@ -185,7 +185,9 @@ class Arbiter:
 
     def _answer(self) -> list[int]:
         assert self._process.stdout is not None
-        return [int(word) for word in self._process.stdout.readline().split()]
+        line = self._process.stdout.readline()
+        assert line, f"the arbiter's process ended with status {self._process.wait()}"
+        return [int(word) for word in line.split()]
 
     def figures(self) -> list[tuple[int, int]]:
         """By container: the time that it was charged, in ns, and its overruns."""
