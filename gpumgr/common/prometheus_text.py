@@ -3,7 +3,7 @@
 A series has the same line in both formats, so it is rendered once; only the heads differ: OpenMetrics writes a counter's name without
 `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4, OpenMetrics 1.0.
 
-prometheus_client's own exposition of a custom collector takes 3 to 14 times as long (docs: benchmarks), more than the scrape goals allow.
+prometheus_client's own exposition of a custom collector takes 3 to 14 times as long, more than the scrape goals allow.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

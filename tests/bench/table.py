@@ -186,9 +186,7 @@ def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| PreStartContainer with {starts['containers']} shares, {what} | {goal} | {shown} | {_pair(starts['floor']['first'])} |"
     for name, where in _CALLERS.items():
         for key, goal in _AT_ONCE.items():
-            light, others = _pair(registrations[name]["light"][key]), registrations[name]
-            shown = f"{light}; grpcio {_pair(others['grpcio'][key])}; static client with its start {_pair(others['static_client'][key])}"
-            floor = f"{_pair(registrations['floor']['light'][key])}; grpcio {_pair(registrations['floor']['grpcio'][key])}"
+            shown, floor = _pair(registrations[name]["light"][key]), _pair(registrations["floor"]["light"][key])
             yield f"| RegisterVDevice, {key.removeprefix('at_once_')} at once, {where} | {goal} | {shown} | {floor} |"
     for name, what in _MIXES.items():
         row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
