@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e lab bench bench-pods bench-docs bench-placement hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv libraries demo test e2e lab bench bench-pods bench-docs bench-placement hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -107,6 +107,9 @@ lock: venv ## resolve the dependencies anew into requirements.lock (network)
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --no-annotate pyproject.toml -c requirements.lock -o config/image/requirements.lock
 
+libraries: $(VENV)/.locked ## compile the limiter's libraries into the tree (`venv` does it, too, if a compiler is there)
+	@$(PYTHON) -m tools.limiter
+
 wheel: venv ## build the wheel into dist/, the only one there
 	@rm -f dist/gpumgr-*.whl
 	@$(VENV)/bin/hatchling build -t wheel
@@ -115,7 +118,7 @@ image: wheel ## build the image with Docker
 	@version=$$($(VENV)/bin/hatchling version) && docker build -f config/image/Dockerfile --build-arg VERSION=$$version -t gpumgr:$$version .
 
 clean: ## remove what was made here: the environment, caches, builds
-	@rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-* build dist gpumgr/enforcement/limiter/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment -------------------------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ $(VENV)/.locked: requirements.lock
 	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-input --require-hashes -r requirements.lock
 	@touch $@
 
-# The package itself, editable; needs no network.
-$(VENV)/.installed: $(VENV)/.locked pyproject.toml
+# The package itself, editable, with the limiter's libraries; needs no network.
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml $(wildcard tools/limiter.py gpumgr/enforcement/limiter/*.[chS])
 	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-input --no-index --no-deps --no-build-isolation --editable .
 	@touch $@

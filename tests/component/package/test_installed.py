@@ -65,6 +65,18 @@ def test_it_brings_the_unit_and_the_settings(installed: Installed) -> None:
     assert installed.run("gpumgr", "config", "check", settings) == "ok\n"
 
 
+def test_it_brings_the_limiters_libraries(installed: Installed) -> None:
+    said = installed.run(
+        "python",
+        "-c",
+        "import ctypes; from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path as path; "
+        "print(path(LIBRARY), ctypes.CDLL(path(ARBITER)).gm_arbiter_add(-1, 0, -1, -1))",
+    )
+    library, answer = said.split()
+    assert Path(library).is_relative_to(installed.packages)
+    assert answer == "-1"
+
+
 def test_it_brings_the_page_and_the_programs_that_are_compiled_where_they_run(installed: Installed) -> None:
     package = PROJECT / "gpumgr"
     for path in (PAGE, package / "sim" / "nvml.c", package / "compat" / "gpu_manager" / "vcuda" / "gpu-client.c"):

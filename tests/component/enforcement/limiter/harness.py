@@ -10,50 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.limiter import ARBITER, LIBRARY, SHARED, compile_library, compile_program
+
 MIB = 1 << 20
 #: What a context of the fake GPU takes (gpu.h).
 CONTEXT_BYTES = 518 * MIB
 GPU_BYTES = 143_771 * MIB
 KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
 _SOURCES = Path(__file__).parents[3] / "data" / "limiter"
-_LIBRARY = Path(__file__).parents[4] / "gpumgr" / "enforcement" / "limiter"
-#: What glibc 2.17 has beside libc; today's have them for old programs.
-_OLD_LIBRARIES = ("-l:libdl.so.2", "-l:libpthread.so.0")
 # Layouts of pages.h.
 _MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
 _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
 
 
 def compile_all(folder: Path) -> None:
-    """Compiles the fake driver, the model clock, the tenant and the library into `folder`."""
-    shared = ("-fPIC", "-shared", "-fvisibility=hidden")
-    arbiter = _LIBRARY / "arbiter.c"
-    limiter = [*(path for path in _LIBRARY.glob("*.c") if path != arbiter), _LIBRARY / "dlsym.S"]
-    for name, sources, options in (
-        ("libcuda.so.1", [_SOURCES / "cuda.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
-        ("libnvidia-ml.so.1", [_SOURCES / "nvml.c"], (*shared, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
-        ("libclock.so", [_SOURCES / "clock.c"], ("-fPIC", "-shared")),
-        ("libgpumgr.so", limiter, (*shared, '-DPLACE="pages/"', "-Wl,-z,defs", "-Wl,--no-as-needed", *_OLD_LIBRARIES)),
-        ("libarbiter.so", [arbiter], (*shared, "-Wl,-z,defs")),
-        ("make_clock", [_SOURCES / "clock.c"], ("-DMAKE",)),
-        ("make_gpu", [_SOURCES / "make_gpu.c"], ()),
-        ("tenant", [_SOURCES / "tenant.c"], ()),
+    """Compiles the fake driver, the model clock, the tenant and the limiter's libraries into `folder`."""
+    for name, source, options in (
+        ("libcuda.so.1", "cuda.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
+        ("libnvidia-ml.so.1", "nvml.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
+        ("libclock.so", "clock.c", ("-fPIC", "-shared")),
+        ("make_clock", "clock.c", ("-DMAKE",)),
+        ("make_gpu", "make_gpu.c", ()),
+        ("tenant", "tenant.c", ()),
     ):
-        command = [
-            "gcc",
-            "-std=gnu11",
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *options,
-            "-o",
-            folder / name,
-            *sources,
-            "-ldl",
-            "-lpthread",
-        ]
-        subprocess.run(command, check=True)
+        compile_program(folder / name, [_SOURCES / source], options)
+    compile_library(LIBRARY, folder, ['-DPLACE="pages/"'])
+    compile_library(ARBITER, folder)
 
 
 @dataclass
@@ -72,7 +54,7 @@ class Node:
 
     def start(self, container: "Container | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
         """A tenant in a container; without one, it has the bare driver. `clock`: its time is the model clock's."""
-        preload = [self.programs / "libclock.so"] * clock + [self.programs / "libgpumgr.so"] * (container is not None)
+        preload = [self.programs / "libclock.so"] * clock + [self.programs / LIBRARY] * (container is not None)
         environment = {
             "LD_PRELOAD": ":".join(map(str, preload)),
             "LD_LIBRARY_PATH": str(self.programs),
@@ -175,7 +157,7 @@ class Arbiter:
 
     def __init__(self, programs: Path, clock: Path, containers: Sequence[Container]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ARBITER, programs / "libarbiter.so", *(container.folder for container in containers)],
+            [sys.executable, "-c", _ARBITER, programs / ARBITER, *(container.folder for container in containers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -4,28 +4,42 @@ import re
 import subprocess
 from pathlib import Path
 
-_SOURCES = Path(__file__).parents[4] / "gpumgr" / "enforcement" / "limiter"
+import pytest
+
+from gpumgr.common.errors import InputError
+from gpumgr.enforcement.limiter.libraries import library_path
+from tools.limiter import ARCHITECTURES, LIBRARY, SOURCES, compile_library, compiler
 
 
-def _objdump(option: str, library: Path) -> str:
-    return subprocess.run(["objdump", option, library], check=True, capture_output=True, text=True).stdout
+def _readelf(option: str, library: Path) -> str:
+    return subprocess.run(["readelf", "--wide", option, library], check=True, capture_output=True, text=True).stdout
 
 
-def test_it_needs_nothing_newer_than_glibc_2_17(programs: Path) -> None:
-    versions = re.findall(r"GLIBC_(\d+)\.(\d+)", _objdump("-T", programs / "libgpumgr.so"))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_needs_nothing_newer_than_glibc_2_17(tmp_path: Path, architecture: str) -> None:
+    command = compiler(architecture)
+    if command is None:
+        pytest.skip(f"no compiler for {architecture} is installed")
+    compile_library(LIBRARY, tmp_path, command=command)
+    versions = re.findall(r"@GLIBC_(\d+)\.(\d+)", _readelf("--dyn-syms", tmp_path / LIBRARY))
     assert versions
     assert max((int(major), int(minor)) for major, minor in versions) <= (2, 17)
-    needed = re.findall(r"NEEDED +(\S+)", _objdump("-p", programs / "libgpumgr.so"))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", tmp_path / LIBRARY))
+    assert "libc.so.6" in needed
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 
 
 def test_it_exports_dlsym_and_the_hooked_functions_only(programs: Path) -> None:
-    table = "".join((_SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
+    table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
     hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
-    defined = re.findall(
-        r"^\S+ +g +DF \.text\s+\S+\s+(?:Base\s+)?(\w+)$", _objdump("-T", programs / "libgpumgr.so"), re.MULTILINE
-    )
+    defined = re.findall(r" GLOBAL +DEFAULT +\d+ (\S+)$", _readelf("--dyn-syms", programs / LIBRARY), re.MULTILINE)
     assert set(defined) == hooked | {"dlsym"}
+
+
+def test_a_missing_library_is_an_error_that_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(InputError, match=r"has no libgpumgr\.so for riscv64 .*`make libraries`"):
+        library_path(LIBRARY)
 
 
 _NEXT = """
@@ -47,7 +61,7 @@ def test_rtld_next_depends_on_the_caller_of_dlsym(programs: Path, tmp_path: Path
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / f"{name}.so", tmp_path / f"{name}.c", "-ldl"], check=True)
     (tmp_path / "main.c").write_text("int answer(void); int main(void) { return answer(); }")
     subprocess.run(["gcc", "-o", tmp_path / "main", tmp_path / "main.c", tmp_path / "last.so"], check=True)
-    preload = ":".join(str(path) for path in (programs / "libgpumgr.so", tmp_path / "first.so", tmp_path / "second.so"))
+    preload = ":".join(str(path) for path in (programs / LIBRARY, tmp_path / "first.so", tmp_path / "second.so"))
     environment = {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(tmp_path)}
     assert subprocess.run([tmp_path / "main"], env=environment, check=False).returncode == 111
 
@@ -72,7 +86,7 @@ int main(void) {
 
 def test_a_hooked_name_gets_the_wrapper_through_every_handle(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "main.c").write_text(_LOOKUPS)
-    library = programs / "libgpumgr.so"
+    library = programs / LIBRARY
     subprocess.run(["gcc", f'-DLIBRARY="{library}"', "-o", tmp_path / "main", tmp_path / "main.c", "-ldl"], check=True)
     environment = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(programs)}
     output = subprocess.run([tmp_path / "main"], env=environment, check=True, capture_output=True, text=True).stdout
