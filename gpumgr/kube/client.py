@@ -1,4 +1,4 @@
-"""Connection to the API server: requests, renewed credentials, and detection of a dead peer."""
+"""Connection to the API server: requests, renewed credentials, detection of a dead peer, and the rights of an account."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -16,7 +17,7 @@ import structlog
 
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import GpumgrError, SettingsError
-from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_json
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_answer, decode_json
 from gpumgr.kube.credentials import CredentialFiles, Credentials
 
 _log = structlog.get_logger(__name__)
@@ -50,6 +51,9 @@ _RENEW_SECONDS: Final = 5.0
 #: The longest Retry-After that is obeyed, and the most objects for which one is kept, so that memory is bounded.
 _MAX_RETRY_AFTER_SECONDS: Final = 120.0
 _MAX_HELD: Final = 10_000
+
+#: The API group that answers which rights an account has.
+_REVIEWS: Final = "authorization.k8s.io/v1"
 
 #: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
 _TCP_OPTIONS: Final = (
@@ -313,3 +317,42 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
     """Seconds; 0.0 without one, or for a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Right:
+    """One verb on one resource; of the core API group, in all namespaces, unless `group` and `namespace` say otherwise."""
+
+    verb: str
+    resource: str
+    subresource: str | None = None
+    group: str = ""
+    namespace: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.verb} {'/'.join(filter(None, (self.resource, self.subresource)))}"
+
+
+class _Verdict(msgspec.Struct):
+    allowed: bool = False
+
+
+class _Review(msgspec.Struct):
+    status: _Verdict
+
+
+async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
+    """Whether this account, or `user`, has the right. Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
+
+    Every account may ask about itself (SelfSubjectAccessReview), but needs a right to ask about others (SubjectAccessReview).
+    """
+    kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
+    attributes = {key: value for key, value in asdict(right).items() if value is not None}
+    spec = {"resourceAttributes": attributes} | ({} if user is None else {"user": user})
+    body = {"apiVersion": _REVIEWS, "kind": kind, "spec": spec}
+    answer = await server.read("POST", f"/apis/{_REVIEWS}/{kind.lower()}s", body)
+    try:
+        return convert(answer, _Review).status.allowed
+    except UnreadableText as error:
+        raise GpumgrError(f"the API server's answer is no {kind}: {error}") from error

@@ -11,8 +11,7 @@ from typing import Any, Final
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
-from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, slices_in
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
+from gpumgr.kube.hami_formats import HAMI_ALLOCATED, HAMI_NODE, MIG_ALLOCATIONS, placed_by_hami, replica_request, slices_in
 from gpumgr.kube.selection import constraints_of
 from gpumgr.ledger.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView
 from gpumgr.placement.evaluators.chain import ContainerKind

@@ -10,9 +10,8 @@ from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.aio import forever, persistently
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
-from gpumgr.kube.cache import NoPods, PodCache
+from gpumgr.kube.cache import FailedPods, NoPods, PodCache
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.failed_pods import FailedPods
 from gpumgr.kube.publisher.decisions import DecisionReporter
 from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
@@ -131,7 +130,7 @@ class ApiSide:
         )
         reporters = {"inventory_reporter": inventory.report}
         if "replica" in offered(settings) and settings.hami.scheduler != "none":
-            register = RegisterReporter(annotate, scheduler=settings.hami.scheduler, pods=self.pods)
+            register = RegisterReporter(annotate, self.pods)
             reporters["hami_register_reporter"] = register.report
         return reporters
 

@@ -294,8 +294,6 @@ def _on_mig(settings: Settings) -> Iterator[str]:
         yield "needs node.profile hami or both: MIG devices are created for their requests"
     if settings.node.mig_strategy != "none":
         yield f"needs node.mig_strategy none: {settings.node.mig_strategy} offers the MIG devices that exist"
-    if settings.hami.scheduler == "legacy":
-        yield "can't be used with hami.scheduler legacy, which does not know MIG profiles"
 
 
 def _hami(settings: Settings) -> Iterator[tuple[str, str]]:

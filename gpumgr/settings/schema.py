@@ -89,8 +89,8 @@ class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
     operating_mode: Literal["hami-core", "mig"] = "hami-core"
     #: The profiles of these MIG devices, such as 1g.10gb. Empty: all that the GPU has.
     mig_profiles: tuple[MigProfileName, ...] = ()
-    #: The scheduler of HAMi for which the node's GPUs are registered (annotation hami.io/node-nvidia-register). legacy: HAMi 2.4 or older.
-    scheduler: Literal["current", "legacy", "none"] = "current"
+    #: current: the node's GPUs are registered for HAMi's scheduler, version 2.5 or newer (annotation hami.io/node-nvidia-register).
+    scheduler: Literal["current", "none"] = "current"
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,7 +55,7 @@ def passes(node: Stage) -> Mapping[str, list[float]]:
         written.append(value or "")
 
     reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
-        "register": RegisterReporter(annotate, scheduler="current", pods=pods),
+        "register": RegisterReporter(annotate, pods),
         "inventory": InventoryReporter(annotate, pods=pods, enforcement=lambda: "mps", topology_manager="none"),
     }
     assert len(state.ledger.allocations) == VCUDA_PODS + HAMI_PODS

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpumgr.common.units import Amounts
-from gpumgr.kube.replica_requests import devices_text, placed_by_hami
+from gpumgr.kube.hami_formats import devices_text, placed_by_hami
 from gpumgr.ledger.pods import ContainerSpec, NamedGpu
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 

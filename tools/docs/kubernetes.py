@@ -9,15 +9,13 @@ from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
-from gpumgr.kube.hami_mig import MIG_ALLOCATIONS
-from gpumgr.kube.hami_node import REGISTER, SCORES
+from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
 from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
 from gpumgr.kube.reflector import UNREADABLE_REASON
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.ledger import annotations
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION

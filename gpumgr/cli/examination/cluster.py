@@ -18,8 +18,7 @@ from gpumgr.cli.examination.cluster_config import manages_hami, parse_config, pr
 from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.kube.access import Right, allowed
-from gpumgr.kube.client import ApiServer
+from gpumgr.kube.client import ApiServer, Right, allowed
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.settings.hami_resources import ReplicaResources
 

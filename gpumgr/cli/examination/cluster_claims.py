@@ -6,8 +6,7 @@ from typing import Any, Final, Literal
 
 from gpumgr.cli.examination.examine import CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER
-from gpumgr.kube.access import Right
-from gpumgr.kube.client import ApiServer
+from gpumgr.kube.client import ApiServer, Right
 
 _GROUP: Final = "resource.k8s.io"
 _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"

@@ -6,8 +6,7 @@ from typing import Final
 
 from gpumgr.cli.examination.api_server import ask
 from gpumgr.cli.examination.examine import CheckResult, error, ok, skipped, warning
-from gpumgr.kube.access import Right, allowed
-from gpumgr.kube.client import ApiServer
+from gpumgr.kube.client import ApiServer, Right, allowed
 from gpumgr.settings import Settings
 
 _GRANT: Final = (

@@ -14,8 +14,14 @@ from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import Amounts
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode, slices_of
-from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, MigAllocation, allocation_of, encode_allocations
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED, devices_text
+from gpumgr.kube.hami_formats import (
+    HAMI_ALLOCATED,
+    MIG_ALLOCATIONS,
+    MigAllocation,
+    allocation_of,
+    devices_text,
+    encode_allocations,
+)
 from gpumgr.ledger.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.placement.evaluators.mig import place_at
 

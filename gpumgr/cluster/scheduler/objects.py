@@ -31,7 +31,7 @@ from gpumgr.kube.cluster_annotations import (
     PLACEMENT_ANNOTATION,
     decode_inventory,
 )
-from gpumgr.kube.hami_node import DEVICE_CORDON
+from gpumgr.kube.hami_formats import DEVICE_CORDON
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
 from gpumgr.ledger.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.ledger.pods import ContainerSpec, PodView

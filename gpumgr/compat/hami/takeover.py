@@ -15,9 +15,19 @@ from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config
 from gpumgr.compat.objects import KubernetesContainer, KubernetesNode, Object, Pod, PodSpec, of_type
 from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
-from gpumgr.kube.hami_node import DEVICE_CORDON, LOCK, REGISTER, RegisteredGpu, decode_register, describe_lock
+from gpumgr.kube.hami_formats import (
+    DEVICE_CORDON,
+    HAMI_ALLOCATED,
+    HAMI_NODE,
+    LOCK,
+    REGISTER,
+    RegisteredGpu,
+    decode_register,
+    describe_lock,
+    placed_by_hami,
+    replica_request,
+)
 from gpumgr.kube.pods import quantity_or_0
-from gpumgr.kube.replica_requests import HAMI_ALLOCATED, HAMI_NODE, placed_by_hami, replica_request
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.pods import ContainerSpec
 from gpumgr.placement.evaluators.chain import ContainerKind

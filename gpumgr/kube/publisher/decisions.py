@@ -19,7 +19,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import BugLog, next_tick, wait_at_most
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.hami_mig import MIG_ALLOCATIONS, with_driver_ids
+from gpumgr.kube.hami_formats import MIG_ALLOCATIONS, with_driver_ids
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings

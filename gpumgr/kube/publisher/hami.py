@@ -9,10 +9,8 @@ difference if the lock is another pod's by now. A pod that the kubelet refuses b
 pod is waited for until it has all its devices, has ended, or is gone. The API server is not asked for the lock.
 """
 
-import time
 from collections.abc import Callable
-from datetime import datetime
-from typing import Final, Literal
+from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
@@ -20,17 +18,14 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.hami_mig import registered_profiles
-from gpumgr.kube.hami_node import (
-    HANDSHAKE,
+from gpumgr.kube.hami_formats import (
     LOCK,
     REGISTER,
     SCORES,
     RegisteredGpu,
     encode_register,
-    encode_register_csv,
     encode_scores,
-    reported,
+    registered_profiles,
 )
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.annotations import HAMI_PHASE
@@ -44,36 +39,22 @@ from gpumgr.placement.topology.scores import score_matrix
 
 #: Phases of a pod that HAMi's scheduler does not wait for.
 _FINAL: Final = ("success", "failed")
-#: Between two handshakes, which old schedulers expect.
-HANDSHAKE_SECONDS: Final = 30.0
 
 
 class RegisterReporter:
-    """`scheduler` "legacy": HAMi up to 2.4. `now` returns local time."""
+    """Registers the node's GPUs for HAMi's scheduler."""
 
-    def __init__(
-        self,
-        annotate: Callable[[str, str], None],
-        *,
-        scheduler: Literal["current", "legacy"],
-        pods: Pods,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = datetime.now,
-    ) -> None:
-        self._annotate, self._pods, self._clock, self._now = annotate, pods, clock, now
-        self._legacy, self._handshake_at = scheduler == "legacy", float("-inf")
+    def __init__(self, annotate: Callable[[str, str], None], pods: Pods) -> None:
+        self._annotate, self._pods = annotate, pods
 
     def report(self, report: NodeReport) -> None:
         """Publishes nothing before the GPUs and the pods of the node are known."""
         snapshot = report.view.inventory.snapshot
         if not snapshot.gpus or not self._pods.synced:
             return
-        self._annotate(REGISTER, (encode_register_csv if self._legacy else encode_register)(self._gpus(report)))
+        self._annotate(REGISTER, encode_register(self._gpus(report)))
         if len(snapshot.gpus) > 1:
             self._annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
-        if self._legacy and self._clock() - self._handshake_at >= HANDSHAKE_SECONDS:
-            self._handshake_at = self._clock()
-            self._annotate(HANDSHAKE, reported(self._now()))
 
     def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
         view, registry = report.view, report.view.ledger.gpu_registry

@@ -7,7 +7,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from gpumgr.kube.failed_pods import REFUSED, FailedPods
+from gpumgr.kube.cache import REFUSED, FailedPods
 
 from .conftest import Start
 from .fake_api_server import FakeApiServer, pod, status

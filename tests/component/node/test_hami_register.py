@@ -2,8 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -11,12 +10,12 @@ from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
-from gpumgr.kube.hami_node import HANDSHAKE, REGISTER, SCORES
+from gpumgr.kube.hami_formats import REGISTER, SCORES
 from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.ledger.ledger import Allocation
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
 from tests.component.stage.mig import with_mig
-from tests.component.stage.stage import Clock, MemoryPods
+from tests.component.stage.stage import MemoryPods
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of, view_of, whole
 
 from .test_inventory import LOW, pod
@@ -26,23 +25,14 @@ MEBIBYTES = 256 * BLOCKS
 
 @dataclass
 class Node:
-    scheduler: Literal["current", "legacy"] = "current"
     memory_scaling: float = 1.0
     core_scaling: float = 1.0
     pods: MemoryPods = field(default_factory=MemoryPods)
-    clock: Clock = field(default_factory=Clock)
     written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.report = self.offering(view_of())
-        began = self.clock.now + 1
-        self.reporter = RegisterReporter(
-            self._annotate,
-            scheduler=self.scheduler,
-            pods=self.pods,
-            clock=self.clock,
-            now=lambda: datetime(2026, 1, 2, 3, 4, 5) + timedelta(seconds=self.clock.now - began),
-        )
+        self.reporter = RegisterReporter(self._annotate, self.pods)
 
     def _annotate(self, key: str, value: str) -> None:
         if dict(self.written).get(key) != value:
@@ -52,9 +42,8 @@ class Node:
         scaling = self.memory_scaling, self.core_scaling
         return NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=10, scaling=scaling)))
 
-    def look(self, *allocations: Allocation, seconds: float = 1.0, **view: Any) -> list[str]:
-        """The keys that are written one second later, with this state."""
-        self.clock.now += seconds
+    def look(self, *allocations: Allocation, **view: Any) -> list[str]:
+        """The keys that are written with this state."""
         self.report = self.offering(view_of(*allocations, **view))
         before = len(self.written)
         self.reporter.report(self.report)
@@ -118,16 +107,6 @@ def test_a_sick_or_cordoned_gpu_stays_listed_beside_the_others() -> None:
     assert [gpu.get("health") for gpu in node.gpus] == [None, None]
     node.look()
     assert [gpu["health"] for gpu in node.gpus] == [True, True]
-
-
-def test_an_old_scheduler_gets_csv_and_a_handshake() -> None:
-    node = Node(scheduler="legacy")
-    assert node.look() == [REGISTER, SCORES, HANDSHAKE]
-    texts = dict(node.written)
-    assert (texts[REGISTER] or "").startswith(f"{uuid_of(0)},10,{MEBIBYTES},100,NVIDIA")
-    assert texts[HANDSHAKE] == "Reported_2026-01-02 03:04:05"
-    assert node.look(seconds=29.0) == []
-    assert node.look() == [HANDSHAKE]
 
 
 def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:

@@ -22,8 +22,8 @@ from gpumgr.common.errors import CheckpointError, CriError
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.kube.hami_formats import replica_request
 from gpumgr.kube.pods import parse_quantity, selected
-from gpumgr.kube.replica_requests import replica_request
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink
 from gpumgr.kubelet.deviceplugin.resource_lists import encode_node_devices

@@ -28,8 +28,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_conf import parse as parse_vo
 from gpumgr.compat.objects import parse_object, read_documents
 from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.cluster_annotations import decode_inventory, decode_placement
-from gpumgr.kube.hami_mig import decode_allocations
-from gpumgr.kube.hami_node import decode_register
+from gpumgr.kube.hami_formats import decode_allocations, decode_register
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.kubelet.dra.claim_reader import allocated_claim

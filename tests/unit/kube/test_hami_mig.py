@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.kube.hami_mig import (
+from gpumgr.kube.hami_formats import (
     MigAllocation,
     Placed,
     allocation_of,

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpumgr.kube.hami_mig import registered_profiles
-from gpumgr.kube.hami_node import (
+from gpumgr.kube.hami_formats import (
     RegisteredGpu,
     decode_register,
     describe_lock,
     encode_register,
-    encode_register_csv,
     encode_scores,
-    reported,
+    registered_profiles,
 )
 from gpumgr.placement.evaluators.constraints import device_type
 from tests import mig_profiles
@@ -29,7 +27,6 @@ GOLDEN = (
 H100 = RegisteredGpu(
     uuid="GPU-0fc3", index=1, count=10, memory_mebibytes=81559, cores=100, model="NVIDIA H100 80GB HBM3", healthy=True
 )
-CSV = "GPU-ebe7,10,7680,100,NVIDIA-Tesla P4,0,true:"
 MIG_GOLDEN = (
     '[{"id":"GPU-0fc3","count":7,"devmem":81559,"devcore":100,"type":"NVIDIA H100 80GB HBM3","mode":"mig","migProfiles":['
     '{"name":"7g.80gb","memoryMB":81152,"core":100,"sliceCount":7,"placements":[{"start":0,"size":8}]},'
@@ -79,30 +76,14 @@ def test_a_gpu_with_dynamic_mig_lists_its_profiles() -> None:
             decode_register(MIG_GOLDEN.replace(before, after))
 
 
-@pytest.mark.parametrize(("text", "index", "mode"), [(CSV, 0, "hami-core"), (CSV[:-1] + ",1,mig:", 1, "mig")])
-def test_a_list_of_an_old_plugin(text: str, index: int, mode: str) -> None:
-    (gpu,) = decode_register(text)
-    assert (gpu.uuid, gpu.memory_mebibytes, gpu.model, gpu.index, gpu.mode) == ("GPU-ebe7", 7680, "NVIDIA-Tesla P4", index, mode)
-
-
 @given(GPUS)
 def test_what_is_encoded_is_decoded(gpus: list[RegisteredGpu]) -> None:
     assert decode_register(encode_register(gpus)) == gpus
-    if gpus:
-        assert decode_register(encode_register_csv(gpus)) == gpus
 
 
 @pytest.mark.parametrize("text", [
     "",
-    CSV[:-1],
-    "GPU-ebe7:",
-    CSV[:-1] + ",1:",
-    CSV[:-1] + ",-1,mig:",
-    CSV.replace("true", "maybe"),
-    CSV.replace("7680", "-7680"),
-    CSV.replace("7680", "7680Mi"),
-    CSV.replace(",0,", ",x,"),
-    CSV.replace("GPU-ebe7", ""),
+    "GPU-ebe7,10,7680,100,NVIDIA-Tesla P4,0,true:",  # as HAMi 2.4 and older
     "[",
     "[1]",
     "{}",
@@ -147,12 +128,6 @@ def test_another_lock_is_refused(text: str) -> None:
         describe_lock(text)
 
 
-def test_a_model_with_separators_keeps_the_list_readable() -> None:
-    odd = RegisteredGpu(uuid="a", count=1, memory_mebibytes=1, cores=1, model="NVIDIA A,B:C")
-    (gpu,) = decode_register(encode_register_csv([odd]))
-    assert gpu.model == "NVIDIA A-B-C"
-
-
 @pytest.mark.parametrize(("model", "expected"), [
     ("NVIDIA A100", "NVIDIA A100"),
     ("Tesla P4", "NVIDIA-Tesla P4"),
@@ -176,13 +151,5 @@ def test_scores_are_read_as_they_were_written(uuids: list[str], data: st.DataObj
     }
 
 
-@given(st.datetimes(min_value=datetime(2000, 1, 1)))
-def test_a_handshake_is_read_as_it_was_written(now: datetime) -> None:
-    """As schedulers up to HAMi 2.4 do (pkg/scheduler/scheduler.go): the state, and a time of their own zone in seconds."""
-    state, _, time = reported(now).partition("_")
-    assert (state, datetime.strptime(time, "%Y-%m-%d %H:%M:%S")) == ("Reported", now.replace(microsecond=0))
-
-
-def test_scores_and_handshake() -> None:
+def test_scores_are_hamis() -> None:
     assert encode_scores(["a", "b"], ((0, 120), (120, 0))) == '[{"uuid":"a","score":{"b":120}},{"uuid":"b","score":{"a":120}}]'
-    assert reported(datetime(2026, 1, 2, 3, 4, 5)) == "Reported_2026-01-02 03:04:05"

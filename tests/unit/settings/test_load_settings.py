@@ -178,9 +178,8 @@ MISTAKES = {
     "hami: {operating_mode: mig}": [
         "FILE:1: hami.operating_mode: mig needs node.profile hami or both: MIG devices are created for their requests"
     ],
-    "node: {profile: both, mig_strategy: mixed}\nhami: {operating_mode: mig, scheduler: legacy}": [
+    "node: {profile: both, mig_strategy: mixed}\nhami: {operating_mode: mig}": [
         "FILE:2: hami.operating_mode: mig needs node.mig_strategy none: mixed offers the MIG devices that exist",
-        "FILE:2: hami.operating_mode: mig can't be used with hami.scheduler legacy, which does not know MIG profiles",
     ],
     "node: {mig_strategy: mixed, mode: dra}": [
         "FILE:1: node.mig_strategy: mixed needs node.mode plugin: with mode dra no device plugin runs"

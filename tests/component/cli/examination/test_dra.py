@@ -12,7 +12,7 @@ from gpumgr.cli.examination.checks import HostLocations, checks_for
 from gpumgr.cli.examination.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
 from gpumgr.cli.examination.rights import needed
 from gpumgr.common.units import Amounts
-from gpumgr.kube.access import Right
+from gpumgr.kube.client import Right
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

@@ -13,7 +13,7 @@ from gpumgr.compat.hami.config import read_config
 from gpumgr.compat.hami.takeover import HamiState, plan_take_over
 from gpumgr.compat.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.compat.plan import Plan, differing
-from gpumgr.kube.hami_node import REGISTER
+from gpumgr.kube.hami_formats import REGISTER
 from gpumgr.settings.hami_resources import ReplicaResources
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")

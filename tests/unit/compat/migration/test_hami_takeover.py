@@ -12,7 +12,7 @@ from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.hami.takeover import HamiState, differences, plan_take_over, running_pods
 from gpumgr.compat.objects import parse_object
 from gpumgr.compat.plan import Plan
-from gpumgr.kube.hami_node import LOCK, REGISTER, RegisteredGpu, encode_register
+from gpumgr.kube.hami_formats import LOCK, REGISTER, RegisteredGpu, encode_register
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ids import RegisteredGpu as OwnGpu
 from gpumgr.ledger.ledger import Allocation, Ledger

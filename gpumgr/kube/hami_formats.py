@@ -1,0 +1,246 @@
+"""HAMi's requests and annotations. Pure.
+
+A container requests GPUs by resources; a pod's annotations name the GPUs and MIG devices that HAMi's scheduler chose; a node's annotations
+list the registered GPUs, their pair scores and the scheduler's lock.
+
+Source: HAMi 2.10. Requests: pkg/device/nvidia/device.go (GenerateResourceRequests, and the rule of MutateAdmission for whole GPUs).
+Annotations: pkg/device/devices.go (EncodePodSingleDevice, EncodeNodeDevices, MigProfile), pkg/device/nvidia/mig_allocations.go,
+pkg/device/nvidia/links.go and pkg/util/nodelock.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, field
+
+from gpumgr.common.units import CORES_PER_GPU, Amounts
+from gpumgr.kube.cluster_annotations import MigSize, MigStart, ProfileName, Uuid, decode_json
+from gpumgr.ledger.ledger import MigDevice
+from gpumgr.ledger.pods import ContainerSpec, NamedGpu
+from gpumgr.placement.evaluators.mig import MigPlace, amounts_of
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.topology.scores import Scores
+from gpumgr.settings.hami_resources import ReplicaResources
+
+#: The node and the devices of a pod, as HAMi's scheduler writes them.
+HAMI_NODE: Final = "hami.io/vgpu-node"
+HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
+_DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
+
+
+def replica_request(
+    wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
+) -> ReplicaRequest | None:
+    """None: the container has no GPUs from the kubelet. `wanted`: resource -> quantity. Amounts above 100 % are kept, for
+    `ReplicaRequest.problem`. Raises ValueError for an invalid quantity."""
+
+    def amount(name: str) -> int:
+        return parse_quantity(str(wanted.get(name, "0")))
+
+    count, percent = amount(resources.count_resource), amount(resources.memory_percentage_resource)
+    memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
+    if count == 0:
+        return None
+    # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
+    whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
+    cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
+    return ReplicaRequest(
+        count=count,
+        cores=CORES_PER_GPU if whole else cores if cores >= CORES_PER_GPU or not resources.disable_core_limit else 0,
+        memory_mebibytes=memory or None,
+        memory_percent=percent or 100,
+        memory_scaling=resources.device_memory_scaling,
+        core_scaling=resources.device_core_scaling,
+    )
+
+
+def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
+    """What `placed_by_hami` reads: the GPUs of each container of a pod, also of those without GPUs."""
+    return "".join(
+        "".join(f"{uuid},NVIDIA,{amounts.memory_mebibytes},{amounts.cores}:" for uuid, amounts in gpus) + ";"
+        for gpus in containers
+    )
+
+
+def placed_by_hami(
+    text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
+) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
+    """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
+
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order. `slices`: the memory
+    slices of MIG devices, by the positions of the container and of the device in the text.
+    """
+    if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
+        raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
+    entries = [_DEVICE.findall(entry) for entry in text.split(";")]
+    devices = [
+        [
+            (uuid, Amounts(int(cores), int(memory), slices=slices.get((position, number), 0)))
+            for number, (uuid, memory, cores) in enumerate(entry)
+        ]
+        for position, entry in enumerate(entries)
+        if entry
+    ]
+    wanted = [spec.name for spec in containers if spec.replicas]
+    if len(devices) != len(wanted):
+        raise ValueError(f"it has the devices of {len(devices)} containers, and {len(wanted)} request GPUs")
+    return tuple((name, tuple(entry)) for name, entry in zip(wanted, devices, strict=True))
+
+
+#: The MIG devices of a pod. The scheduler writes their places, and the node's plugin adds the driver's ids.
+MIG_ALLOCATIONS: Final = "hami.io/vgpu-mig-allocations"
+_Position = Annotated[int, Meta(ge=0, le=1 << 16)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory slices of a GPU: the first one, and how many."""
+
+    start: MigStart
+    size: MigSize
+
+    @property
+    def slices(self) -> int:
+        """Slice n as bit n."""
+        return (1 << self.size) - 1 << self.start
+
+
+class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`container`: its position among all containers of the pod, init containers first. `device`: the position among its GPUs. The last
+    three are known once the MIG device is there."""
+
+    container: _Position = msgspec.field(name="containerIndex")
+    device: _Position = msgspec.field(name="deviceIndex")
+    gpu: Uuid = msgspec.field(name="gpuUUID")
+    profile: ProfileName
+    placement: Placed
+    mig_uuid: Annotated[str, Meta(max_length=96)] = msgspec.field(name="migUUID", default="")
+    gpu_instance: _Number | None = msgspec.field(name="gpuInstanceID", default=None)
+    compute_instance: _Number | None = msgspec.field(name="computeInstanceID", default=None)
+
+
+class RegisteredProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """`core`: percent of the GPU's compute. `slices`: compute slices."""
+
+    name: ProfileName
+    memory_mebibytes: _Number = msgspec.field(name="memoryMB")
+    core: _Number
+    slices: _Number = msgspec.field(name="sliceCount")
+    placements: tuple[Placed, ...] | None
+
+
+def allocation_of(gpu: str, place: MigPlace, *, container: int, device: int) -> MigAllocation:
+    """Without the driver's ids."""
+    placement = Placed(start=place.start, size=place.profile.size)
+    return MigAllocation(container=container, device=device, gpu=gpu, profile=place.profile.name, placement=placement)
+
+
+def encode_allocations(allocations: Iterable[MigAllocation]) -> str:
+    return msgspec.json.encode(list(allocations)).decode()
+
+
+def decode_allocations(text: str) -> Sequence[MigAllocation]:
+    """Raises ValueError for what HAMi's plugin refuses: an incomplete allocation, some of the driver's ids only, a device twice."""
+    found = decode_json(text or "[]", tuple[MigAllocation, ...], "no MIG allocations of HAMi")
+    for each in found:
+        if len({bool(each.mig_uuid), each.gpu_instance is not None, each.compute_instance is not None}) > 1:
+            raise ValueError(f"container {each.container}, device {each.device}: only a part of the driver's ids is there")
+    if len({(each.container, each.device) for each in found}) < len(found):
+        raise ValueError("a device of a container appears twice")
+    return found
+
+
+def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
+    """The allocations with the ids of the MIG devices at their places; `devices` have the UUIDs of their GPUs. Raises ValueError."""
+    ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
+
+    def completed(each: MigAllocation) -> MigAllocation:
+        made = ids.get((each.gpu, each.profile, each.placement.slices))
+        if made is None:
+            return each
+        return msgspec.structs.replace(
+            each, mig_uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance
+        )
+
+    return encode_allocations(map(completed, decode_allocations(text)))
+
+
+def slices_in(text: str) -> Mapping[tuple[int, int], int]:
+    """(container, device) -> the memory slices of its MIG device, slice n as bit n. Raises ValueError, as `decode_allocations`."""
+    return {(each.container, each.device): each.placement.slices for each in decode_allocations(text)}
+
+
+def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:
+    """As the annotation of the node has them."""
+    return tuple(
+        RegisteredProfile(
+            name=each.name,
+            memory_mebibytes=each.memory_mebibytes,
+            core=amounts_of(MigPlace(profile=each, start=0), profiles).cores,
+            slices=each.slices,
+            placements=tuple(Placed(start=start, size=each.size) for start in each.starts),
+        )
+        for each in profiles
+        if each.starts
+    )
+
+
+REGISTER: Final = "hami.io/node-nvidia-register"
+SCORES: Final = "hami.io/node-nvidia-score"
+#: Its scheduler binds no other pod to the node while this is there.
+LOCK: Final = "hami.io/mutex.lock"
+#: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+DEVICE_CORDON: Final = "hami.io/device-cordon"
+_Unsigned = Annotated[int, Meta(ge=0)]
+
+
+class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`count`: how many containers may share it. `cores` in percent. An unhealthy GPU gets no new pods. `mig_profiles`: of mode mig.
+
+    In JSON, fields that are 0, false or empty are left out.
+    """
+
+    uuid: Annotated[str, Meta(min_length=1)] = field(name="id")
+    index: _Unsigned = 0
+    count: _Unsigned = 0
+    memory_mebibytes: _Unsigned = field(name="devmem", default=0)
+    cores: _Unsigned = field(name="devcore", default=0)
+    model: str = field(name="type", default="")
+    numa: int = 0
+    #: The default has a factory, so that it is written.
+    mode: str = field(default_factory=lambda: "hami-core")
+    mig_profiles: tuple[RegisteredProfile, ...] = field(name="migProfiles", default=())
+    healthy: bool = field(name="health", default=False)
+
+
+def describe_lock(text: str) -> str:
+    """For which pod the node is locked, and since when, from the annotation LOCK: a time of RFC 3339, and namespace and name of the pod,
+    which an old scheduler does not write. Raises ValueError."""
+    time, *pod = text.split(",")
+    since = datetime.fromisoformat(time)
+    if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):
+        raise ValueError(f"{text[:64]!r} is no time with the namespace and name of a pod")
+    return f"for {'/'.join(pod) or 'a pod'} since {since.isoformat()}"
+
+
+def encode_register(gpus: Iterable[RegisteredGpu]) -> str:
+    return msgspec.json.encode(list(gpus)).decode()
+
+
+def decode_register(text: str) -> Sequence[RegisteredGpu]:
+    """Raises ValueError."""
+    return [] if text == "null" else decode_json(text, list[RegisteredGpu])
+
+
+def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
+    """The scores of each GPU's links to the others."""
+    rows = [
+        {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
+        for uuid, row in zip(uuids, scores, strict=True)
+    ]
+    return msgspec.json.encode(rows).decode()
