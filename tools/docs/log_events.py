@@ -7,40 +7,36 @@ from tools.docs.markdown import code, table
 
 MEANINGS: Final = {
     # the kubelet
-    "ready": "The node can take pods with GPUs, `seconds` after the start. If driver or kubelet are "
-    "unavailable, `status` says so.",
+    "ready": "The node can take pods with GPUs, `seconds` after the start. `status` says if driver or kubelet are unavailable.",
     "stopped_at_once": "The agent received a second signal and ended at once.",
     "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`. The ledger is not affected.",
     "ended": "The process ended for the given reason, with the given exit code.",
     "ended_by_bug": "A bug ended the process. Report it with the traceback.",
-    "registration_failed": "The kubelet refused the registration or is unavailable; retried, at once when a new "
-    "kubelet.sock appears. `error` has the remedy.",
+    "registration_failed": "The kubelet refused the registration or is unavailable. Retried; `error` has the remedy.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Checked every two seconds.",
     "waiting_for_other_agent": "During an update, this agent waits until the agent in `reason` has ended.",
     "registration_lost": "The kubelet has restarted, or the agent's socket was removed. The agent registers again.",
-    "socket_made_again": "Another program removed or replaced a socket of the driver. If this repeats, find that "
-    "program: a second agent?",
-    "claim_not_restored": "The limits or the CDI spec of a prepared claim could not be written. Containers that use it "
-    "can't start; retried each second.",
+    "socket_made_again": "Another program removed or replaced a socket of the driver. If this repeats, find it: a second agent?",
+    "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written. Its containers can't start. Retried.",
     "claim_not_adopted": "The ledger was lost, and this claim could not be prepared again. Its GPUs count as free: "
     "delete the pod.",
-    "claims_not_adopted": "The ledger was lost in mode plugin, and the agent may not read ResourceClaims. If the node "
-    "was in mode dra, GPUs of its claims count as free: grant the right, or drain the node.",
-    "leaked_claims_not_examined": "Whether these claims are still allocated could not be read. They keep their GPUs.",
-    "claim_reclaimed": "The API server lacks the claim and the kubelet its pod, without an Unprepare. Its GPUs are free again.",
+    "claims_not_adopted": "The ledger was lost in mode plugin, and the agent may not read ResourceClaims. After mode dra, GPUs of "
+    "claims may count as free: grant the right, or drain the node.",
+    "leaked_claims_not_examined": "The agent can't read whether these claims are still allocated. They keep their GPUs.",
+    "claim_reclaimed": "The API server lacks the claim, and the kubelet its pod; it was not unprepared. Its GPUs are free again.",
     "claiming_pod_retried": "The agent annotated a pod that waited for a claim, so that the kubelet prepares it at once.",
-    "claiming_pods_not_retried": "The annotation could not be written. The kubelet retries these pods within 90 s by itself.",
-    "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. It has "
-    "one set of limits.",
+    "claiming_pods_not_retried": "The annotation can't be written. The kubelet retries these pods within 90 s.",
+    "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. Only one of them "
+    "limits it.",
     "claim_failed": "A bug while a claim was prepared or released; its pod waits. Report it with the traceback.",
     "call_failed": "A bug in a call of the kubelet; the pod fails. Report it with the traceback.",
     # decisions
     "refused": "A request was refused; `reason` is also in `kubectl describe pod`, `code` in the [table of "
     "refusals](user-guide.md#refusals).",
-    "allocation_adopted": "The kubelet lists a container that was missing in the ledger (after the checkpoint was lost); the "
-    "ledger has it now.",
+    "allocation_adopted": "After the checkpoint was lost, the agent added a container from the kubelet's list to the ledger.",
     "allocation_not_adopted": "Kubelet and ledger contradict each other (`problem`). Delete that pod.",
-    "allocation_renamed": "The ledger had another pod or container for the allocation; it has the kubelet's now.",
+    "allocation_renamed": "Ledger and kubelet named different pods or containers for the allocation; the ledger now has the "
+    "kubelet's.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
     "name_not_remembered": "The checkpoint can't be written, so it lacks the name of a pod. Check the disk; retried.",
@@ -50,12 +46,13 @@ MEANINGS: Final = {
     # GPUs
     "gpus_found": "The driver lists these GPUs; it reports no XIDs for the GPUs in `without_events`.",
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
-    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has; dmesg shows why. The agent reopens its "
-    "session every minute.",
+    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has, without GPUs of virtual machines (vfio-pci). dmesg "
+    "shows why. The agent reopens its session every minute.",
     "gpus_given_out_twice": "Another device plugin allocates the same GPUs. Run only one; `remedy` says how.",
-    "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of "
-    "`gpu_instance`, may go out of service.",
-    "gpu_health_changed": "The health of a GPU changed. Only that GPU is out of service, until several good readings.",
+    "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go "
+    "out of service.",
+    "gpu_health_changed": "The health of a GPU changed. Only that GPU is out of service, until several good readings. `reason` "
+    "`hang`: calls about it hang; if they do not return, restart the node.",
     "gpu_quarantined": "Processes of an ended container still run on the GPU after 10 s. It takes no pods until they end.",
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on; retried.",
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
@@ -102,35 +99,33 @@ MEANINGS: Final = {
     "enforcement_not_recovered": "A mechanism could not take over its state from an earlier process. Retried.",
     "enforcement_not_observed": "A mechanism could not check its containers. Retried every second.",
     "enforcement_not_adjusted": "A mechanism could not correct the limits of its containers. Retried every second.",
-    "offered_ids_kept": "The kubelet has lost its checkpoint and offers the ids of a running pod again. No other pod "
-    "gets them. Delete the pod in `holder` when its work allows it.",
+    "offered_ids_kept": "The kubelet lost its checkpoint and offers the ids of a running pod again. No other pod gets them. "
+    "Delete the pod in `holder` when its work allows it.",
     "orphan_not_removed": "Files of an ended container can't be removed. Retried.",
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
     "orphans_not_listed": "The files of ended containers can't be listed. Retried.",
     "container_over_limit": "The driver reports more memory for a container than it was granted. Its pod has an event; it "
     "is evicted only with `enforcement.evict`.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
-    "gpu_process_unattributed": "A process on a GPU belongs to no allocation; no container is charged for its memory. Logged "
-    "for a process of an ended container only after 10 s.",
-    "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is above 1: containers may "
-    "together need more than a GPU has.",
-    "hami_core_regions_not_bounded": "Regions of HAMi-core lie in plain folders: a container can take room of run_dir for a "
-    "second.",
+    "gpu_process_unattributed": "A process on a GPU belongs to no allocation, so no container is charged for its memory. For an ended "
+    "container's process only after 10 s.",
+    "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is above 1: containers may together need more "
+    "than a GPU has.",
+    "hami_core_regions_not_bounded": "Regions of HAMi-core are in plain folders: a container can fill `enforcement.run_dir` for a second.",
     "mps_unavailable": "MPS can't be used on this node, for the given reason.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",
-    "mps_daemon_hangs": "A trial program got no context from the MPS daemon of a GPU. New containers are refused "
-    "there; the daemon is replaced when no container uses it.",
-    "mps_client_terminated": "A process of a deleted pod was still a client of MPS one second before its end; its work was "
-    "terminated.",
-    "mps_clients_not_ended": "Clients of MPS of a deleted pod could not be terminated in time.",
+    "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients. New containers are refused there; the daemon is "
+    "replaced when no container uses it.",
+    "mps_client_terminated": "A deleted pod still used MPS one second before its end; its work was terminated.",
+    "mps_clients_not_ended": "MPS clients of a deleted pod could not be terminated in time.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. Checked again.",
     "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
     "mps_daemon_not_ended": "The MPS daemon of a GPU could not be ended. The agent retries.",
     "mps_daemon_not_checked": "A bug in the check of an MPS daemon. Report it with the traceback.",
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. Retried.",
-    "mps_limits_changed": "A process changed the limits of an MPS daemon. The agent restores them; the containers "
-    "concerned have a `tampered` finding.",
+    "mps_limits_changed": "A process changed the limits of an MPS daemon. The agent restores them and reports containers as "
+    "`tampered`.",
     "mps_not_probed": "MPS could not be tried on an idle GPU. Retried.",
     "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
@@ -138,24 +133,24 @@ MEANINGS: Final = {
     "device_nodes_missing": "Device nodes that every container needs are missing on the host. `error` has the names and "
     "the remedy.",
     "driver_files": "New containers get the driver's files by `way` (`toolkit` or `mounts`); `because` has the reason.",
-    "driver_files_undecided": "The container runtime has not reported its default runtime (`error`), so the way of the "
-    "driver's files is unknown. Retried each minute.",
+    "driver_files_undecided": "The container runtime has not reported its default runtime (`error`), so `auto` is undecided. Retried "
+    "each minute.",
     "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
     "driver_files_not_mirrored": "The driver's files can't be copied (`error`): new containers don't see the driver. Retried "
     "each minute.",
     "driver_files_not_removed": "Files of an earlier driver can't be removed. The agent retries.",
-    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`, and a new one was made.",
-    "driver_folder_set_aside": "Something else was in the place of the copy; it is kept under `kept`.",
+    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`; there is a new one.",
+    "driver_folder_set_aside": "Something else was in the copy's place; it is kept under `kept`.",
     # the container runtime
     "cri_unavailable": "The container runtime does not answer. The agent uses its last list; new containers can't be observed.",
     "container_not_located": "The cgroup of a container was not found, so the container can't be observed.",
     "container_processes_unknown": "The processes of a container can't be read.",
     # the API server
-    "api_server_retries": "The API server is unavailable or refuses a list or a watch, which is retried. Placement continues.",
-    "objects_outdated": "Watches and lists of this resource have failed for `scheduler.max_silence_seconds`. No pod "
-    "is placed, `gpumgr claims` writes nothing, `/readyz` is 503.",
-    "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. Logged once "
-    "per object, with the event `GpumgrCannotRead`.",
+    "api_server_retries": "The API server is unavailable or refuses a list or a watch. Retried; placement continues.",
+    "objects_outdated": "Watches and lists of this resource failed for `scheduler.max_silence_seconds`. No pod is placed, `gpumgr "
+    "claims` writes nothing, `/readyz` is 503.",
+    "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. Logged once per object, "
+    "with the event `GpumgrCannotRead`.",
     "credentials_not_renewed": "The credentials for the API server can't be read again; the previous ones stay in use.",
     "announcements_wait": "The API server is unavailable. The latest state is written when it answers again.",
     "announcement_refused": "RBAC or an admission policy forbids a write; `remedy` names the missing rule.",
@@ -163,36 +158,32 @@ MEANINGS: Final = {
     # the scheduler
     "lease_lost": "This replica did not renew the Lease in time. It answers 503 from now on.",
     "lease_not_released": "This replica ended without giving up the Lease. Another one takes it when it expires.",
-    "leader_election_retries": "A request for the Lease or the leader's label failed; repeated. Check "
-    "config/scheduler/rbac.yaml and the API server.",
+    "leader_election_retries": "A request for the Lease or the leader's label failed. Retried. Check config/scheduler/rbac.yaml and the "
+    "API server.",
     "pod_not_bound": "The pod was not bound. `reason` is also in its events; kube-scheduler tries again.",
-    "waiting_pods_retried": "A rejected pod fits now: the leader annotated its own pod, so that kube-scheduler tries all "
-    "waiting pods.",
-    "waiting_pods_not_retried": "The leader could not annotate its own pod: waiting pods are tried at the next event, or "
-    "within five minutes. Check config/scheduler/rbac.yaml.",
+    "waiting_pods_retried": "A rejected pod fits now, so the leader made kube-scheduler try all waiting pods.",
+    "waiting_pods_not_retried": "The leader could not annotate its own pod. Waiting pods are tried within five minutes. Check "
+    "config/scheduler/rbac.yaml.",
     "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`, or has ended. Its GPUs are free again.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts.",
-    "preemption": "kube-scheduler was given pods of one node to evict. The GPUs that they free are kept for the pod that preempts.",
+    "preemption": "kube-scheduler may evict pods of one node. The freed GPUs are kept for the pod that preempts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
-    "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of "
-    "its node.",
+    "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
     # DRA: the node's ResourceSlice
-    "slice_not_published": "The ResourceSlice can't be written: kube-scheduler does not see the node's GPUs, or their "
-    "previous state. HTTP 403: the account lacks rights (chart value `mode: dra`), or its token "
-    "names no node. Retried.",
-    "slice_not_looked_up": "The ResourceSlice could not be read after a new list; agents need the right to get "
-    "ResourceSlices. Retried every 10 s.",
+    "slice_not_published": "The ResourceSlice can't be written, so kube-scheduler sees none, or the previous one. HTTP 403: the "
+    "account lacks rights (chart value `mode: dra`), or its token names no node. Retried.",
+    "slice_not_looked_up": "The ResourceSlice can't be read. Agents need the right to get ResourceSlices. Retried every 10 s.",
     "slice_fields_dropped": "The API server drops parts of the ResourceSlice; `reason` names the feature gate and the remedy.",
-    "slice_not_withdrawn": "The agent could not delete its ResourceSlice. Pods scheduled here within 30 s wait for a "
-    "minute or longer.",
+    "slice_not_withdrawn": "The agent could not delete its ResourceSlice. Pods scheduled here within 30 s wait for a minute or "
+    "longer.",
     # the claims controller
     "claims_write_failed": "The API server refused a request of `gpumgr claims`. Check config/claims/rbac.yaml and the "
     "API server.",
     # over HTTP
-    "requests_cut": "Connections to a port of the scheduler were closed, since unfinished bodies of requests took too much memory: "
-    "`count` since the last such event, at most one a minute. If it repeats, find the client (`last_peer`).",
+    "requests_cut": "The scheduler closed connections, since unfinished request bodies took too much memory: `count` since "
+    "the last such event, at most one a minute. If it repeats, find the client (`last_peer`).",
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); "
     "pods are scheduled.",
     "loopback_not_served": "The port is in use on loopback: `kubectl port-forward` does not work.",
@@ -200,8 +191,8 @@ MEANINGS: Final = {
     "token_unusable": "The token file can't be read or is empty. No token is accepted.",
     "certificates_unusable": "The certificates can't be read. The previous ones stay in use.",
     "page_failed": "A bug in a page; the others are served. Report it with the traceback.",
-    "connection_not_accepted": "A connection to the web server could not be accepted, in most cases since the process has too many "
-    "files open. The server tries again after a second.",
+    "connection_not_accepted": "The web server could not accept a connection, in most cases since the process has too many open files. "
+    "Retried after a second.",
     "display_not_served": "gpu-manager's socket is in use or can't be created. Check whether gpu-manager still runs.",
 }
 
