@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tools.docs.log_calls import PACKAGE, events
+from tools.docs.log_calls import PACKAGE
 
 ROOT: Final = PACKAGE.parent
 DOCUMENTS: Final = tuple(
@@ -57,14 +57,6 @@ def test_chapters_that_the_code_names_exist() -> None:
     named = {found for file in PACKAGE.rglob("*.py") for found in _CHAPTER.findall(file.read_text(encoding="utf-8"))}
     assert named
     assert [(name, title) for name, title in sorted(named) if title not in chapters(ROOT / name)] == []
-
-
-def test_events_of_the_incident_table_are_in_the_log() -> None:
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    rows = text[text.index("| log event |") :].partition("\n\n")[0].splitlines()[2:]
-    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
-    assert len(named) > 5
-    assert named <= events().keys()
 
 
 def test_the_readme_is_short() -> None:
