@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
-from gpumgr.sim.apiserver_objects import Selector, WatchedObjects
+from gpumgr.sim.apiserver_objects import WatchedObjects
 from gpumgr.sim.apiserver_written import JSON_PATCH, MERGE, Document, Right, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
@@ -189,8 +189,8 @@ class SimApiServer:
         resource = request.path.rpartition("/")[2]
         if refused := self.written.refused(request, verb, verb, resource):
             return refused
-        objects, wanted = self._watched[resource], self._wanted(request)
-        return await objects.watch(request, wanted) if watch else objects.list(wanted)
+        objects, selected = self._watched[resource], self._selected(request)
+        return await objects.watch(request, selected=selected) if watch else objects.list(selected=selected)
 
     async def _delete(self, request: web.Request) -> web.Response:
         if refused := self.written.refused(request, "delete", "delete", "pods"):
@@ -294,13 +294,10 @@ class SimApiServer:
         self._on_delete(uid)
         return web.json_response(pod)
 
-    def _wanted(self, request: web.Request) -> Selector:
+    def _selected(self, request: web.Request) -> bool:
         """The part of the selectors that names a node. Another node than this one has no pods here."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
-        if selector == "spec.nodeName=":
-            return lambda item: not item["spec"].get("nodeName")
-        mine = not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
-        return lambda _: mine
+        return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 
     async def _delay(self) -> None:
         if self.delay_seconds:

@@ -13,7 +13,6 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.sim.apiserver_written import Document, status
 
 #: Whether a request's selector selects an object.
-Selector = Callable[[Document], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +62,14 @@ class WatchedObjects:
         self._events.append(_Event(version=version, kind=kind, item=json.loads(json.dumps(document))))
         self._version.set(version)
 
-    def list(self, wanted: Selector) -> web.Response:
-        """Returns everything that the request's selector selects on one page; a server may exceed `limit`."""
-        items = [item for item in self.items.values() if wanted(item)]
+    def list(self, *, selected: bool = True) -> web.Response:
+        """Returns all objects on one page, as a server may; none if the request's selector selects none."""
+        items = [*self.items.values()] if selected else []
         version = str(self._version.value)
         metadata = {"resourceVersion": version}
         return web.json_response({"kind": f"{self._kind}List", "apiVersion": "v1", "metadata": metadata, "items": items})
 
-    async def watch(self, request: web.Request, wanted: Selector) -> web.StreamResponse:
+    async def watch(self, request: web.Request, *, selected: bool = True) -> web.StreamResponse:
         """Sends events until the request's time is over, or its version has been dropped from the history."""
         sent = int(request.query.get("resourceVersion") or self._version.value)
         seconds = float(request.query.get("timeoutSeconds", "300"))
@@ -84,7 +83,7 @@ class WatchedObjects:
                         if sent < self._forgotten:
                             await _send(response, "ERROR", status(410, "Expired", f"too old resource version: {sent}"))
                             return response
-                        sent = await self._send_since(response, sent, wanted)
+                        sent = await self._send_since(response, sent, selected=selected)
         except TimeoutError:
             if bookmarks and (self.needless_bookmarks or sent > begun):
                 await _send(response, "BOOKMARK", {"kind": self._kind, "metadata": {"resourceVersion": str(sent)}})
@@ -100,13 +99,13 @@ class WatchedObjects:
             finally:
                 self._open.discard(limit)
 
-    async def _send_since(self, response: web.StreamResponse, sent: int, wanted: Selector) -> int:
-        """Sends events newer than `sent`; returns the version of the last event. An object that is not selected any more is deleted."""
+    async def _send_since(self, response: web.StreamResponse, sent: int, *, selected: bool) -> int:
+        """Sends events newer than `sent`; returns the version of the last event."""
         if self._events and self._events[-1].version > sent:
             await self._delay()
         for event in [event for event in self._events if event.version > sent]:
-            if event.kind != "ADDED" or wanted(event.item):
-                await _send(response, event.kind if wanted(event.item) else "DELETED", event.item)
+            if selected:
+                await _send(response, event.kind, event.item)
             sent = event.version
         return sent
 

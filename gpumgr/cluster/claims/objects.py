@@ -4,14 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import msgspec
-
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
 from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import GpuState
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
-from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.kube.pods import parse_rounded_up
 
@@ -67,11 +64,10 @@ class WatchedSlice:
     gpus: tuple[GpuState, ...]
 
 
-def decode_unbound(item: msgspec.Raw) -> dict[str, Any] | None:
-    """None for pods without claims and without the gate. Raises ValueError."""
-    pod: dict[str, Any] = decode_stored(item)
+def waits(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod has no node, and claims or the gate. Raises what `parse_unbound` raises."""
     spec = pod.get("spec") or {}
-    return pod if spec.get("resourceClaims") or _gate(spec) is not None else None
+    return not spec.get("nodeName") and (bool(spec.get("resourceClaims")) or _gate(spec) is not None)
 
 
 def parse_unbound(item: Mapping[str, Any], labels: QuotaLabels) -> UnboundPod:

@@ -1,4 +1,4 @@
-"""The watches of claims, templates, pods without a node and ResourceSlices, beside those of the scheduler's index.
+"""The watches of claims, templates and ResourceSlices, beside those of the scheduler's index; its pods without a node are kept, too.
 
 In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count both modes together.
 """
@@ -7,9 +7,11 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from gpumgr.cluster.claims import objects
 from gpumgr.cluster.claims.gates import Demand, kinds_for
@@ -19,17 +21,34 @@ from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, homogeneous
 from gpumgr.cluster.core.quota import GpuKind, Quotas
 from gpumgr.cluster.scheduler.objects import QuotaLabels
+from gpumgr.cluster.scheduler.pod_spec import CpuPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
+#: What the index needs of a pod, and what the controller does.
+_Decoded = tuple[dict[str, Any] | CpuPod | None, dict[str, Any] | None]
 _API = "/apis/resource.k8s.io/v1"
-#: How long claims of a pod that left the watch of pods without a node count: the watch of claims may show their allocation later.
+#: How long claims of a pod count after it was bound or deleted: the watch of claims may show their allocation later.
 _BOUND_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ClusterPod:
+    """`counted`: the pod as the index knows it. `unbound`: as the controller does, until it is bound. None: it does not."""
+
+    counted: Any = None
+    unbound: UnboundPod | None = None
+
+    @property
+    def uid(self) -> str:
+        known: Any = self.counted or self.unbound
+        return str(known.uid)
 
 
 class ClaimWatches(ClusterWatches):
@@ -59,18 +78,9 @@ class ClaimWatches(ClusterWatches):
         #: By the name of their node.
         self._slices: dict[str, WatchedSlice] = {}
         self._clock = clock
-        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        self._labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
         self._watched += [
-            watched(
-                Watched(
-                    path="/api/v1/pods",
-                    query={"fieldSelector": "spec.nodeName=,status.phase=Pending"},
-                    decode=objects.decode_unbound,
-                    parse=lambda item: objects.parse_unbound(item, labels),
-                ),
-                on_change=self._unbound_changed,
-            ),
             watched(Watched(path=f"{_API}/resourceclaims", parse=objects.parse_claim), on_change=self._claim_changed),
             watched(
                 Watched(path=f"{_API}/resourceclaimtemplates", parse=objects.parse_template), on_change=self._template_changed
@@ -122,6 +132,30 @@ class ClaimWatches(ClusterWatches):
         yield from ((claim.key[0], claim.template) for claim in self._claims.values() if claim.template)
 
     # -- what the watches report ---------------------------------------------------------------------------------------------
+
+    def _decode_pod(self, item: msgspec.Raw) -> _Decoded | None:
+        """Keeps pods without GPU requests, too, while they wait for the controller."""
+        found = super()._decode_pod(item)
+        if isinstance(found, CpuPod):
+            return found, None
+        pod: dict[str, Any] = found or decode_stored(item)
+        waiting = pod if objects.waits(pod) else None
+        return (found, waiting) if found or waiting else None
+
+    def _parse_pod(self, decoded: _Decoded) -> Keyed:
+        found, waiting = decoded
+        return _ClusterPod(
+            None if found is None else super()._parse_pod(found),
+            None if waiting is None else objects.parse_unbound(waiting, self._labels),
+        )
+
+    def _pod_changed(self, before: Any, after: Any) -> None:
+        """Each is a `_ClusterPod` or None."""
+        before, after = before or _ClusterPod(), after or _ClusterPod()
+        if before.counted != after.counted:
+            super()._pod_changed(before.counted, after.counted)
+        if before.unbound != after.unbound:
+            self._unbound_changed(before.unbound, after.unbound)
 
     def _unbound_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
         pod = after or before

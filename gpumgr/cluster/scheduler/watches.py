@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn, TypedDict
 
+import msgspec
 import structlog
 
 from gpumgr.cluster.core.index import ClusterIndex
@@ -20,7 +21,7 @@ from gpumgr.common.aio import run_until
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
@@ -54,8 +55,8 @@ class _Node(TypedDict, total=False):
 class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
-    `synced`: all objects have been listed once. A subclass may add to `_watched`, and override `_complete`. `hami`: HAMi's resources, if
-    pods may request them. `clock` is monotonic, in seconds.
+    `synced`: all objects have been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod.
+    `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ClusterWatches:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hami = hami
+        self._gpu_resources = VCUDA_NAMES if hami is None else (*VCUDA_NAMES, hami.count_resource)
         self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
@@ -86,13 +88,8 @@ class ClusterWatches:
             ),
             on_change=self._node_changed,
         )
-        pods: Reflector[WatchedPod | CpuPod] = watch(
-            Watched(
-                path="/api/v1/pods",
-                query={"fieldSelector": _RUNNING},
-                parse=lambda item: item if isinstance(item, CpuPod) else self.parse_pod(item),
-                decode=partial(decode_pod, gpu_resources=(*VCUDA_NAMES, hami.count_resource)) if hami is not None else decode_pod,
-            ),
+        pods: Reflector[Any] = watch(
+            Watched(path="/api/v1/pods", query={"fieldSelector": _RUNNING}, decode=self._decode_pod, parse=self._parse_pod),
             on_change=self._pod_changed,
         )
         self._watched: list[Reflector[Any]] = [nodes, pods]
@@ -171,6 +168,14 @@ class ClusterWatches:
             self.synced = True
             if not self._list_again.is_set():
                 self._listed.set()
+
+    def _decode_pod(self, item: msgspec.Raw) -> Any:
+        """Raises ValueError."""
+        return decode_pod(item, self._gpu_resources)
+
+    def _parse_pod(self, pod: Any) -> Keyed:
+        """`pod`: what `_decode_pod` returned. Raises what `parse_watched_pod` raises."""
+        return pod if isinstance(pod, CpuPod) else self.parse_pod(pod)
 
     def _complete(self, state: NodeState) -> NodeState:
         """Adds to a node what its object does not have."""

@@ -155,7 +155,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "GPU pod of the scheduler": (parsed(parse_watched_pod), UNREADABLE),
     "node": (parsed(parse_node), UNREADABLE),
     "quotas": (parsed(parse_quotas), UNREADABLE),
-    "unbound pod": (lambda text: claims.decode_unbound(_kubernetes_item(text)), UNREADABLE),
+    "unbound pod": (parsed(claims.waits), UNREADABLE),
     "unbound pod, decoded": (parsed(lambda item: claims.parse_unbound(item, LABELS)), UNREADABLE),
     "claim": (parsed(claims.parse_claim), UNREADABLE),
     "template": (parsed(claims.parse_template), UNREADABLE),

@@ -53,7 +53,7 @@ class DraObjects:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         objects = self.watched[request.path.rpartition("/")[2]]
-        return await objects.watch(request, lambda _: True) if request.query.get("watch") else objects.list(lambda _: True)
+        return await objects.watch(request) if request.query.get("watch") else objects.list()
 
     async def _create(self, request: web.Request) -> web.Response:
         item = await request.json()

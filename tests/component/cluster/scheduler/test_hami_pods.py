@@ -56,7 +56,7 @@ class Quotas:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         watched = request.query.get("watch")
-        return await self.objects.watch(request, lambda _: True) if watched else self.objects.list(lambda _: True)
+        return await self.objects.watch(request) if watched else self.objects.list()
 
     def put(self, name: str, **hard: int) -> None:
         metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}"}

@@ -86,8 +86,8 @@ class Resources:
     async def _list(self, request: web.Request) -> web.StreamResponse:
         assert request.query["fieldSelector"] == f"metadata.name={self._name}"
         if "watch" in request.query:
-            return await self._slices.watch(request, lambda _: True)
-        return self._slices.list(lambda _: True)
+            return await self._slices.watch(request)
+        return self._slices.list()
 
     async def _post(self, request: web.Request) -> web.Response:
         item = await request.json()

@@ -1,12 +1,10 @@
 """Objects of the API server as the controller reads them."""
 
-import json
 from typing import Any
 
-import msgspec
 import pytest
 
-from gpumgr.cluster.claims.objects import decode_unbound, parse_claim, parse_slice, parse_template, parse_unbound
+from gpumgr.cluster.claims.objects import parse_claim, parse_slice, parse_template, parse_unbound, waits
 from gpumgr.cluster.core.request import ContainerRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import Amounts
@@ -80,12 +78,12 @@ def test_a_claims_owner_and_template() -> None:
 def unbound(spec: Json, statuses: list[Json] | None = None) -> Any:
     item = {"metadata": {**META, "creationTimestamp": "2026-01-01T00:00:00Z"}, "spec": spec}
     item["status"] = {"resourceClaimStatuses": statuses} if statuses is not None else {}
-    decoded = decode_unbound(msgspec.Raw(json.dumps(item).encode()))
-    return decoded and parse_unbound(decoded, QuotaLabels("model", "pool"))
+    return parse_unbound(item, QuotaLabels("model", "pool")) if waits(item) else None
 
 
 def test_a_pod_without_a_node() -> None:
     assert unbound({"containers": [], "schedulingGates": [{"name": "other"}]}) is None
+    assert unbound({"schedulingGates": [{"name": "gpumgr.io/quota"}], "nodeName": "node"}) is None
     gate = unbound({"schedulingGates": [{"name": "other"}, {"name": "gpumgr.io/quota"}], "nodeSelector": {"model": "A100"}})
     assert (gate.gate, gate.complete, gate.model, gate.pool) == (1, True, "A100", None)
     named = [{"name": "a", "resourceClaimName": "own"}, {"name": "b", "resourceClaimTemplateName": "vcuda-c0-1-1"}]
