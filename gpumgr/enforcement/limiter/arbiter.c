@@ -6,8 +6,10 @@
  *
  * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. Its
  * bucket fills at the ceiling's rate; without anything in it, the tenant waits although the GPU is free. */
+#define _GNU_SOURCE
 #include "pages.h"
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -17,6 +19,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,9 +34,27 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
 #define DEBT_NS (2000 * MS)
 
-struct gm_figures {
-    uint64_t held_ns;  /* charged */
-    uint64_t overruns; /* work that did not end within two quanta after the turn */
+/* -- what the agent calls ---------------------------------------------------------------------------------------------------------
+ * int gm_arbiter_start(void)
+ *     Starts the thread, with all signals blocked. 0, or an error number.
+ * void gm_arbiter_stop(void)
+ *     Ends it. 200 ms later the tenants limit themselves.
+ * int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd)
+ *     Adds a tenant of one GPU; a container with several GPUs is added once for each. `gpu`: the caller's number of the GPU, 0 to 63;
+ *     `page`: the GPU's index in the tenant's pages; the descriptors are open for reading and writing and stay open, as the caller's,
+ *     until the tenant is removed. Both pages are complete (sizes: pages.h). Answers a number for the tenant, which may be
+ *     a removed one's, or -1. Allowed before and after the start, also with pages that served a former agent.
+ * void gm_arbiter_remove(int number)
+ *     Forgets a tenant; then its descriptors may be closed. If it still runs, it limits itself 200 ms later.
+ * void gm_arbiter_figures(int number, struct gm_arbiter_figures *figures)
+ *     What happened to a tenant since it was added; zeros for a number that is not in use. Nothing is charged while launches need no
+ *     turn (gm_limits_gpu.pass).
+ * All but start and stop may be called by any thread at any time; each takes microseconds. Changes of the limits page are seen within
+ * 50 ms. */
+struct gm_arbiter_figures {
+    uint64_t held_ns;  /* GPU time that was charged */
+    uint64_t overruns; /* turns after which work did not end within two quanta: a long or endless kernel, or a turn that is never given back */
+    uint64_t spoiled;  /* how often the turn page was too short or had values that only damage explains; it was restored each time */
 };
 static struct tenant {
     bool used;
@@ -43,9 +64,11 @@ static struct tenant {
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
     int64_t active_at; /* when it last wanted or had the GPU */
+    uint64_t until, since; /* what was written for it */
     uint32_t flags, grants, pass;
     bool overran; /* it still has work from a turn that was passed on */
-    struct gm_figures figures;
+    bool damaged; /* the page has other values than it should */
+    struct gm_arbiter_figures figures;
 } tenants[TENANTS];
 static int tenants_end; /* the tenants in use have lower numbers */
 static struct gpu {
@@ -65,28 +88,35 @@ static int64_t clock_ns(void) {
 static off_t turn_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_turn, gpu) + (size_t)t->page * sizeof(struct gm_turn_gpu)); }
 static off_t limits_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_limits, gpu) + (size_t)t->page * sizeof(struct gm_limits_gpu)); }
 
-/* What the live processes of the tenant say; 0 where the page can't be read. */
-static uint32_t read_flags(const struct tenant *t, int64_t now) {
+/* What the live processes of the tenant say; 0 where the page can't be read. Words with bits that have no meaning are ignored. */
+static uint32_t read_flags(struct tenant *t, int64_t now) {
     struct gm_turn_gpu turn;
-    size_t head = offsetof(struct gm_turn_gpu, word);
-    uint32_t flags = 0;
-    if (pread(t->turn_fd, &turn, head + 64 * sizeof *turn.word, turn_at(t)) < (ssize_t)(head + 64 * sizeof *turn.word)) return 0;
-    uint32_t slots = turn.slots < GM_SLOTS ? turn.slots : GM_SLOTS;
-    if (slots > 64 && pread(t->turn_fd, turn.word, slots * sizeof *turn.word, turn_at(t) + (off_t)head) < (ssize_t)(slots * sizeof *turn.word))
-        return 0;
-    for (uint32_t i = 0; i < slots; i++) flags |= gm_word_flags(turn.word[i], (uint64_t)now);
+    size_t head = offsetof(struct gm_turn_gpu, word), first = head + 64 * sizeof *turn.word;
+    uint32_t flags = 0, bits = 0;
+    if (pread(t->turn_fd, &turn, first, turn_at(t)) < (ssize_t)first) turn.slots = GM_SLOTS + 1;
+    uint32_t slots = turn.slots;
+    if (slots > 64 && slots <= GM_SLOTS)
+        if (pread(t->turn_fd, turn.word, slots * sizeof *turn.word, turn_at(t) + (off_t)head) < (ssize_t)(slots * sizeof *turn.word)) slots = GM_SLOTS + 1;
+    t->damaged |= slots > GM_SLOTS || turn.granted_until_ns != t->until || turn.holding_since_ns != t->since || turn.grants != t->grants;
+    if (slots > GM_SLOTS) return 0;
+    for (uint32_t i = 0; i <= slots; i++) {
+        uint32_t word = i < slots ? turn.word[i] : turn.others;
+        bits |= word;
+        if (!(word & GM_MEANINGLESS)) flags |= gm_word_flags(word, (uint64_t)now);
+    }
+    t->damaged |= (bits & GM_MEANINGLESS) != 0;
     return flags;
 }
 /* False where the page was truncated; then the tenant's own bucket limits it. */
 static bool put(int fd, const void *value, size_t n, off_t at) { return pwrite(fd, value, n, at) == (ssize_t)n; }
 static void write_until(struct tenant *t, int64_t until) {
-    uint64_t value = (uint64_t)until;
-    put(t->turn_fd, &value, sizeof value, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, granted_until_ns));
+    t->until = (uint64_t)until;
+    put(t->turn_fd, &t->until, sizeof t->until, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, granted_until_ns));
     atomic_thread_fence(memory_order_seq_cst);
 }
 static void write_since(struct tenant *t, int64_t since) {
-    uint64_t value = (uint64_t)since;
-    put(t->turn_fd, &value, sizeof value, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, holding_since_ns));
+    t->since = (uint64_t)since;
+    put(t->turn_fd, &t->since, sizeof t->since, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, holding_since_ns));
 }
 static void wake(struct tenant *t) {
     off_t at = turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, grants);
@@ -95,6 +125,21 @@ static void wake(struct tenant *t) {
     if (t->mapping) syscall(SYS_futex, (char *)t->mapping + at, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
+/* Makes a page whole again that a process of the tenant damaged. The processes write their words again. */
+static void restore(struct tenant *t) {
+    uint32_t head[2] = {0};
+    struct stat file;
+    bool whole = pread(t->turn_fd, head, sizeof head, 0) == (ssize_t)sizeof head && head[0] == GM_MAGIC && head[1] == GM_VERSION;
+    if (whole && !t->damaged && !fstat(t->turn_fd, &file) && file.st_size == (off_t)sizeof(struct gm_turn)) return;
+    struct gm_turn_gpu turn = {.granted_until_ns = t->until, .holding_since_ns = t->since, .grants = t->grants};
+    head[0] = GM_MAGIC, head[1] = GM_VERSION;
+    /* First the size, which gives back to the tmpfs what a process took of it; then the tmpfs's memory for the whole page. */
+    t->damaged = ftruncate(t->turn_fd, sizeof(struct gm_turn)) || fallocate(t->turn_fd, 0, 0, sizeof(struct gm_turn));
+    put(t->turn_fd, head, sizeof head, 0);
+    put(t->turn_fd, &turn, sizeof turn, turn_at(t));
+    t->figures.spoiled++;
+    wake(t);
+}
 /* Limits that changed, the heartbeat, and whether launches need a turn at all. */
 static void refresh(struct tenant *t, int64_t now) {
     struct gm_limits_gpu limits;
@@ -105,6 +150,7 @@ static void refresh(struct tenant *t, int64_t now) {
         t->quantum_ns = (limits.quantum_us < 1000 ? 1000 : limits.quantum_us > 100000 ? 100000 : limits.quantum_us) * 1000ll;
     }
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
+    restore(t);
     uint32_t pass = t->ceiling >= 100;
     for (int i = 0; i < tenants_end; i++)
         if (tenants[i].used && tenants[i].gpu == t->gpu && &tenants[i] != t) pass = 0;
@@ -188,11 +234,17 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
     else g->draining = other != NULL;
 }
+static bool has_gpu(const struct tenant *t, int gpu, const struct tenant *other) {
+    return t->used && t->gpu == gpu && (gpus[gpu].holder == t - tenants ? t->flags & GM_BUSY || other : t->overran);
+}
 static void serve(int gpu, int64_t now, int64_t passed) {
     struct gpu *g = &gpus[gpu];
     struct tenant *h = g->holder == NONE ? NULL : &tenants[g->holder], *other = next(gpu, h);
+    /* Work that overran and the holder's have the driver's time slices. */
+    int parts = 0;
+    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) parts += has_gpu(t, gpu, other);
     for (struct tenant *t = tenants; t < tenants + tenants_end; t++)
-        if (t->used && t->gpu == gpu && (t == h ? t->flags & GM_BUSY || other : t->overran)) charge(t, passed, now);
+        if (has_gpu(t, gpu, other)) charge(t, passed / parts, now);
     g->draining = false;
     if (h) serve_holder(g, h, other, now);
     if (g->holder != NONE) return;
@@ -236,7 +288,6 @@ static void *arbitrate(void *unused) {
     return unused;
 }
 
-/* Starts the thread. 0, or an error number. */
 EXPORT int gm_arbiter_start(void) {
     for (int i = 0; i < GPUS; i++) gpus[i].holder = NONE;
     sigset_t all, old;
@@ -250,10 +301,9 @@ EXPORT int gm_arbiter_start(void) {
 EXPORT void gm_arbiter_stop(void) {
     if (atomic_exchange(&runs, false)) pthread_join(thread, NULL);
 }
-/* Adds a tenant of a GPU: `gpu` is the caller's number of it, `page` its index in the tenant's pages, the descriptors (limits, turn) are
- * open for reading and writing and stay the caller's. Answers a number for the tenant, or -1. */
+static struct tenant *in_use(int number) { return number >= 0 && number < TENANTS && tenants[number].used ? &tenants[number] : NULL; }
 EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
-    if (gpu < 0 || gpu >= GPUS || page < 0 || page >= GM_GPUS) return -1;
+    if (gpu < 0 || gpu >= GPUS || page < 0 || page >= GM_GPUS) return NONE;
     void *mapping = mmap(NULL, sizeof(struct gm_turn), PROT_READ | PROT_WRITE, MAP_SHARED, turn_fd, 0);
     pthread_mutex_lock(&lock);
     int i = 0;
@@ -264,28 +314,33 @@ EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
         *t = (struct tenant){.used = true, .gpu = gpu, .page = page, .limits_fd = limits_fd, .turn_fd = turn_fd, .share = 100, .pass = 2,
                              .mapping = mapping == MAP_FAILED ? NULL : mapping};
         int64_t now = clock_ns();
+        /* A former arbiter's count goes on: a process that sleeps until it changes must see the change. */
+        if (pread(turn_fd, &t->grants, sizeof t->grants, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, grants)) < 0) t->grants = 0;
+        write_since(t, 0);
+        write_until(t, 0);
         for (int other = 0; other < tenants_end; other++)
             if (tenants[other].used && tenants[other].gpu == gpu) refresh(&tenants[other], now);
         t->bucket_ns = t->quantum_ns;
         t->active_at = now - AWAY_NS - 1;
-        write_until(t, 0);
         wake(t);
     }
     pthread_mutex_unlock(&lock);
     if (i == TENANTS && mapping != MAP_FAILED) munmap(mapping, sizeof(struct gm_turn));
-    return i < TENANTS ? i : -1;
+    return i < TENANTS ? i : NONE;
 }
-/* Forgets a tenant: its launches wait for themselves until it is added again. */
 EXPORT void gm_arbiter_remove(int number) {
     pthread_mutex_lock(&lock);
-    struct tenant *t = &tenants[number];
-    if (t->used && gpus[t->gpu].holder == number) release(&gpus[t->gpu], t);
-    t->used = false;
-    if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
+    struct tenant *t = in_use(number);
+    if (t) {
+        if (gpus[t->gpu].holder == number) release(&gpus[t->gpu], t);
+        if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
+        t->used = false;
+    }
     pthread_mutex_unlock(&lock);
 }
-EXPORT void gm_arbiter_figures(int number, struct gm_figures *out) {
+EXPORT void gm_arbiter_figures(int number, struct gm_arbiter_figures *figures) {
     pthread_mutex_lock(&lock);
-    *out = tenants[number].figures;
+    const struct tenant *t = in_use(number);
+    *figures = t ? t->figures : (struct gm_arbiter_figures){0};
     pthread_mutex_unlock(&lock);
 }

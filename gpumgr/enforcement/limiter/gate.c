@@ -55,9 +55,13 @@ uint64_t gm_patience_ns(const struct gm_gate *g) {
 }
 
 /* -- this process's word: what the arbiter knows of it ------------------------------------------------------------------------ */
+static uint32_t *word_of(const struct gm_process *p, const struct gm_gate *g) {
+    return p->slot ? &turn(p, g)->word[p->slot_index] : &turn(p, g)->others;
+}
 static void word_set(const struct gm_process *p, struct gm_gate *g, uint32_t set, uint32_t clear, uint64_t now) {
-    if (!p->slot) return;
-    uint32_t *word = &turn(p, g)->word[p->slot_index], seen = __atomic_load_n(word, __ATOMIC_SEQ_CST), next;
+    struct gm_turn_gpu *t = turn(p, g);
+    uint32_t *word = word_of(p, g), seen = __atomic_load_n(word, __ATOMIC_SEQ_CST), next, slots = __atomic_load_n(&t->slots, __ATOMIC_RELAXED);
+    while (p->slot && slots <= p->slot_index && !__atomic_compare_exchange_n(&t->slots, &slots, p->slot_index + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}
     do next = (((seen & (GM_WANTS | GM_BUSY)) | set) & ~clear) | gm_stamp(now);
     while (!__atomic_compare_exchange_n(word, &seen, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
@@ -82,11 +86,11 @@ static void end_wait(const struct gm_process *p, struct gm_gate *g, uint64_t now
 static pthread_mutex_t bucket_lock = PTHREAD_MUTEX_INITIALIZER;
 static bool alone(const struct gm_process *p, uint64_t now) {
     uint64_t beat = __atomic_load_n(&p->limits->heartbeat_ns, __ATOMIC_RELAXED);
-    return !p->slot || now > beat + ARBITER_GONE_NS;
+    return now > beat + ARBITER_GONE_NS;
 }
 /* Charges the time since the last call if the process had work then; true: a launch may pass. */
 static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
-    uint32_t share = __atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED), processes = 0, slots = turn(p, g)->slots;
+    uint32_t share = __atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED), processes = !p->slot, slots = turn(p, g)->slots;
     for (uint32_t i = 0; i < slots && i < GM_SLOTS; i++)
         processes += gm_word_flags(__atomic_load_n(&turn(p, g)->word[i], __ATOMIC_RELAXED), now) != 0;
     int64_t most = (int64_t)quantum_ns(p, g);
@@ -112,7 +116,8 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
     uint64_t now = gm_now(), until = granted_until(p, g), last = atomic_load(&g->last_ns);
     uint32_t launched = atomic_load(&g->launched);
     bool over = now >= until;
-    if (p->slot && (turn(p, g)->word[p->slot_index] & ~0xffu) != gm_stamp(now)) word_set(p, g, 0, 0, now);
+    uint32_t word = __atomic_load_n(word_of(p, g), __ATOMIC_RELAXED);
+    if ((word & ~0xffu) != gm_stamp(now) || !(word & GM_BUSY)) word_set(p, g, GM_BUSY, 0, now); /* it may be another's, or restored */
     if (over && alone(p, now)) bucket(p, g, now);
     if (!over && now < last + IDLE_NS) {
         uint64_t next = until < last + IDLE_NS ? until : last + IDLE_NS;
@@ -132,9 +137,6 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
         word_set(p, g, GM_BUSY, 0, now);
         return DRAIN_POLL_NS;
     }
-    if (!p->slot) return 0;
-    __atomic_fetch_add(&turn(p, g)->drains, 1, __ATOMIC_SEQ_CST);
-    futex_wake(&turn(p, g)->drains);
     return 0;
 }
 static void *help(void *unused) {

@@ -10,7 +10,7 @@ enum {
     GM_MAGIC = 0x4d475047, /* "GPGM" */
     GM_VERSION = 1,
     GM_GPUS = 16,    /* per container */
-    GM_SLOTS = 1024, /* processes with CUDA per container; one more limits itself */
+    GM_SLOTS = 1024, /* processes with CUDA per container; one more gets no limited memory, and shares a word of the turn page */
 };
 
 /* limits: the agent writes it, the arbiter writes heartbeat_ns and pass; read-only in the container. */
@@ -71,6 +71,7 @@ struct gm_use {
 enum {
     GM_WANTS = 1,        /* a thread waits for the turn */
     GM_BUSY = 2,         /* the process may have work on the GPU that has not ended */
+    GM_MEANINGLESS = 0xfc,
     GM_STAMP_SHIFT = 8,  /* bits 8 to 31: when the word was last confirmed, now_ns >> 24 (16.8 ms), modulo 2^24 */
     GM_STALE_STAMPS = 15 /* a word that was not confirmed for 250 ms belongs to a process that died or was stopped */
 };
@@ -78,9 +79,9 @@ struct gm_turn_gpu {
     uint64_t granted_until_ns; /* launches may pass before this time; 0: not granted */
     uint64_t holding_since_ns; /* 0: not granted */
     uint32_t grants;           /* futex: changes with each grant */
-    uint32_t drains;           /* futex: changes when a process has drained; the arbiter may sleep on it */
+    uint32_t spare;
     uint32_t slots;            /* words below this index may be in use */
-    uint32_t pad;
+    uint32_t others;           /* the word that all processes without a slot share */
     uint64_t reserved[4];
     uint32_t word[GM_SLOTS]; /* by slot of the use page: GM_WANTS, GM_BUSY, stamp */
 };

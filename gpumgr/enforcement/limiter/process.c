@@ -115,10 +115,6 @@ static void claim_slot(void) {
     if (!process.slot) return;
     empty_slot((int)index);
     process.slot->pid_namespace = own;
-    for (int g = 0; g < GM_GPUS; g++) {
-        uint32_t slots = __atomic_load_n(&process.turn->gpu[g].slots, __ATOMIC_RELAXED);
-        while (slots <= index && !__atomic_compare_exchange_n(&process.turn->gpu[g].slots, &slots, index + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}
-    }
     __atomic_store_n(&process.slot->state, GM_ACTIVE, __ATOMIC_RELEASE);
 }
 

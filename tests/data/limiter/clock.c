@@ -198,6 +198,14 @@ void model_leave(void) {
     advance();
     unlock();
 }
+int model_threads(void) {
+    int n = 0;
+    if (!s) return 0;
+    lock();
+    for (int i = 0; i < s->threads; i++) n += s->thread[i].state != FREE && s->thread[i].pid == getpid();
+    unlock();
+    return n;
+}
 static void start(void) __attribute__((constructor));
 static void start(void) {
     const char *path = getenv("MODEL_CLOCK");

@@ -114,6 +114,35 @@ class Container:
             stamp = (time.monotonic_ns() + seconds * 1_000_000_000 >> 24) & 0xFFFFFF
             page.write(struct.pack("<I", stamp << 8 | 3))
 
+    def damage(self, how: str) -> None:
+        """Does once to the turn page what a hostile process can do: random, zero, truncated, grown, claim (of work), grant (a turn)."""
+        page = self.folder / "pages" / "turn"
+        if how == "claim":
+            self.claim_work(seconds=1)
+        elif how == "truncated":
+            os.truncate(page, 100)
+        elif how == "grown":
+            os.truncate(page, 1 << 30)
+        else:
+            size = _HEAD + 64 + 4096
+            content = {"random": os.urandom(size), "zero": bytes(size), "grant": b"\xff" * 7}[how]
+            with page.open("r+b") as file:
+                file.seek(_HEAD if how == "grant" else 0)
+                file.write(content)
+
+    def is_whole(self) -> bool:
+        """Is the turn page as the library expects it?"""
+        page = (self.folder / "pages" / "turn").read_bytes()
+        return struct.unpack_from("<II", page) == (_MAGIC, _VERSION) and len(page) == _HEAD + _GPUS * (64 + _SLOTS * 4)
+
+    def take_all_slots(self) -> None:
+        """As processes that live but do nothing: this one."""
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        with (self.folder / "pages" / "use").open("r+b") as page:
+            for slot in range(_SLOTS):
+                page.seek(_HEAD + _GPUS * _GPU_USE + slot * _SLOT)
+                page.write(struct.pack("<IIQ", os.getpid(), 1, namespace))
+
     def holds_a_turn_after(self, turns: int) -> bool:
         """Does it hold the turn, after so many before?"""
         since, grants = struct.unpack_from("<QI", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 8)
@@ -141,7 +170,9 @@ numbers = [
     library.gm_arbiter_add(0, 0, *(os.open(f"{folder}/pages/{page}", os.O_RDWR) for page in ("limits", "turn"))) for folder in sys.argv[2:]
 ]
 assert library.gm_arbiter_start() == 0
-figures = (ctypes.c_uint64 * 2)()
+while not ctypes.CDLL(None).model_threads():
+    pass  # until its thread takes part in the model clock
+figures = (ctypes.c_uint64 * 3)()
 print(flush=True)
 while sys.stdin.readline():
     line = []
@@ -171,13 +202,13 @@ class Arbiter:
         assert line, f"the arbiter's process ended with status {self._process.wait()}"
         return [int(word) for word in line.split()]
 
-    def figures(self) -> list[tuple[int, int]]:
-        """By container: the time that it was charged, in ns, and its overruns."""
+    def figures(self) -> list[tuple[int, int, int]]:
+        """By container: the time that it was charged, in ns, its overruns, and how often its turn page was restored."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         numbers = self._answer()
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
+        return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
     def kill(self) -> None:
         self._process.kill()

@@ -69,29 +69,6 @@ def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> 
     assert [sum(parts), other] == pytest.approx([40, 60], abs=3)
 
 
-def test_work_that_does_not_end_leaves_the_neighbour_the_turn(node: Node, tmp_path: Path) -> None:
-    """The driver's time slices then share the GPU."""
-    containers = _containers(tmp_path, [25, 75])
-    arbiter = node.arbitrate(containers)
-    endless, neighbour = [_started(node, container) for container in containers]
-    endless.send("work endless 1000 2")
-    neighbour.send(f"work products {_MS} 2")
-    _, gpu, elapsed = neighbour.answer()
-    (_, overruns), (held, _) = arbiter.figures()
-    assert overruns == 1
-    assert 100 * held / elapsed > 70
-    assert 100 * gpu / elapsed > 25
-
-
-def test_a_page_that_always_claims_work_costs_the_neighbour_nothing(node: Node, tmp_path: Path) -> None:
-    containers = _containers(tmp_path, [25, 75])
-    containers[0].claim_work(seconds=4)
-    arbiter = node.arbitrate(containers)
-    [held] = _gpu_time_percent([_started(node, containers[1])], ["products"], 3500)
-    assert held > 70
-    assert arbiter.figures()[0][1] > 0
-
-
 def test_a_tenant_that_dies_in_its_turn_is_passed_over(node: Node, tmp_path: Path) -> None:
     containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
     node.arbitrate(containers)
