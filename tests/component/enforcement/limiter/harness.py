@@ -23,8 +23,8 @@ _MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
 _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
 
 
-def compile_all(folder: Path) -> None:
-    """Compiles the fake driver, the model clock, the tenant and the limiter's libraries into `folder`."""
+def compile_all(folder: Path, command: Sequence[str] | None = None) -> None:
+    """Compiles the fake driver, the model clock, the tenant and the limiter's libraries into `folder`. `command`: as compile_program's."""
     for name, source, options in (
         ("libcuda.so.1", "cuda.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
         ("libnvidia-ml.so.1", "nvml.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
@@ -33,9 +33,24 @@ def compile_all(folder: Path) -> None:
         ("make_gpu", "make_gpu.c", ()),
         ("tenant", "tenant.c", ()),
     ):
-        compile_program(folder / name, [_SOURCES / source], options)
-    compile_library(LIBRARY, folder, ['-DPLACE="pages/"'])
-    compile_library(ARBITER, folder)
+        compile_program(folder / name, [_SOURCES / source], options, command)
+    compile_library(LIBRARY, folder, ['-DPLACE="pages/"'], command)
+    compile_library(ARBITER, folder, command=command)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What compile_all made for one architecture. `command`: of its compiler; `runner`: the words before a program's own command."""
+
+    programs: Path
+    command: Sequence[str] | None = None
+    runner: Sequence[str] = ()
+
+    def run(self, program: Path, preload: Sequence[Path], libraries: Path) -> "subprocess.CompletedProcess[str]":
+        """Runs a program with these libraries preloaded, and another folder of libraries."""
+        variables = [f"LD_PRELOAD={':'.join(map(str, preload))}", f"LD_LIBRARY_PATH={libraries}"]
+        words = [*self.runner, *(word for each in variables for word in ("-E", each))] if self.runner else ["env", *variables]
+        return subprocess.run([*words, program], check=False, capture_output=True, text=True)
 
 
 @dataclass

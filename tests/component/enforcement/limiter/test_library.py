@@ -8,31 +8,27 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
-from tools.limiter import ARCHITECTURES, LIBRARY, SOURCES, compile_library, compiler
+from tests.component.enforcement.limiter.harness import Target
+from tools.limiter import LIBRARY, SOURCES, compile_program
 
 
 def _readelf(option: str, library: Path) -> str:
     return subprocess.run(["readelf", "--wide", option, library], check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_it_needs_nothing_newer_than_glibc_2_17(tmp_path: Path, architecture: str) -> None:
-    command = compiler(architecture)
-    if command is None:
-        pytest.skip(f"no compiler for {architecture} is installed")
-    compile_library(LIBRARY, tmp_path, command=command)
-    versions = re.findall(r"@GLIBC_(\d+)\.(\d+)", _readelf("--dyn-syms", tmp_path / LIBRARY))
+def test_it_needs_nothing_newer_than_glibc_2_17(target: Target) -> None:
+    versions = re.findall(r"@GLIBC_(\d+)\.(\d+)", _readelf("--dyn-syms", target.programs / LIBRARY))
     assert versions
     assert max((int(major), int(minor)) for major, minor in versions) <= (2, 17)
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", tmp_path / LIBRARY))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", target.programs / LIBRARY))
     assert "libc.so.6" in needed
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 
 
-def test_it_exports_dlsym_and_the_hooked_functions_only(programs: Path) -> None:
+def test_it_exports_dlsym_and_the_hooked_functions_only(target: Target) -> None:
     table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
     hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
-    defined = re.findall(r" GLOBAL +DEFAULT +\d+ (\S+)$", _readelf("--dyn-syms", programs / LIBRARY), re.MULTILINE)
+    defined = re.findall(r" GLOBAL +DEFAULT +\d+ (\S+)$", _readelf("--dyn-syms", target.programs / LIBRARY), re.MULTILINE)
     assert set(defined) == hooked | {"dlsym"}
 
 
@@ -50,7 +46,7 @@ int %s(void) { int (*next)(void) = (int (*)(void))dlsym(RTLD_NEXT, "answer"); re
 """
 
 
-def test_rtld_next_depends_on_the_caller_of_dlsym(programs: Path, tmp_path: Path) -> None:
+def test_rtld_next_depends_on_the_caller_of_dlsym(target: Target, tmp_path: Path) -> None:
     """Two libraries that interpose one function call each the next one: they would call themselves if the caller were ours."""
     for name, text in (
         ("first", _NEXT % ("answer", 1)),
@@ -58,12 +54,11 @@ def test_rtld_next_depends_on_the_caller_of_dlsym(programs: Path, tmp_path: Path
         ("last", "int answer(void) { return 100; }"),
     ):
         (tmp_path / f"{name}.c").write_text(text)
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / f"{name}.so", tmp_path / f"{name}.c", "-ldl"], check=True)
+        compile_program(tmp_path / f"{name}.so", [tmp_path / f"{name}.c"], ("-shared", "-fPIC"), target.command)
     (tmp_path / "main.c").write_text("int answer(void); int main(void) { return answer(); }")
-    subprocess.run(["gcc", "-o", tmp_path / "main", tmp_path / "main.c", tmp_path / "last.so"], check=True)
-    preload = ":".join(str(path) for path in (programs / LIBRARY, tmp_path / "first.so", tmp_path / "second.so"))
-    environment = {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(tmp_path)}
-    assert subprocess.run([tmp_path / "main"], env=environment, check=False).returncode == 111
+    compile_program(tmp_path / "main", [tmp_path / "main.c", tmp_path / "last.so"], (), target.command)
+    preload = (target.programs / LIBRARY, tmp_path / "first.so", tmp_path / "second.so")
+    assert target.run(tmp_path / "main", preload, tmp_path).returncode == 111
 
 
 _LOOKUPS = """
@@ -84,10 +79,8 @@ int main(void) {
 """
 
 
-def test_a_hooked_name_gets_the_wrapper_through_every_handle(programs: Path, tmp_path: Path) -> None:
+def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp_path: Path) -> None:
     (tmp_path / "main.c").write_text(_LOOKUPS)
-    library = programs / LIBRARY
-    subprocess.run(["gcc", f'-DLIBRARY="{library}"', "-o", tmp_path / "main", tmp_path / "main.c", "-ldl"], check=True)
-    environment = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(programs)}
-    output = subprocess.run([tmp_path / "main"], env=environment, check=True, capture_output=True, text=True).stdout
-    assert output == "1 1 1 1 1\n"
+    library = target.programs / LIBRARY
+    compile_program(tmp_path / "main", [tmp_path / "main.c"], (f'-DLIBRARY="{library}"',), target.command)
+    assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
