@@ -9,9 +9,9 @@ from tools.docs.markdown import code, table
 READ: Final = {
     "GPUMGR_<SECTION>_<KEY>": (
         "all commands with settings",
-        "It overrides a key of the settings file: `GPUMGR_HTTP_PORT=9000`. Lists are separated by commas.",
+        "Overrides a key of the settings file: `GPUMGR_HTTP_PORT=9000`. Lists are separated by commas.",
     ),
-    "NODE_NAME": ("all commands with settings", "It sets `node.name`; a DaemonSet sets it from the pod's node."),
+    "NODE_NAME": ("all commands with settings", "Sets `node.name`; a DaemonSet sets it from the pod's node."),
     "POD_NAME": (
         "`scheduler`, `claims`",
         "Name of the pod, from the downward API. The scheduler's leader gives this pod the label `gpumgr.io/scheduler-leader` and the "
@@ -23,52 +23,52 @@ READ: Final = {
     ),
     "KUBERNETES_SERVICE_HOST": (
         "`run`, `doctor`",
-        "It shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
+        "Shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
     ),
-    "KUBECONFIG": ("`why`", "It names the kubeconfig file for the way to the scheduler (default: `~/.kube/config`)."),
+    "KUBECONFIG": ("`why`", "Names the kubeconfig file for the way to the scheduler (default: `~/.kube/config`)."),
     "NOTIFY_SOCKET": ("`run`", "systemd sets it to the socket that READY and the status are sent to."),
     "WATCHDOG_USEC": ("`run`", "systemd sets it to the timeout of the watchdog."),
     "WATCHDOG_PID": ("`run`", "systemd sets it to the process that the watchdog observes."),
     "JOURNAL_STREAM": ("`run`", "systemd sets it if the log goes to the journal. The log then has fields such as `GPUMGR_POD`."),
     "CC": (
         "`--sim`, `demo`, backend `vcuda`",
-        "It sets the C compiler for the simulated driver, and for `gpu-client` if the package does not contain it.",
+        "Sets the C compiler for the simulated driver, and for `gpu-client` if the package does not contain it.",
     ),
-    "XDG_CACHE_HOME": ("`--sim`, `demo`", "It sets the folder of the simulated driver (default: `~/.cache`)."),
+    "XDG_CACHE_HOME": ("`--sim`, `demo`", "Sets the folder of the simulated driver (default: `~/.cache`)."),
 }
 
 #: Name -> when a container gets it, its value.
 GIVEN: Final = {
     "NVIDIA_VISIBLE_DEVICES": (
         "always",
-        "It has the UUIDs of the granted GPUs or MIG devices, for NVIDIA's container toolkit. It is `void`, so that the toolkit adds "
+        "The UUIDs of the granted GPUs or MIG devices, for NVIDIA's container toolkit. It is `void`, so that the toolkit adds "
         "nothing, with `vcuda`, and where the driver's files are mounted on a node with the toolkit.",
     ),
     "LD_LIBRARY_PATH": (
         "`vcuda`; where the driver's files are mounted, on machines that are not x86-64",
-        "It is `/usr/local/nvidia/lib64`. With `vcuda` this folder contains the backend's library as `libcuda.so.1`.",
+        "`/usr/local/nvidia/lib64`. With `vcuda` this folder contains the backend's library as `libcuda.so.1`.",
     ),
     "CUDA_MPS_PIPE_DIRECTORY": (
         "`mps`",
-        "It is the folder of the GPU's daemon, or of the container's namespace in it (protocol 3).",
+        "The folder of the GPU's daemon, or of the container's namespace in it (protocol 3).",
     ),
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": ("`mps`, protocol 2", "It limits the cores."),
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ("`mps`, protocol 2", "It limits the memory."),
-    "CUDA_DEVICE_SM_LIMIT_0": ("`hami-core`", "It limits the cores on the first GPU; 1 and so on stand for further GPUs."),
-    "CUDA_DEVICE_MEMORY_LIMIT_0": ("`hami-core`", "It limits the memory in the same way."),
-    "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "It is the path of the container's region file."),
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": ("`mps`, protocol 2", "Limits the cores."),
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ("`mps`, protocol 2", "Limits the memory."),
+    "CUDA_DEVICE_SM_LIMIT_0": ("`hami-core`", "Limits the cores on the first GPU; further GPUs have the endings `_1` and so on."),
+    "CUDA_DEVICE_MEMORY_LIMIT_0": ("`hami-core`", "Limits the memory in the same way."),
+    "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "The path of the container's region file."),
     "GPU_CORE_UTILIZATION_POLICY": (
         "`hami-core`",
-        "It is `force`: cores are limited independently of the content of the region. With `enforcement.injection: mounts` the pod's own "
+        "`force`: cores are limited independently of the content of the region. With `enforcement.injection: mounts` the pod's own "
         "value takes precedence: `disable` removes the limit of cores.",
     ),
-    "CUDA_DEVICE_ORDER": ("`hami-core`", "It is `PCI_BUS_ID`, which fixes the order of the GPUs."),
-    "LIBCUDA_LOG_LEVEL": ("`hami-core`", "It is `hami_core.log_level` (`1`): the library logs errors and warnings."),
+    "CUDA_DEVICE_ORDER": ("`hami-core`", "`PCI_BUS_ID`, which fixes the order of the GPUs."),
+    "LIBCUDA_LOG_LEVEL": ("`hami-core`", "`hami_core.log_level` (`1`): the library logs errors and warnings."),
 }
 
 #: Variables in the spec of a pod that the agent reads.
 IN_POD: Final = {
-    SUBMITTER_VARIABLE: "It names the user who submitted the pod (as with gpu-manager). `/usage` and `display.GPUDisplay` show it."
+    SUBMITTER_VARIABLE: "Names the user who submitted the pod (as with gpu-manager). `/usage` and `display.GPUDisplay` show it."
 }
 
 

@@ -26,93 +26,97 @@ from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.over_limit import EVICTED
 from tools.docs.markdown import code, table
 
-_CONSTRAINTS: Final = "See [constraints](scheduler.md#constraints)."
 
 ANNOTATIONS: Final = (
     (
         "pod",
         annotations.ALLOCATIONS,
         "written",
-        "It is JSON with one object per container: allocation, GPUs, cores, memory, mechanisms, reason.",
+        "JSON with one object per container: allocation, GPUs, cores, memory, mechanisms, reason.",
     ),
-    ("pod", annotations.ASSIGNED, "written", "It is `true` once the pod has its GPUs (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_INDEX + "N", "written", "It has the device minors of app container N (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_NODE, "written", "It has the name of the node (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_TIME, "written", "It has the time of the grant in nanoseconds (as with gpu-manager)."),
+    ("pod", annotations.ASSIGNED, "written", "`true` once the pod has its GPUs (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_INDEX + "N", "written", "The device minors of app container N (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_NODE, "written", "The name of the node (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_TIME, "written", "The time of the grant in nanoseconds (as with gpu-manager)."),
     (
         "pod",
         PLACEMENT_ANNOTATION,
         "read",
-        "It is JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives "
+        "JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives "
         "exactly these, or refuses the pod.",
     ),
     (
         "pod",
         HAMI_ALLOCATED,
         "read",
-        "It names the GPUs that HAMi's scheduler chose. The agent gives exactly these, or refuses the pod.",
+        "Names the GPUs that HAMi's scheduler chose. The agent gives exactly these, or refuses the pod.",
     ),
     (
         "pod",
         MIG_ALLOCATIONS,
         "read",
-        "It names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent follows it, or refuses the pod.",
+        "Names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent gives exactly these, or refuses the pod.",
     ),
-    ("pod", annotations.HAMI_PHASE, "written", "It has the result of an admission, for which HAMi's scheduler waits."),
-    ("pod", USE_MODELS[0], "read", f"The GPUs' model contains one of these texts (HAMi's: `{USE_MODELS[1]}`). {_CONSTRAINTS}"),
-    ("pod", AVOID_MODELS[0], "read", f"The GPUs' model contains none of these texts (HAMi's: `{AVOID_MODELS[1]}`)."),
-    ("pod", USE_UUIDS[0], "read", f"The GPUs are among these UUIDs (HAMi's: `{USE_UUIDS[1]}`)."),
-    ("pod", AVOID_UUIDS[0], "read", f"The GPUs are none of these UUIDs (HAMi's: `{AVOID_UUIDS[1]}`)."),
-    ("pod", SAME_NUMA_NODE[0], "read", f"All GPUs of a container are on one NUMA node (HAMi's: `{SAME_NUMA_NODE[1]}`)."),
+    ("pod", annotations.HAMI_PHASE, "written", "The result of an admission, for which HAMi's scheduler waits."),
+    (
+        "pod",
+        USE_MODELS[0],
+        "read",
+        f"Like the four below, a [constraint](scheduler.md#constraints) on the GPUs (HAMi's: `{USE_MODELS[1]}`).",
+    ),
+    ("pod", AVOID_MODELS[0], "read", f"HAMi's: `{AVOID_MODELS[1]}`."),
+    ("pod", USE_UUIDS[0], "read", f"HAMi's: `{USE_UUIDS[1]}`."),
+    ("pod", AVOID_UUIDS[0], "read", f"HAMi's: `{AVOID_UUIDS[1]}`."),
+    ("pod", SAME_NUMA_NODE[0], "read", f"HAMi's: `{SAME_NUMA_NODE[1]}`."),
     (
         "pod",
         CORE_LIMIT_ANNOTATION,
         "read",
-        "It sets the percentage of a GPU that a container may use while the others leave it idle (`vcuda`; as with gpu-manager).",
+        "Sets the percentage of a GPU that a container may use while the others leave it idle (`vcuda`; as with gpu-manager).",
     ),
     (
         "container",
         CORE_RESOURCE,
         "answered",
-        "It has the granted cores. This one and the three below are in the Allocate response (as with gpu-manager).",
+        "The granted cores. This one and the three below are in the Allocate response (as with gpu-manager).",
     ),
-    ("container", MEMORY_RESOURCE, "answered", "It has the granted memory in bytes."),
-    ("container", DEVICE_ANNOTATION, "answered", "It lists the device nodes."),
+    ("container", MEMORY_RESOURCE, "answered", "The granted memory in bytes."),
+    ("container", DEVICE_ANNOTATION, "answered", "Lists the device nodes."),
     (
         "container",
         ENFORCEMENT_ANNOTATION,
         "answered",
-        "It names the mechanisms that enforce the container's limits, joined by `+`.",
+        "Names the mechanisms that enforce the container's limits, joined by `+`.",
     ),
     (
         "container",
         AMOUNTS_ANNOTATION,
         "answered",
-        "It has the amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`.",
+        "The amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`.",
     ),
     (
         "container",
         MIG_ANNOTATION,
         "answered",
-        "It has the MIG devices that were created for a container of `nvidia.com/gpu`: for each one `GPU=profile,memory slices as bits,"
+        "The MIG devices that were created for a container of `nvidia.com/gpu`: for each one `GPU=profile,memory slices as bits,"
         "UUID,GPU instance,compute instance`, joined by `;`.",
     ),
     (
         "node",
         INVENTORY_ANNOTATION,
         "written",
-        "It is JSON with the node's GPUs and with the allocations that no `gpumgr.io/placement` explains, for `gpumgr scheduler`.",
+        "JSON with the node's GPUs and with the allocations that no `gpumgr.io/placement` explains, for `gpumgr scheduler`.",
     ),
-    ("node", REGISTER, "written", "It lists the GPUs for HAMi's scheduler (`hami.scheduler`)."),
-    ("node", SCORES, "written", "It has the scores of the links between GPUs for HAMi's scheduler."),
-    ("node", NODE_ANNOTATION, "written", "It has the strength of the limits of new shares on each GPU, and the mechanisms."),
+    ("node", REGISTER, "written", "Lists the GPUs for HAMi's scheduler (`hami.scheduler`)."),
+    ("node", SCORES, "written", "The scores of the links between GPUs for HAMi's scheduler."),
+    ("node", NODE_ANNOTATION, "written", "The strength of the limits of new shares on each GPU, and the mechanisms."),
     (
         "node",
         LABELS_ANNOTATION,
         "written",
-        "It lists the label keys that the agent has written, so that it can remove them.",
+        "Lists the label keys that the agent has written, so that it can remove them.",
     ),
-    ("event", ALLOCATION_ANNOTATION, "written", "It lists the allocations of the event."),
+    ("event", ALLOCATION_ANNOTATION, "written", "Lists the allocations of the event."),
 )
 
 LABELS: Final = (

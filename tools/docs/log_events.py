@@ -11,7 +11,7 @@ MEANINGS: Final = {
     "stopped_at_once": "The agent received a second signal and ended at once.",
     "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`. The ledger is not affected.",
     "ended": "The process ended for the given reason, with the given exit code.",
-    "ended_by_bug": "A bug ended the process. Report it with the traceback.",
+    "ended_by_bug": "A bug ended the process.",
     "registration_failed": "The kubelet refused the registration or is unavailable. Retried; `error` has the remedy.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Checked every two seconds.",
     "waiting_for_other_agent": "During an update, this agent waits until the agent in `reason` has ended.",
@@ -28,8 +28,8 @@ MEANINGS: Final = {
     "claiming_pods_not_retried": "The annotation can't be written. The kubelet retries these pods within 90 s.",
     "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. Only one of them "
     "limits it.",
-    "claim_failed": "A bug while a claim was prepared or released; its pod waits. Report it with the traceback.",
-    "call_failed": "A bug in a call of the kubelet; the pod fails. Report it with the traceback.",
+    "claim_failed": "A bug in a claim's preparation or release; its pod waits.",
+    "call_failed": "A bug in a call of the kubelet; the pod fails.",
     # decisions
     "refused": "A request was refused; `reason` is also in `kubectl describe pod`, `code` in the [table of "
     "refusals](user-guide.md#refusals).",
@@ -58,16 +58,16 @@ MEANINGS: Final = {
     "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
     "nvml_not_reopened": "The session with the driver could not be opened again. Retried.",
     "mig_device_gone": "A MIG device that a container holds was destroyed. Delete the pod.",
-    "mig_device_not_destroyed": "A MIG device without a container can't be destroyed, for example because of its processes. "
-    "Its place is not used; retried.",
+    "mig_device_not_destroyed": "A MIG device without a container can't be destroyed, for example while it has processes. Its place stays "
+    "unused; retried.",
     "mig_devices_kept": "The ledger was lost and rebuilt incompletely. Older MIG devices are not destroyed.",
     "mig_mode_not_enabled": "The MIG mode of a GPU can't be turned on. The GPU takes no containers; retried.",
     "mig_devices_not_offered": "`node.mig_strategy` is `single`, and the MIG devices are not equal; the reason has the remedy.",
     "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
     "kernel_modules_not_loaded": "`modprobe` failed or hangs. Retried.",
     "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. Retried.",
-    "gpu_addresses_lost": "The GPUs' PCI addresses in the checkpoint can't be read. A GPU that was replaced before "
-    "stays registered until `gpumgr gpu forget`.",
+    "gpu_addresses_lost": "The GPUs' PCI addresses in the checkpoint can't be read. Replaced GPUs stay registered until `gpumgr gpu "
+    "forget`.",
     "gpu_not_reset": "`gpumgr gpu reset` failed; `reason` is the output of nvidia-smi.",
     # checkpoint and start
     "checkpoint_set_aside": "The checkpoint was corrupt and is kept under `path`. The ledger is rebuilt from the kubelet "
@@ -77,18 +77,16 @@ MEANINGS: Final = {
     "history_not_saved": "The history can't be written; check the disk. The ledger is not affected.",
     "kubelet_checkpoint_unreadable": "The kubelet's checkpoint can't be read. The agent uses PodResources alone.",
     "gpu_manager_checkpoint_unreadable": "gpu-manager's checkpoint can't be read. It is read again at the next start.",
-    "foreign_allocations": "`holders` run with GPUs from gpu-manager, and its checkpoint does not say which. Nothing is "
-    "offered. Make the checkpoint readable and restart, or delete those pods.",
+    "foreign_allocations": "The pods in `holders` have GPUs of gpu-manager, and its checkpoint does not say which. Nothing is "
+    "offered. Make the checkpoint readable and restart, or delete the pods.",
     "not_taken_over": "The records of gpu-manager's pods can't be saved. They are read again at the next start.",
     "flag_without_effect": "A flag of gpu-manager has no effect here, for the given reason.",
-    "config_reloaded": "The settings file has changed; the line lists the keys that were applied and the keys that "
-    "need a restart.",
+    "config_reloaded": "The settings file has changed; the line lists the keys that were applied and the keys that need a restart.",
     "config_rejected": "The settings file is wrong (`reason`). The previous settings stay in use.",
-    "node_description_left": "The agent may not read the node, so its labels and condition may be left: [remove "
-    "them](operations.md#remove).",
+    "node_description_left": "The agent may not read the node. [Remove](operations.md#remove) labels and condition if they are left.",
     # the agent's own work
-    "daemon_failed": "A bug ended a part of the agent, which is restarted. Report it with the traceback.",
-    "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results until it answers.",
+    "daemon_failed": "A bug ended a part of the agent, which is restarted.",
+    "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results.",
     "background_call_failed": "A call that was running when the agent stopped has failed. Nothing depends on it.",
     "cancelled_call_failed": "A call failed after the kubelet had cancelled it.",
     # limits
@@ -104,8 +102,8 @@ MEANINGS: Final = {
     "orphan_not_removed": "Files of an ended container can't be removed. Retried.",
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
     "orphans_not_listed": "The files of ended containers can't be listed. Retried.",
-    "container_over_limit": "The driver reports more memory for a container than it was granted. Its pod has an event; it "
-    "is evicted only with `enforcement.evict`.",
+    "container_over_limit": "A container uses more memory than it was granted. Its pod has an event, and is evicted only with "
+    "`enforcement.evict`.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
     "gpu_process_unattributed": "A process on a GPU belongs to no allocation, so no container is charged for its memory. For an ended "
     "container's process only after 10 s.",
@@ -122,7 +120,7 @@ MEANINGS: Final = {
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. Checked again.",
     "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
     "mps_daemon_not_ended": "The MPS daemon of a GPU could not be ended. The agent retries.",
-    "mps_daemon_not_checked": "A bug in the check of an MPS daemon. Report it with the traceback.",
+    "mps_daemon_not_checked": "A bug in the check of an MPS daemon.",
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. Retried.",
     "mps_limits_changed": "A process changed the limits of an MPS daemon. The agent restores them and reports containers as "
     "`tampered`.",
@@ -170,7 +168,7 @@ MEANINGS: Final = {
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
-    "verb_failed": "A bug in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
+    "verb_failed": "A bug in a verb of the extender. kube-scheduler tries again.",
     # DRA: the node's ResourceSlice
     "slice_not_published": "The ResourceSlice can't be written, so kube-scheduler sees none, or the previous one. HTTP 403: the "
     "account lacks rights (chart value `mode: dra`), or its token names no node. Retried.",
@@ -190,7 +188,7 @@ MEANINGS: Final = {
     "token_in_plain_http": "The token is sent unencrypted. Set `http.tls_cert_file`.",
     "token_unusable": "The token file can't be read or is empty. No token is accepted.",
     "certificates_unusable": "The certificates can't be read. The previous ones stay in use.",
-    "page_failed": "A bug in a page; the others are served. Report it with the traceback.",
+    "page_failed": "A bug in a page; the others are served.",
     "connection_not_accepted": "The web server could not accept a connection, in most cases since the process has too many open files. "
     "Retried after a second.",
     "display_not_served": "gpu-manager's socket is in use or can't be created. Check whether gpu-manager still runs.",
@@ -198,15 +196,14 @@ MEANINGS: Final = {
 
 
 def log_events_table() -> str:
-    """The events that need an explanation, by name, with their meaning; the names of the others. An error or a warning without a meaning
-    has an empty cell, which a test reports."""
+    """The events that need an explanation, by name, with their meaning. An error or a warning without a meaning has an empty cell, which a
+    test reports."""
     rows = [
         (code(name), level, MEANINGS.get(name, ""))
         for name, level in events().items()
         if name in MEANINGS or needs_meaning(level)
     ]
-    others = [code(name) for name, level in events().items() if name not in MEANINGS and not needs_meaning(level)]
-    return f"{table(('event', 'level', 'meaning, and what to do'), rows)}\n\nOther events need no action: {', '.join(others)}."
+    return f"{table(('event', 'level', 'meaning, and what to do'), rows)}\n\nReport bugs with the traceback in the log. Events of level info that are not listed need no action."
 
 
 def needs_meaning(level: str) -> bool:
