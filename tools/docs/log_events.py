@@ -203,7 +203,8 @@ def log_events_table() -> str:
         for name, level in events().items()
         if name in MEANINGS or needs_meaning(level)
     ]
-    return f"{table(('event', 'level', 'meaning, and what to do'), rows)}\n\nReport bugs with the traceback in the log. Events of level info that are not listed need no action."
+    rest = "Report bugs with the traceback in the log. Events of level info that are not listed need no action."
+    return f"{table(('event', 'level', 'meaning, and what to do'), rows)}\n\n{rest}"
 
 
 def needs_meaning(level: str) -> bool:
