@@ -26,7 +26,6 @@ from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.over_limit import EVICTED
 from tools.docs.markdown import code, table
 
-
 ANNOTATIONS: Final = (
     (
         "pod",
@@ -55,7 +54,8 @@ ANNOTATIONS: Final = (
         "pod",
         MIG_ALLOCATIONS,
         "read",
-        "Names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent gives exactly these, or refuses the pod.",
+        "Names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent gives exactly these, or refuses "
+        "the pod.",
     ),
     ("pod", annotations.HAMI_PHASE, "written", "The result of an admission, for which HAMi's scheduler waits."),
     (
