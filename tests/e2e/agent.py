@@ -159,14 +159,15 @@ class Agent:
         self.running = False
         return self._cluster.processes.stop(self._name)
 
-    def ensure(self) -> None:
-        """Starts the agent where a failed test left none. Raises StartError once if it has ended by itself: the next test starts it."""
+    def ensure(self, wait: bool = True) -> None:
+        """Starts the agent where a failed test left none. Raises StartError once if it has ended by itself: the next test starts it.
+        `wait` as for `start`."""
         if self.running:
             self.running = False
             self.check()
             self.running = True
         else:
-            self.start()
+            self.start(wait)
 
     def revive(self) -> None:
         """Starts the agent again if it has ended, without its usual offer."""

@@ -161,10 +161,6 @@ class Installed(Agent):
         """SIGKILL to the container's process; the kubelet starts another."""
         kill_and_wait([self.pid()])
 
-    def ensure(self) -> None:
-        if not self.running:
-            self.start()
-
     def wait_offered(self, timeout: float = 90) -> None:
         try:
             super().wait_offered(timeout)

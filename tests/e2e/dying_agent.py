@@ -1,4 +1,8 @@
-"""`python -m tests.e2e.dying_agent STEP run ...` is `gpumgr run ...` that kills itself (SIGKILL) at a step of Prepare or Unprepare."""
+"""`python -m tests.e2e.dying_agent STEP run ...` is `gpumgr run ...` that kills itself (SIGKILL) at a step of Prepare or Unprepare.
+
+A save is such a step only after the agent has begun to decide about claims: before that it saves what the kubelet remembers of the device
+plugin's ended pods, and frees it.
+"""
 
 import os
 import signal
@@ -7,7 +11,7 @@ from typing import Any, Final
 
 from gpumgr.cli import main
 from gpumgr.kubelet.dra.claim_reader import ClaimReader
-from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra.service import Claims, DraPlugin
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
 
@@ -27,12 +31,18 @@ STEPS: Final[dict[str, tuple[type, str, str]]] = {
 def die_at(step: str) -> None:
     """Replaces the method of the step."""
     owner, name, moment = STEPS[step]
-    method = getattr(owner, name)
+    method, decide_with = getattr(owner, name), DraPlugin.decide_with
+    decides = False
+
+    def deciding(self: DraPlugin, claims: Claims) -> None:
+        nonlocal decides
+        decides = True
+        decide_with(self, claims)
 
     def concerned(first: object) -> bool:
         if not isinstance(first, Change):
             return True
-        return bool(first.put if step.startswith("grant") else first.drop)
+        return decides and bool(first.put if step.startswith("grant") else first.drop)
 
     async def replaced(self: object, first: object, **options: Any) -> object:
         if moment == "before" and concerned(first):
@@ -43,6 +53,7 @@ def die_at(step: str) -> None:
         return result
 
     setattr(owner, name, replaced)
+    DraPlugin.decide_with = deciding  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

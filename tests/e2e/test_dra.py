@@ -51,6 +51,7 @@ def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
 @pytest.fixture
 def node(dra_node: DraNode) -> DraNode:
     """Without pods and claims, and with a template for shares of 10 cores."""
+    dra_node.agent.ensure(wait=False)  # without it no claim ends, and so no pod
     dra_node.cluster.delete_all()
     dra_node.cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
     dra_node.delete_claims()
