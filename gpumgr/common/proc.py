@@ -88,6 +88,12 @@ def mount_tables(root: Path = PROC) -> Iterator[str]:
                 seen.add(namespace)
 
 
+def mounted_root(line: str) -> str:
+    """The path within its file system that this line of mountinfo mounts (field 4), with blanks as octal numbers; "" for another line."""
+    fields = line.split(" ", 4)
+    return fields[3] if len(fields) > 3 else ""
+
+
 class Mount(NamedTuple):
     """`root`: the part of the file system that is mounted at `point`. `shared`: mounts below it propagate to its peers. `receives`: later
     mounts of its peers, or of its master, propagate to it."""

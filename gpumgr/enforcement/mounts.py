@@ -2,14 +2,9 @@
 
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
-from typing import Final
 
-from gpumgr.common.proc import PROC, mount_tables
+from gpumgr.common.proc import PROC, mount_tables, mounted_root
 from gpumgr.ledger.ledger import AllocationId
-
-#: Index of the field with the mounted path within its file system (proc(5)). Blanks are written as octal escapes; an allocation's id has
-#: none.
-_ROOT_FIELD: Final = 3
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
@@ -33,15 +28,10 @@ def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> b
     """
     try:
         with (proc_root / str(pid) / "mountinfo").open(encoding="utf-8", errors="replace") as lines:
-            return any(_root_of(line).name == allocation for line in lines)
+            return any(PurePosixPath(mounted_root(line)).name == allocation for line in lines)
     except OSError:
         return False
 
 
 def _is_part(name: str, line: str) -> bool:
-    return name in line and _root_of(line) != PurePosixPath("/")
-
-
-def _root_of(line: str) -> PurePosixPath:
-    fields = line.split(" ", _ROOT_FIELD + 1)
-    return PurePosixPath(fields[_ROOT_FIELD] if len(fields) > _ROOT_FIELD else "")
+    return name in line and PurePosixPath(mounted_root(line)) != PurePosixPath("/")

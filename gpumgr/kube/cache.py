@@ -12,9 +12,9 @@ import structlog
 from gpumgr.common.aio import wait_at_most
 from gpumgr.kube.client import API_FAILURES, ApiServer
 from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
+from gpumgr.kube.pod_annotations import is_ours
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
-from gpumgr.ledger.annotations import is_ours
 from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 

@@ -49,9 +49,7 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
-from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings import Settings, profile
 from gpumgr.web.metrics.registry import Metrics
@@ -212,20 +210,14 @@ class Components:
 
     def _make_memory_watcher(self) -> MemoryLimitWatcher:
         owners = ProcessOwners(self.enforcement.containers, clock=time.monotonic, timeout_seconds=TIMEOUT_SECONDS)
-        events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
-        reporter = OverLimitReporter(
-            self._api_side.publisher, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted
-        )
         return MemoryLimitWatcher(
             records=self.agent_state,
             pods=self._pods,
             owners=owners,
-            events=events,
             backends=self.enforcement.limits,
-            evict=reporter.evict,
+            evictor=self._api_side.publisher,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
-            can_evict=self._api_side.publisher is not None,
         )
 
     def _make_agent(self) -> Agent:

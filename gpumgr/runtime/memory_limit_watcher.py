@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import structlog
 
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.ports import Finding, Pods, RunningContainer
+from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.common.units import MEMORY_RESOURCE
 from gpumgr.ledger.gpu_share import GpuShare
@@ -32,6 +32,9 @@ from gpumgr.runtime.process_owners import ProcessOwners
 
 log = structlog.get_logger(__name__)
 
+#: Reason of the event of a pod that is evicted.
+EVICTED: Final = "GpuPodEvicted"
+_REQUESTER: Final = "memory limit"
 #: How often to evaluate a sample while nothing is allocated, to find unattributed processes.
 CALM_PERIOD_SECONDS: Final = 10.0
 #: How long an evaluation waits for the container runtime, and for the enforcement backends.
@@ -53,6 +56,8 @@ class LimitMeter(Protocol):
 
     def went_over(self) -> None: ...
 
+    def evicted(self) -> None: ...
+
     def found(self, backend: str, code: str) -> None: ...
 
 
@@ -66,8 +71,8 @@ class OverLimit:
 
 
 class MemoryLimitWatcher:
-    """`evict` takes all uses over their limit at present, with pods that are to be evicted (gpumgr.runtime.over_limit). `can_evict`: there
-    is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
+    """`evictor` is None without an API server. `clock` is monotonic, in seconds. An evaluation waits for the backends as long as `owners`
+    waits for the container runtime."""
 
     def __init__(
         self,
@@ -75,26 +80,24 @@ class MemoryLimitWatcher:
         records: AgentRecords,
         pods: Pods,
         owners: ProcessOwners,
-        events: ContainerEvents,
         backends: Backends,
-        evict: Callable[[Sequence[ContainerUse]], None],
+        evictor: Evictor | None,
         meter: LimitMeter,
         over_limit: OverLimit,
-        can_evict: bool,
         clock: Callable[[], float] = time.monotonic,
-        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._records, self._owners, self._events, self._backends = records, owners, events, backends
-        self._evict, self._meter, self._clock = evict, meter, clock
-        self._rule, self._can_evict = over_limit, can_evict
+        self._records, self._owners, self._backends, self._clock = records, owners, backends, clock
+        self._events = ContainerEvents(records, containers=lambda: owners.latest.containers)
+        self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
+        self._meter, self._rule = meter, over_limit
         self._shares, self._pods = _Shares(pods), pods
-        self._enforce, self._timeout_seconds = BackgroundCall("enforce_limits"), timeout_seconds
+        self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
         self._ended = EndedContainers()
-        self._findings = FindingsReporter(count=meter.found, add_event=events.add, clock=clock)
+        self._findings = FindingsReporter(count=meter.found, add_event=self._events.add, clock=clock)
 
     def apply(self, over_limit: OverLimit) -> None:
         """Counts from the next sample on."""
@@ -136,7 +139,7 @@ class MemoryLimitWatcher:
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
-        await self._enforce.start(lambda: self._observe_and_adjust(running), timeout_seconds=self._timeout_seconds)
+        await self._enforce.start(lambda: self._observe_and_adjust(running), timeout_seconds=self._owners.timeout_seconds)
 
     async def close(self) -> None:
         await self._enforce.close()
@@ -171,7 +174,7 @@ class MemoryLimitWatcher:
             log.warning("container_over_limit", **_log_fields(use))
             self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
         over = self._limit_state.over if rule.evict else ()
-        self._evict([use for use in uses if (use.allocation, use.gpu) in over])
+        self._evictions.request([use for use in uses if (use.allocation, use.gpu) in over])
         for use in change.ended:
             log.info("container_within_limit", **_log_fields(use))
 
@@ -204,6 +207,38 @@ class MemoryLimitWatcher:
             )
         for pid, _ in sorted(met.gone):
             log.info("gpu_process_unattributed_gone", pid=pid)
+
+
+class _Evictions:
+    """Evictions of pods that stay over their GPU memory, where the operator chose that (`enforcement.evict`). `evictor`: see
+    `MemoryLimitWatcher`; `count` counts the requested evictions."""
+
+    def __init__(self, evictor: Evictor | None, events: ContainerEvents, count: Callable[[], None]) -> None:
+        self._evictor, self._events, self._count = evictor, events, count
+        self._requested: frozenset[str] = frozenset()
+        self._not_evicted: frozenset[AllocationId] = frozenset()
+
+    def request(self, uses: Sequence[ContainerUse]) -> None:
+        """Requests the eviction of the pods that are over their memory now, and of no others."""
+        wanted: dict[str, Eviction] = {}
+        nameless = []
+        for use in uses:
+            name, reason = self._events.pod_of(use.allocation), f"container {use.container or '?'} stayed over its GPU memory"
+            if self._evictor is None or name is None:
+                nameless.append(use)
+            elif name[1] not in wanted:
+                wanted[name[1]] = Eviction(uid=name[1], pod=name[0], reason=reason)
+                if name[1] not in self._requested:
+                    self._count()
+                    self._events.add_once(use.allocation, EVICTED, f"the pod is evicted: {reason}", use.gpu)
+        for use in nameless:
+            if use.allocation not in self._not_evicted:
+                why = "there is no API server to request it from" if self._evictor is None else "its pod is not known"
+                log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
+        self._not_evicted = frozenset(use.allocation for use in nameless)
+        if self._evictor is not None and (wanted or self._requested):
+            self._evictor.evict(_REQUESTER, wanted.values())
+        self._requested = frozenset(wanted)
 
 
 class _Shares:

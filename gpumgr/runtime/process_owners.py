@@ -69,7 +69,7 @@ class ProcessOwners:
     """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
 
     def __init__(self, runtime: RunningContainers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
-        self._runtime, self._clock, self._timeout_seconds = runtime, clock, timeout_seconds
+        self._runtime, self._clock, self.timeout_seconds = runtime, clock, timeout_seconds
         self._list, self._look_up = BackgroundCall("list_containers"), BackgroundCall("look_up_processes")
         self._answers: dict[Process, tuple[Container | None, float]] = {}
         self._error = ""
@@ -82,9 +82,9 @@ class ProcessOwners:
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """
-        deadline = self._clock() + self._timeout_seconds
+        deadline = self._clock() + self.timeout_seconds
         if self._runtime.due:
-            await self._list.start(self._runtime.tick, timeout_seconds=self._timeout_seconds)
+            await self._list.start(self._runtime.tick, timeout_seconds=self.timeout_seconds)
         containers = self._containers(index, shares)
         every = {each.id: each for users in containers.values() for each in users}
         inside = await asyncio.to_thread(self._read_pids, every.values()) if every else {}

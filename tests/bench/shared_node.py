@@ -31,10 +31,8 @@ from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
-from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
@@ -87,17 +85,14 @@ class SharedNode:
             clock=self.clock,
         )
         owners = ProcessOwners(self.containers, clock=self.clock, timeout_seconds=TIMEOUT_SECONDS)
-        events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
         self.memory_watcher = MemoryLimitWatcher(
             records=self.agent_state,
             pods=self.pods,
             owners=owners,
-            events=events,
             backends=self.limits,
-            evict=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted).evict,
+            evictor=None,
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
-            can_evict=False,
             clock=self.clock,
         )
         self.hardware_events = HardwareEvents(

@@ -8,6 +8,7 @@ from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kube import pod_annotations
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
 from gpumgr.kube.publisher import event_texts
@@ -17,26 +18,25 @@ from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
 from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
-from gpumgr.ledger import annotations
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.container_events import OVER_LIMIT
-from gpumgr.runtime.over_limit import EVICTED
+from gpumgr.runtime.memory_limit_watcher import EVICTED
 from tools.docs.markdown import code, table
 
 ANNOTATIONS: Final = (
     (
         "pod",
-        annotations.ALLOCATIONS,
+        pod_annotations.ALLOCATIONS,
         "written",
         "JSON with one object per container: allocation, GPUs, cores, memory, mechanisms, reason.",
     ),
-    ("pod", annotations.ASSIGNED, "written", "`true` once the pod has its GPUs (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_INDEX + "N", "written", "The device minors of app container N (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_NODE, "written", "The name of the node (as with gpu-manager)."),
-    ("pod", annotations.PREDICATE_TIME, "written", "The time of the grant in nanoseconds (as with gpu-manager)."),
+    ("pod", pod_annotations.ASSIGNED, "written", "`true` once the pod has its GPUs (as with gpu-manager)."),
+    ("pod", pod_annotations.PREDICATE_INDEX + "N", "written", "The device minors of app container N (as with gpu-manager)."),
+    ("pod", pod_annotations.PREDICATE_NODE, "written", "The name of the node (as with gpu-manager)."),
+    ("pod", pod_annotations.PREDICATE_TIME, "written", "The time of the grant in nanoseconds (as with gpu-manager)."),
     (
         "pod",
         PLACEMENT_ANNOTATION,
@@ -57,7 +57,7 @@ ANNOTATIONS: Final = (
         "Names the MIG profiles and places that HAMi's scheduler chose, with dynamic MIG. The agent gives exactly these, or refuses "
         "the pod.",
     ),
-    ("pod", annotations.HAMI_PHASE, "written", "The result of an admission, for which HAMi's scheduler waits."),
+    ("pod", pod_annotations.HAMI_PHASE, "written", "The result of an admission, for which HAMi's scheduler waits."),
     (
         "pod",
         USE_MODELS[0],

@@ -22,7 +22,7 @@ from gpumgr.kube.hami_formats import (
     devices_text,
     encode_allocations,
 )
-from gpumgr.ledger.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
+from gpumgr.kube.pod_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.placement.evaluators.mig import place_at
 
 #: The limit of a write that places a pod; a leader sends none that its Lease does not outlive.

@@ -32,8 +32,8 @@ from gpumgr.kube.cluster_annotations import (
     decode_inventory,
 )
 from gpumgr.kube.hami_formats import DEVICE_CORDON
+from gpumgr.kube.pod_annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
-from gpumgr.ledger.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.placement.evaluators.mig import most_devices
 from gpumgr.placement.evaluators.replicas import ReplicaRequest

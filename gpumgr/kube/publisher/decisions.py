@@ -20,11 +20,11 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import BugLog, next_tick, wait_at_most
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.hami_formats import MIG_ALLOCATIONS, with_driver_ids
+from gpumgr.kube.pod_annotations import ALLOCATIONS, is_ours, pod_annotations
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.annotations import ALLOCATIONS, is_ours, pod_annotations
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey, PodView

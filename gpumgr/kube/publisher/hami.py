@@ -27,8 +27,8 @@ from gpumgr.kube.hami_formats import (
     encode_scores,
     registered_profiles,
 )
+from gpumgr.kube.pod_annotations import HAMI_PHASE
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.annotations import HAMI_PHASE
 from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger

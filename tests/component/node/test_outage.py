@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.ports import Eviction
+from gpumgr.kube.pod_annotations import ALLOCATIONS
 from gpumgr.kube.publisher.decisions import MAX_LATE
-from gpumgr.ledger.annotations import ALLOCATIONS
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World

@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from gpumgr.common.errors import DriverFilesError, SettingsError
-from gpumgr.common.proc import mount_tables
+from gpumgr.common.proc import mount_tables, mounted_root
 from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver, inspect, sha256_of
 from gpumgr.compat.gpu_manager.driver_files.mirror import VERSIONS, build, prune, switch
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
@@ -32,7 +32,6 @@ DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
 _GRACE_SECONDS: Final = 600.0
 #: A version in the path, within its own file system, that a mount shows.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
-_ROOT_FIELD: Final = 3
 #: Its first dotted number is what libcuda-control.so uses as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
@@ -273,11 +272,8 @@ def _problems(volume: Volume, plan: VolumePlan, sources: VolumeSources, conf: Vo
 
 
 def versions_in(mountinfo: str) -> frozenset[str]:
-    """Versions of the mirror that are mounted, from the text of /proc/PID/mountinfo.
-
-    Its fourth field is the path that a mount shows. Source: proc(5).
-    """
-    roots = (fields[_ROOT_FIELD] for line in mountinfo.splitlines() if len(fields := line.split(" ")) > _ROOT_FIELD)
+    """Versions of the mirror that are mounted, from the text of /proc/PID/mountinfo."""
+    roots = map(mounted_root, mountinfo.splitlines())
     return frozenset(found[1] for root in roots if (found := _VERSION.search(root)))
 
 

@@ -15,9 +15,7 @@ from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.ledger.usage.node_use import NodeUse
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
-from gpumgr.runtime.over_limit import OverLimitReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of
@@ -134,24 +132,20 @@ class Node:
         self.publisher, self.meter, self.clock = MemoryEvictor(), MemoryMeter(), Clock()
         publisher = None if standalone else self.publisher
         self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
-        events = ContainerEvents(self.agent_state, containers=lambda: self.owners.latest.containers)
         self.memory_watcher = MemoryLimitWatcher(
             records=self.agent_state,
             pods=self.pods,
             owners=self.owners,
-            events=events,
             backends=self.backends,
-            evict=OverLimitReporter(publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted).evict,
+            evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            can_evict=publisher is not None,
             clock=self.clock,
-            timeout_seconds=60.0,
         )
 
     def set_timeout(self, seconds: float) -> None:
         """How long evaluations wait for the runtime and the backends from now on."""
-        self.memory_watcher._timeout_seconds = self.owners._timeout_seconds = seconds
+        self.owners.timeout_seconds = seconds
 
     def runs(self, container: Container, *pids: int) -> None:
         """The container runs with these processes; its earlier start has ended."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.ledger.annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
+from gpumgr.kube.pod_annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.sim.apiserver_written import problem_of
