@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Shares
-from gpumgr.cluster.core.request import PodRequest, replica_request, vcuda_request
+from gpumgr.cluster.core.node import GpuState, Naming, NodeState
+from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request
 from gpumgr.placement.evaluators.chain import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest

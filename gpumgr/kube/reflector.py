@@ -225,6 +225,8 @@ class Reflector(Generic[T]):
         self._clock, self._heard_at = clock, clock()
         #: The time of the last list, if nothing has been received since.
         self._list_error: str | None = None
+        #: From this time of `clock` on the copy is outdated, unless the server sends something before.
+        self.outdated_at = math.inf
         self._list_refused = False
         self._reported = False
         self.synced = asyncio.Event()
@@ -247,7 +249,7 @@ class Reflector(Generic[T]):
     @property
     def outdated(self) -> str | None:
         """Why the copy may lack changes that are long past, in words; None: it does not."""
-        if self._list_error is None or self.silent_seconds < self._pace.outdated_seconds:
+        if self._clock() < self.outdated_at:
             return None
         return (
             f"the API server has sent nothing about {self.resource} for {self.silent_seconds:.0f} s, and a list has failed "
@@ -301,7 +303,7 @@ class Reflector(Generic[T]):
             _log.warning("api_server_retries", path=self._watched.path, error=text)
 
     def _heard(self, at: float) -> None:
-        self._heard_at, self._list_error = at, None
+        self._heard_at, self._list_error, self.outdated_at = at, None, math.inf
         if self._reported:
             self._reported = False
             _log.info("objects_current_again", path=self._watched.path)
@@ -313,6 +315,7 @@ class Reflector(Generic[T]):
             await self._list()
         except API_FAILURES as error:
             self._list_error, self._list_refused = _text(error), isinstance(error, AnswerError)
+            self.outdated_at = self._heard_at + self._pace.outdated_seconds
             raise
 
     async def _list(self) -> None:

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, added_holdings
-from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, RankWithinQuota, added_holdings
 from gpumgr.cluster.core.request import PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from tests.cluster_states import node_state, request, share

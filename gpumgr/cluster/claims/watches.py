@@ -77,7 +77,6 @@ class ClaimWatches(ClusterWatches):
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
         #: By the name of their node.
         self._slices: dict[str, WatchedSlice] = {}
-        self._clock = clock
         self._labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
         self._watched += [

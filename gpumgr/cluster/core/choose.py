@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Final
 
-from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, PodUse, Shares, Used
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy, SameGpus
+from gpumgr.cluster.core.node import GpuState, NodeState, Used
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy, SameGpus, Shares
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints

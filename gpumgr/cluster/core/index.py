@@ -12,9 +12,9 @@ from typing import Final, Protocol
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
-from gpumgr.cluster.core.node import NOTHING, NodeState, Shares, Used, added, taken_by
+from gpumgr.cluster.core.node import NodeState, Used, added
 from gpumgr.cluster.core.profiles import Profiles
-from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, PodRequest, Policy
+from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED

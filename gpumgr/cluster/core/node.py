@@ -1,23 +1,18 @@
-"""A node's GPUs as the scheduler sees them, and what pods use of them."""
+"""A node's GPUs as the scheduler sees them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.request import Shares
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.chain import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 from gpumgr.placement.topology.devices import Level, MigProfile, Topology
 
-#: (position of the GPU on its node, amounts) of each GPU of a container.
-Shares = tuple[tuple[int, Amounts], ...]
 Naming = Literal["uuid", "index", "none"]
 #: What is used of each GPU of a node, by position.
 Used = tuple[Amounts, ...]
-
-NOTHING = Amounts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,38 +106,6 @@ def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
         ),
         naming="index",
     )
-
-
-class PodUse:
-    """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
-
-    def __init__(self) -> None:
-        self.taken: dict[int, Amounts] = {}
-        self.reusable: dict[int, Amounts] = {}
-
-    def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
-        for gpu, wanted in shares:
-            pool = self.reusable.get(gpu, NOTHING)
-            memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
-            slices = pool.slices & wanted.slices
-            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas), slices)
-            if slices != wanted.slices:  # a MIG device of its own; the other one stays until the pod ends
-                again = Amounts(replicas=again.replicas)
-            fresh = wanted - again
-            self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
-            self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
-
-    def held(self, gpu: int) -> Amounts:
-        """What later containers of the pod cannot have."""
-        return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
-
-
-def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
-    """What the pod takes of each GPU if its containers have these shares."""
-    use = PodUse()
-    for container, each in zip(request.containers, shares, strict=True):
-        use.add(container.kind, each)
-    return use.taken
 
 
 def added(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:

@@ -1,6 +1,6 @@
-"""The request of a pod: amounts per GPU for each container that wants GPUs."""
+"""The request of a pod: amounts per GPU for each container that wants GPUs, and what the pod takes of each GPU."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from hashlib import blake2b
@@ -16,6 +16,10 @@ from gpumgr.placement.topology.matrix import MAX_GPUS
 
 #: A pod with more containers that request GPUs is refused, because the time of a placement grows with their number.
 MAX_GPU_CONTAINERS: Final = 64
+
+#: (position of the GPU on its node, amounts) of each GPU of a container.
+Shares = tuple[tuple[int, Amounts], ...]
+NOTHING: Final = Amounts()
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.choose`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
@@ -109,6 +113,38 @@ class PodRequest:
 
 NO_REQUEST: Final = PodRequest()
 _Container = TypeVar("_Container")
+
+
+class PodUse:
+    """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Amounts] = {}
+        self.reusable: dict[int, Amounts] = {}
+
+    def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
+        for gpu, wanted in shares:
+            pool = self.reusable.get(gpu, NOTHING)
+            memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
+            slices = pool.slices & wanted.slices
+            again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas), slices)
+            if slices != wanted.slices:  # a MIG device of its own; the other one stays until the pod ends
+                again = Amounts(replicas=again.replicas)
+            fresh = wanted - again
+            self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
+            self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
+
+    def held(self, gpu: int) -> Amounts:
+        """What later containers of the pod cannot have."""
+        return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
+
+
+def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
+    """What the pod takes of each GPU if its containers have these shares."""
+    use = PodUse()
+    for container, each in zip(request.containers, shares, strict=True):
+        use.add(container.kind, each)
+    return use.taken
 
 
 def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:

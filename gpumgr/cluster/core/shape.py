@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
-from gpumgr.cluster.core.node import NOTHING, NodeState, Used, added, taken_by
+from gpumgr.cluster.core.node import NodeState, Used, added
 from gpumgr.cluster.core.profiles import (
     FreeCores,
     Place,
@@ -38,7 +38,7 @@ from gpumgr.cluster.core.profiles import (
     idle_gpus,
     usable_cores,
 )
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy, taken_by
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.cluster.core.node import NOTHING, GpuState, NodeState, Used
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.node import GpuState, NodeState, Used
+from gpumgr.cluster.core.request import NOTHING, PodRequest
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.mig import has_place
 

@@ -17,8 +17,7 @@ import structlog
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, placed_pod
-from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.quota import Quotas, RankWithinQuota
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.binding import (
     WRITE_SECONDS,

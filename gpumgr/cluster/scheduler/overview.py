@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.node import NOTHING, NodeState, Used
+from gpumgr.cluster.core.node import NodeState, Used
+from gpumgr.cluster.core.request import NOTHING
 from gpumgr.cluster.core.summary import NodeSummary, Totals, frontier, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.common.units import Amounts

@@ -8,8 +8,7 @@ from typing import Final
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain, memory_text
 from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Denied, Quotas
-from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.quota import Denied, Quotas, RankWithinQuota
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection, Shape
 from gpumgr.cluster.core.summary import covers, free_sum, in_total

@@ -19,8 +19,7 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet
-from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.quota import Quotas, RankWithinQuota
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.objects import WatchedPod

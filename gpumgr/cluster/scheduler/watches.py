@@ -70,7 +70,7 @@ class ClusterWatches:
         watch_times: WatchTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hami = hami
+        self._hami, self._clock = hami, clock
         self._gpu_resources = VCUDA_NAMES if hami is None else (*VCUDA_NAMES, hami.count_resource)
         self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
@@ -122,8 +122,9 @@ class ClusterWatches:
         """Why the index may not be up to date; None: it is."""
         if not self.synced:
             return NOT_SYNCED
-        outdated = next((why for each in self._watched if (why := each.outdated)), None)
-        return f"{outdated}; no pod is placed until it answers" if outdated else None
+        now = self._clock()
+        outdated = next((each for each in self._watched if each.outdated_at <= now), None)
+        return f"{outdated.outdated}; no pod is placed until it answers" if outdated is not None else None
 
     @property
     def silences(self) -> Mapping[str, float]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.node import NodeState, PodUse, Used, homogeneous
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy, replica_request, vcuda_request
+from gpumgr.cluster.core.node import NodeState, Used, homogeneous
+from gpumgr.cluster.core.request import ContainerRequest, PodRequest, PodUse, Policy, replica_request, vcuda_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.chain import ContainerKind

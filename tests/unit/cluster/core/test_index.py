@@ -16,9 +16,9 @@ from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares
-from gpumgr.cluster.core.node import NodeState, Shares
+from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.profiles import FreeCores
-from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.request import PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints

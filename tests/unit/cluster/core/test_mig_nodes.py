@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares, used_on
-from gpumgr.cluster.core.node import NOTHING, NodeState, Used
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.node import NodeState, Used
+from gpumgr.cluster.core.request import NOTHING, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.summary import summarize
 from gpumgr.cluster.core.victims import Preemptor, find_eviction

@@ -9,8 +9,7 @@ import pytest
 
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.core.quota_rank import RankWithinQuota
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, RankWithinQuota
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
