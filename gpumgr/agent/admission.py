@@ -344,7 +344,7 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Every container of its pod has what it requests, so the kubelet does not pass on its ids any more."""
+        """Every container of its pod has what it requests, so the kubelet no longer passes its ids on."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 

@@ -209,7 +209,7 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # also if the new ones are refused: the API server has not allocated them any more
+            if before:  # also if the new ones are refused: the API server no longer allocates them
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()

@@ -83,8 +83,7 @@ class ContainerStarts:
         if mechanisms != NO_MECHANISM:
             raise Refusal(
                 "internal",
-                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
-                "again",
+                "the limits of this container are no longer known (the ledger was lost); delete the pod and create it again",
             )
         return replace(allocation, mechanisms=mechanisms)
 

@@ -258,7 +258,7 @@ def _held(ledger: Ledger) -> set[str]:
 
 
 def _sentence(device: MigDevice) -> str:
-    return f"MIG device {device} does not exist any more"
+    return f"MIG device {device} no longer exists"
 
 
 def _why(why: str, devices: Iterable[MigDevice]) -> str:

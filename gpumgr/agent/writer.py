@@ -307,7 +307,7 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Free blocks of whole GPUs turn Unhealthy only when the container's own memory call can't come any more."""
+        """Free blocks of whole GPUs turn Unhealthy only when the container's own memory call can no longer follow."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:

@@ -255,7 +255,7 @@ class _Wait:
         if row is None:
             return False  # a restarted agent may not have detected the GPU yet
         if row.cordon is None:
-            raise GpumgrError(f"{self._result.gpu.label} was uncordoned by another request: it is not drained any more")
+            raise GpumgrError(f"{self._result.gpu.label} was uncordoned by another request: it is no longer drained")
         left = [container for container in state.containers if container.gpu == row.name]
         processes = (row.unattributed.processes or 0) if row.unattributed else 0
         self._report(left, processes)

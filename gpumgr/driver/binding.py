@@ -33,9 +33,9 @@ INSUFFICIENT_RESOURCES: Final = 23
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: This driver, GPU or user can't do that: the answer is unknown, which is no failure.
+#: The driver, GPU or user lacks this capability: the answer is unknown, which is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
-#: The driver as a whole is gone.
+#: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
 #: Codes that mean "none so far", which is no failure. (The binding raises even success if it finds no list.)
 _NONE_YET: Final = frozenset(
@@ -54,7 +54,7 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
-#: How often a list is fetched that grows between the query of its size and its fetch.
+#: How often to fetch a list that grows between the query of its size and its fetch.
 _LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 
@@ -87,7 +87,7 @@ class Binding:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._initialised = 0
-        #: NVML's index of each GPU by UUID, as far as it is known.
+        #: UUID -> NVML's index of the GPU, where it is known.
         self.indices: Mapping[str, int] = {}
         #: Failed calls by function and NVML error number; a counter that only grows.
         self.errors: Counter[tuple[str, int]] = Counter()
@@ -104,9 +104,8 @@ class Binding:
         self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down, unless the driver is gone.
-
-        NVML counts initialisations: one that is left (because of a hang) would keep the GPUs open until this process ends.
+        """Shuts NVML down, unless the driver is gone. NVML counts initialisations: one that is not ended (because of a hang) keeps the GPUs
+        open until this process ends.
         """
         count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
@@ -135,8 +134,8 @@ class Binding:
         return _known(name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
-        """The list of the first of these functions that this driver has; None if it has none of them, or if the list grew too fast to be
-        read. Raises CallError."""
+        """Calls the first of these functions that this driver has, and returns its list; None if the driver has none of them, or if the
+        list grew too fast to be read. Raises CallError."""
         for function in functions:
             for _ in range(_LIST_TRIES):
                 try:
@@ -160,8 +159,8 @@ class Binding:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def _handle(self, uuid: str) -> Handle:
-        """Finds the GPU by its index if that is known: to find a UUID, NVML may have to initialise other GPUs (NVML's reference), and one
-        of these may hang."""
+        """Finds the GPU by its index if that is known: a search by UUID may initialise other GPUs (NVML's reference), and one of these may
+        hang."""
         if uuid in self.indices:
             handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
             if self.call("nvmlDeviceGetUUID", handle) == uuid:
@@ -195,10 +194,10 @@ class Binding:
         """Makes the binding use our library."""
         if self._path is None:
             if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
-                _use(None)  # an earlier Binding loaded another one from its path
+                _use(None)  # an earlier Binding loaded another library from its path
             return
         try:
-            # CDLL gives up the interpreter's lock during calls; PyDLL would stop the whole process in a slow driver.
+            # CDLL releases the interpreter's lock during calls; with PyDLL a slow driver would stop the whole process.
             library = ctypes.CDLL(self._path)
         except OSError as exc:
             raise NvmlAbsent(f"the NVML library can't be loaded: {exc}") from exc

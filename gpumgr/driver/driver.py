@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 #: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
-#: How long a sample, or a reading of the health, waits for an earlier call about one of the GPUs.
+#: How long a sample, or a reading of the health, waits for an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
 
 
@@ -97,10 +97,8 @@ class Nvml(Session):
     async def _read_levels(
         self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
     ) -> dict[frozenset[int], Level]:
-        """The levels by pair of indices, as far as they can be read.
-
-        If a call about two GPUs fails, each of them is asked for its UUID. A GPU that does not answer that call is added to `failures`.
-        If both answer, only the level is unknown.
+        """The levels that can be read, by pair of indices. If a call about two GPUs fails, each of them is asked for its UUID. A GPU that
+        does not answer that call is added to `failures`. If both answer, only the level is unknown.
         """
         uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
         levels: dict[frozenset[int], Level] = {}
@@ -205,8 +203,8 @@ class Nvml(Session):
         await self._change_mig(uuid, lambda: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
-        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. Before
-        it raises NvmlError it destroys what it has made; after a timeout the driver may still create the MIG device."""
+        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. Before it raises NvmlError it
+        destroys what it has created; after a timeout the driver may still create the MIG device."""
         return await self._change_mig(
             uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
         )

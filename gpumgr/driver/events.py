@@ -16,7 +16,7 @@ from gpumgr.driver.health import DoubleBitError, Xid
 
 _WAIT_MILLISECONDS: Final = 1000
 _PAUSE_SECONDS: Final = 1.0
-#: The driver's number for an event that does not concern one GPU instance.
+#: The driver's number for "no GPU instance" in an event.
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
@@ -33,8 +33,8 @@ class EventSet:
 
 
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
-    """Registers the GPU's errors in the set. Returns the address in its handle, or None if the driver has no events of it. After a
-    CallError the set is unusable, by NVML's documentation."""
+    """Registers the GPU's errors in the set. Returns the address in the GPU's handle, or None if the driver has no events for this GPU.
+    After a CallError the set is unusable (NVML's documentation)."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
@@ -62,7 +62,7 @@ class EventThread:
         threading.Thread(target=self._run, name="nvml-events", daemon=True).start()
 
     async def stop(self, *, timeout_seconds: float) -> bool:
-        """Ends the thread and frees the set. False if it didn't end in time: NVML must not be shut down under it then."""
+        """Ends the thread and frees the set. False if the thread did not end in time: then NVML must not be shut down."""
         self._stop.set()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -76,13 +76,13 @@ class EventThread:
             try:
                 data = self._nvml.call("nvmlEventSetWait", self._set.handle, _WAIT_MILLISECONDS)
             except DriverDown:
-                break  # the driver is gone, and its set; the next reading shows why
+                break  # the driver and the set are gone; the next reading shows why
             except NvmlError as exc:
                 if not (isinstance(exc, CallError) and exc.code == TIMEOUT):
                     self._stop.wait(_PAUSE_SECONDS)
                 continue
             self._report(data)
-        with suppress(NvmlError):  # it may be gone with the driver
+        with suppress(NvmlError):  # the set may be gone with the driver
             self._nvml.ask("nvmlEventSetFree", self._set.handle)
         self._post(self._ended.set)
 

@@ -20,7 +20,7 @@ from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 
-#: Reasons for which a GPU takes no new containers while the running ones go on.
+#: Reasons for which a GPU takes no new containers, but running containers continue.
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
@@ -30,8 +30,8 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 class HardwareEvents:
     """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
-    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are
-    passed on without them.
+    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are passed on
+    without these processes.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -51,9 +51,9 @@ class HardwareEvents:
         self._agent_state, self._processes, self._device_root = agent_state, processes, device_root
         self._simulated = simulated
         self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
-        #: Set at the driver's first answer or error.
+        #: Is set at the driver's first answer or error.
         self.known = asyncio.Event()
-        #: Set after each sample, once it is evaluated.
+        #: Is set after each sample was evaluated.
         self.sampled = asyncio.Event()
         #: Whether the driver answers, and the reason if it does not.
         self.driver_up = False
@@ -65,9 +65,9 @@ class HardwareEvents:
         self._nodeless: Mapping[str, str] = {}
         #: UUID -> code of the latest entry of each unhealthy GPU; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the reported GPUs without a name; None: none was looked for since the start.
+        #: Indices of the GPUs without a name that were reported; None before the first check.
         self._nameless: frozenset[int] | None = None
-        #: Why MIG devices can't be offered, as it was reported.
+        #: The reason that was last reported why MIG devices can't be offered.
         self._mig_obstacle: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -136,10 +136,8 @@ class HardwareEvents:
         )
 
     def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
-        """Adds which GPUs are lost, unhealthy and back, once each.
-
-        MIG mode is a setting and has no entry. Maintenance adds the entries of a cordoned GPU, which is back only after it is uncordoned.
-        A GPU that was never offered has no name, and so no entry.
+        """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and has no entry. Maintenance adds the
+        entries of a cordoned GPU, which is back only after it is uncordoned. A GPU that was never offered has no name, so it has no entry.
         """
         agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
         if self._reported is None:
@@ -167,7 +165,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds to the history which GPUs the driver lists and cannot describe, once each, and not again after a restart."""
+        """Adds an entry for each GPU that the driver lists but cannot describe, only once, also after a restart."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {

@@ -1,4 +1,4 @@
-"""Whether a GPU is offered: a pure state machine for each GPU.
+"""Decides whether a GPU is offered: a pure state machine for each GPU.
 
     healthy    --doubtful------------> suspect      still offered; the next readings decide
     suspect    --good reading--------> healthy
@@ -8,9 +8,9 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered until it is uncordoned, independent of its state, which readings still change; a healthy one then starts
-in probation. Not every XID is a fault of the GPU: XIDs that applications cause are ignored (the list of NVIDIA's device plugin), and
-some only report that something was recorded, so that the next reading decides.
+A cordoned GPU is not offered until it is uncordoned, independent of its state, which readings still change; a healthy one then starts in
+probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device plugin). After some
+others, which only report that something was recorded, the next reading decides.
 """
 
 from dataclasses import dataclass, replace
@@ -62,8 +62,8 @@ class HealthRules:
 class GpuHealth:
     """`reason` is a label of few values, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
-    `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None:
-    it is not cordoned). `xid` is the first that was reported since it was last healthy: later errors are mostly consequences of it.
+    `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None: it
+    is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly consequences of it.
     """
 
     state: State
@@ -81,12 +81,12 @@ class GpuHealth:
 
     @property
     def offered(self) -> bool:
-        """Whether the kubelet may hand this GPU out."""
+        """Whether the kubelet may allocate this GPU."""
         return self.healthy and self.cordon_reason is None
 
     @property
     def effective_reason(self) -> Reason | None:
-        """Why it is not offered, or suspect; a fault of the GPU goes before a cordon."""
+        """Why the GPU is not offered, or is suspect. A fault takes precedence over a cordon."""
         return self.reason if self.cordon_reason is None or not self.healthy else "operator"
 
 
@@ -110,7 +110,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """The driver reported an error by NVIDIA's number. `gpu_instance`: the number of the GPU instance that it is about, if it names one."""
+    """The driver reported an error by NVIDIA's number. `gpu_instance`: the number of the GPU instance that the error concerns, if the
+    driver names one."""
 
     number: int
     gpu_instance: int | None = None
@@ -138,7 +139,7 @@ Observation = HealthReading | Failed | Xid | DoubleBitError | Cordoned | Uncordo
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What an observation means: a fault (`certain`), a doubt (not `certain`), or that the GPU is well (`reason` None)."""
+    """What an observation means: a certain fault, a doubtful one (not `certain`), or a GPU that works (`reason` None)."""
 
     reason: Reason | None = None
     message: str = ""
@@ -151,7 +152,7 @@ def new_health(now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The next state. `now` may be of any clock, the same for all calls; it only dates the states."""
+    """The next state. `now` is only the time stamp of states: any clock, but the same for all calls."""
     rules = rules or HealthRules()
     if isinstance(observation, Cordoned):
         return replace(health, cordon_reason=observation.message)
@@ -166,7 +167,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
-        health = _improve(health, now, rules)  # apart from its mode the GPU is well, which does not end a fault at once
+        health = _improve(health, now, rules)  # the reading is good except for the mode, which does not end a fault at once
         if not health.healthy:
             return health
     if verdict.reason is None:
@@ -195,7 +196,7 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
         need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
     if reading.double_bit_errors and reading.recovery_action is None:
-        # The count returns to zero with a reset. A driver with recovery actions reports when none is needed.
+        # The count returns to zero only with a reset. A driver with recovery actions reports that none is needed.
         return _Verdict(
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )
@@ -221,7 +222,7 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
     if verdict.certain or health.state == "probation":
         return _turn(health, "unhealthy", verdict, now)
     if health.state == "unhealthy":
-        return health  # a doubtful reading adds nothing to a certain one
+        return health  # a doubtful reading does not change a certain fault
     streak = health.streak + 1 if health.state == "suspect" else 1
     if streak >= rules.doubtful_readings:
         return _turn(health, "unhealthy", verdict, now)

@@ -14,7 +14,7 @@ from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, 
 from gpumgr.driver.mig import read_mig_enabled
 from gpumgr.placement.topology.devices import MemoryLimit
 
-#: NVML_DEVICE_MEMORY_LIMIT_MAX: as a hard limit it means that there is none.
+#: NVML_DEVICE_MEMORY_LIMIT_MAX: this hard limit means no limit.
 UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 #: A cgroup has this file if its parent delegates the dmem controller.
 _LIMIT_FILE: Final = "dmem.max"
@@ -28,7 +28,7 @@ def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) ->
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    """The current limit. The driver answers "not found" or "not supported" if neither the cgroup nor one above was ever limited."""
+    """The current limit. The driver answers "not found" or "not supported" if neither the cgroup nor a parent was ever limited."""
     try:
         return _query_limit(nvml, handle, cgroup)
     except CallError as exc:
@@ -44,7 +44,7 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and why the driver does not limit the memory of cgroups there; None: it seems to do so. Raises CallError if the
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups there, or None if it seems to do so. Raises CallError if the
     GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -60,6 +60,6 @@ def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str,
         if exc.code == NOT_SUPPORTED and limited is not None:
             remedy = "take RmMemacctMode out of its module options and reload it"
             raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
-        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these say that this cgroup has no limits, and nothing about others
+        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these codes only mean that this cgroup has no limits
             raise
     return uuid, None

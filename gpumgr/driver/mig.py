@@ -32,7 +32,7 @@ def memory_slices(place: Any) -> int:
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A block that ends early if the driver answers that the object of a call does not exist (any more)."""
+    """A context that ends its block early if the driver answers that the object of a call does not exist."""
     try:
         yield
     except CallError as exc:
@@ -71,7 +71,7 @@ def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance
     """The MIG device with this handle. Raises CallError."""
     attributes = nvml.call("nvmlDeviceGetAttributes_v2", handle)
     memory_bytes = int(attributes.memorySizeMB) << 20
-    # The name is "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; drivers before 470 name no profile there.
+    # The name is like "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; before driver 470 it has no profile.
     _, found, profile = (nvml.ask("nvmlDeviceGetName", handle) or "").rpartition(" MIG ")
     if not found:
         memory = nvml.ask("nvmlDeviceGetMemoryInfo", gpu)
@@ -113,7 +113,7 @@ def read_mig_profiles(nvml: Binding, gpu: Handle, total_bytes: int) -> tuple[Mig
     profiles = []
     for number, info in read_profile_infos(nvml, gpu):
         memory_mebibytes, slices = int(info.memorySizeMB), int(info.sliceCount)
-        name = getattr(info, "name", "").rpartition(" ")[2]  # of "MIG 1g.10gb"
+        name = getattr(info, "name", "").rpartition(" ")[2]  # from "MIG 1g.10gb"
         name = name or profile_name(slices, slices, memory_bytes=memory_mebibytes << 20, total_bytes=total_bytes)
         if number not in _PLAIN_PROFILES or not _PLAIN_NAME.fullmatch(name):
             continue
@@ -135,9 +135,9 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 
 
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
-    """The profile's name from its sizes: the share of the GPU's memory, rounded up to eighths, of its memory in whole GiB.
-
-    `total_bytes` 0: not known, so that the name has the memory itself. Source: go-nvlib, which NVIDIA's device plugin uses.
+    """The profile's name from its sizes. Its memory is the profile's share of the GPU's, rounded up to eighths, times the GPU's memory in
+    whole GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source: go-nvlib, which NVIDIA's device plugin
+    uses.
     """
     total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)

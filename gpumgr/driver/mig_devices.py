@@ -1,8 +1,7 @@
 """Turns MIG mode on, creates and destroys MIG devices. Synchronous functions for the worker's thread; all need root.
 
-A MIG device is a compute instance in a GPU instance. Here it always has the whole GPU instance. If something fails
-between the steps, a GPU instance without compute instance is left. It is no MIG device, but occupies its place: it is destroyed when the
-place is needed.
+A MIG device is a compute instance in a GPU instance. Here it always has the whole GPU instance. If a step fails, a GPU instance without a
+compute instance is left. It is no MIG device, but occupies a place, so it is destroyed when the place is needed.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".
@@ -27,13 +26,13 @@ from gpumgr.driver.sampling import read_processes
 from gpumgr.placement.topology.devices import MigInstance, MigProfile
 
 _ENABLE: Final = 1
-#: NVML's numbers of the compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; those after them are variants of other engines.
+#: NVML's numbers of the compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; the later numbers are variants with other engines.
 _COMPUTE_PROFILES: Final = 7
 _SHARED_ENGINES: Final = 0
 
 
 def enable_mig(nvml: Binding, uuid: str) -> None:
-    """Turns the GPU's MIG mode on, unless it is. Raises NvmlError, with the remedy if the driver needs a reset of the GPU first."""
+    """Turns the GPU's MIG mode on if it is off. Raises NvmlError, with the remedy if the driver needs a reset of the GPU first."""
     enabled = nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu))
     if enabled is None:
         raise NvmlError(f"{uuid} has no MIG mode, or the driver does not report it")
@@ -48,7 +47,7 @@ def enable_mig(nvml: Binding, uuid: str) -> None:
 
 
 def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: int) -> MigInstance:
-    """Creates a MIG device of this profile at the memory slice `start`. Raises NvmlError, and then what was made is destroyed again."""
+    """Creates a MIG device of this profile at the memory slice `start`. Before it raises NvmlError it destroys what it has created."""
     instance = _create_gpu_instance(nvml, gpu, profile, Placement(start, profile.size))
     made = [("nvmlGpuInstanceDestroy", instance)]
     try:
@@ -65,8 +64,8 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
 
 
 def destroy_mig_instance(nvml: Binding, gpu: Handle, instance_uuid: str) -> None:
-    """Destroys a MIG device of this GPU, and its GPU instance unless it has other MIG devices. One that is gone is no error. Raises
-    NvmlError; if processes use it, with their pids, and then nothing was destroyed."""
+    """Destroys a MIG device of this GPU, and its GPU instance unless that has other MIG devices. A MIG device that does not exist is no
+    error. Raises NvmlError; if processes use the MIG device, the error has their pids, and nothing was destroyed."""
     if not read_mig_enabled(nvml, gpu):
         return
     devices = read_mig_handles(nvml, gpu)
@@ -98,7 +97,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys the GPU instances without MIG device that overlap this place; whether there was one."""
+    """Destroys the GPU instances without a MIG device that overlap this place. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):

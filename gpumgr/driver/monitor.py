@@ -5,7 +5,7 @@ Invariants:
 * An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
-* While the session is closed for another program, nothing is read and no health changes: that is no outage.
+* While the session is closed for another program, nothing is read and no health changes. This is no outage.
 * Only DriverMismatchError leaves `run`: a process can't load the library twice, so it must end. Other errors are retried.
 """
 
@@ -55,12 +55,12 @@ class NodeListener(Protocol):
         """One sample, each period."""
 
     async def driver_down(self, message: str) -> None:
-        """NVML as a whole does not answer; called once for each outage. The next `snapshot_taken` ends it."""
+        """NVML as a whole does not answer. It is called once for each outage, which the next `snapshot_taken` ends."""
 
 
 class DriverMeter(Protocol):
     def xid(self, uuid: str | None, number: int) -> None:
-        """The driver reported an XID. `uuid` None: it names no GPU."""
+        """The driver reported an XID. `uuid` is None if it names no GPU."""
 
     def batched(self, seconds: float) -> None:
         """A sample of all GPUs took this many seconds."""
@@ -101,7 +101,7 @@ class Monitor:
         self._published: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
         self._cordons: dict[str, str] = {}
-        #: GPUs that hung at the last reading.
+        #: GPUs about which calls hung at the last reading.
         self._hung: frozenset[str] = frozenset()
         self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
@@ -114,7 +114,7 @@ class Monitor:
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Judges by these rules from the next reading on. The current pause has the new length too, counted from its start."""
+        """Applies these rules from the next reading on. The current pause also gets the new length, counted from its start."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
@@ -217,7 +217,7 @@ class Monitor:
             readings = await self._nvml.read_health()
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
-            back = self._hung - _hanging(readings)  # their events may have to be registered again
+            back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             if self._stale or back or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
                 snapshot = await self._take_snapshot()
             else:
@@ -225,7 +225,7 @@ class Monitor:
                 await self.publish_health()
 
     async def _opened_again(self) -> bool:
-        """Opens the session again if NVML lacks GPUs and the last time is long enough ago. Returns whether it did."""
+        """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it did."""
         now = asyncio.get_running_loop().time()
         if now < self._relist_at:
             return False
@@ -278,14 +278,14 @@ class Monitor:
         for instance, health in list(self._mig_health.items()):
             answers = [each for each in readings.values() if isinstance(each, HealthReading)]
             reading = next((each for each in answers if instance in each.mig_instances), None)
-            if reading is not None:  # that its GPU is in MIG mode is no fault of a MIG device
+            if reading is not None:  # the GPU's MIG mode is no fault of its MIG devices
                 after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
                 self._mig_health[instance] = after
             if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):
                 del self._mig_health[instance]
 
     async def _pause(self) -> None:
-        """Waits until the next sample is due; publishes changes by events and operators at once."""
+        """Waits until the next sample is due. Publishes changes that events or operators cause at once."""
         begun = asyncio.get_running_loop().time()
         while True:
             try:

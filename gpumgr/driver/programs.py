@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output. Raises OSError if it can't be run, TimeoutError (one of these) after the program was killed.
+    """Exit code and output. Raises OSError if the program can't be run, and its subclass TimeoutError after it was killed.
 
     It has a session of its own, so that Ctrl-C in our terminal does not end a reset.
     """
@@ -63,9 +63,8 @@ PROGRAM_SECONDS: Final = 45.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """The program's output. Raises NvmlError, with that output if it refused.
-
-    Whether a GPU can be reset alone (not all that NVLink joins can) is left to the program.
+    """Resets the GPU and returns the program's output. Raises NvmlError, with that output if the program refused. The program decides
+    whether the GPU can be reset alone (some GPUs with NVLink can't).
     """
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or name it with nvml.smi_program")

@@ -29,7 +29,7 @@ _MPS_CLIENTS: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDevice
 _GRAPHICS: Final = ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
 
 T = TypeVar("T")
-#: Processes with their used bytes (None = not reported).
+#: pid -> used bytes (None = not reported).
 Listed = dict[int, int | None]
 
 
@@ -110,7 +110,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """Joins the lists. A process in several lists has the memory of the first of them. None without the first list."""
+    """Joins the lists. A process in several lists gets its memory from the first of them. None without the first list."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -133,7 +133,7 @@ def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:
 
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, also where this is not supported
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, also if it does not support this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,

@@ -55,7 +55,7 @@ class Session:
 
     async def open(self) -> None:
         """Loads the library and initialises NVML; closes an earlier session first. While a call about a GPU hangs, the earlier session
-        can't end: it goes on if it still serves the other GPUs."""
+        can't end: it continues if it still serves the other GPUs."""
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):
                 await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
@@ -69,7 +69,7 @@ class Session:
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """A block without a session, in which another program may have a GPU for itself; calls wait for its end.
+        """A block without a session, in which another program can have exclusive access to a GPU; calls wait for its end.
 
         Afterwards there is a session again, without a watch for events. Raises NvmlError if a call hangs, since its session can't end.
         """
@@ -105,7 +105,7 @@ class Session:
             before, self._events = self._events, None
             if event_set is not None:
                 self._events = EventThread(self._binding, event_set, on_event)
-            if before is not None:  # ended only now, so that no event falls between the two
+            if before is not None:  # ended only now, so that no event is lost between the two threads
                 await before.stop(timeout_seconds=_STOP_SECONDS)
         return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
 

@@ -129,7 +129,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
     if numa_node is None:
-        # sysfs is the portable source; newer drivers report it where sysfs is hidden.
+        # sysfs works with every driver; newer drivers also report it if sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     memory_bytes = 0 if memory is None else int(memory.total)
@@ -170,7 +170,8 @@ def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str
 
 
 def _short_bus_id(pci: Handle) -> str:
-    """The bus id as sysfs writes it. NVML's has four or eight digits of domain, in upper or lower case, depending on the version."""
+    """The bus id as sysfs writes it. In NVML's form the domain has four or eight digits, in upper or lower case, depending on the
+    version."""
     text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain or '0', 16):04x}:{rest.lower()}"

@@ -17,7 +17,7 @@ from gpumgr.driver.binding import Binding, CallError, Handle
 
 #: The driver's longest sampling period; also how far back the first query of a GPU goes.
 _PERIOD_MICROSECONDS: Final = 1_000_000
-#: The second one, of drivers 550 and newer, is used where the first one is not supported.
+#: The second function (driver 550 and newer) is used if the first one is not supported.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
 #: The host's pid, the wall clock's microseconds, and percent of the time in which the process' kernels ran.
@@ -60,9 +60,7 @@ class ProcessUtilization:
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         try:
             samples = nvml.list_first(_FUNCTIONS, handle, before.since(now))
-        except (
-            CallError
-        ):  # a failing statistic must not cost the GPU's whole sample; it is counted, and a lost GPU shows in other calls
+        except CallError:  # the failure is counted but does not fail the GPU's whole sample; other calls show a lost GPU
             samples = None
         if samples is None:
             return None

@@ -2,8 +2,8 @@
 
 Invariants:
 * The calls about one GPU run one after the other, and so do those about the driver as a whole; never on the event loop.
-* Each call has its own time limit, which begins with the call. One that hangs can't be cancelled: it keeps its thread, and its caller
-  goes on.
+* Each call has its own time limit, which begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller
+  continues.
 * While a call about a GPU hangs, later calls about it fail at once. So a GPU that hangs keeps one thread, and does not delay other GPUs.
 * One thread makes all calls while they return at once, since a thread for each GPU took 0.4 % of a CPU more (16 GPUs, every second).
   Another one starts when a call has to wait for the call about another GPU.
@@ -71,7 +71,7 @@ class _Job:
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds for which it has run, if that is longer than its limit; otherwise 0.0."""
+        """Seconds for which the call has run, if that is longer than its limit; otherwise 0.0."""
         if self.started is None or self.ended:
             return 0.0
         running_seconds = time.monotonic() - self.started
@@ -90,7 +90,7 @@ class NvmlWorker:
 
     @property
     def stuck(self) -> Mapping[Subject, float]:
-        """The seconds for which calls have run after their time limit."""
+        """GPU -> seconds for which a call about it has run, if it is over its time limit."""
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
@@ -192,7 +192,7 @@ class NvmlWorker:
         return min(due, default=None)
 
     def _withdraw(self, jobs: list[_Job]) -> None:
-        """Their caller no longer waits: a call that has not begun never begins."""
+        """Withdraws jobs that no caller waits for: a call that has not begun never begins."""
         with self._changed:
             for job in [job for job in jobs if job in self._waiting]:
                 self._waiting.remove(job)

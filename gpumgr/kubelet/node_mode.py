@@ -23,7 +23,7 @@ def had_mode_dra(settings: Settings) -> bool:
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
+    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other mode. None if there are none."""
     holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
     if not holders:
         return None

@@ -151,7 +151,7 @@ def instance_answer(
     """
     places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
     if gone := [uuid for uuid in uuids if uuid not in places]:
-        raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} does not exist any more; delete the pod and create it again")
+        raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} no longer exists; delete the pod and create it again")
     return _of_instances(allocation, gpus, {uuid: places[uuid] for uuid in uuids}, host)
 
 

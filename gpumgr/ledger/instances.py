@@ -79,7 +79,7 @@ def grant_instances(
             uuid = gone[0].uuid
             if why := node.failed_instances.get(uuid):
                 raise Refusal("gpu_unhealthy", f"the MIG device {uuid} of {node.label(gpu)} can't be given: {why}")
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} does not have the MIG device {uuid} any more")
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} no longer has the MIG device {uuid}")
     named = [
         f"{each.profile} {each.uuid}"
         for gpu, mask in masks.items()

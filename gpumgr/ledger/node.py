@@ -6,7 +6,7 @@ The rules of ListAndWatch:
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
 * A free replica needs some cores and memory beside it: without these on its GPU it is Unhealthy.
 * Free memory blocks of a GPU that a container holds whole can't be granted: they are Unhealthy, so that the scheduler does not count
-  them, once that container's own memory call has come or can't come any more (`open_ids`).
+  them, once that container's own memory call was made or can no longer be made (`open_ids`).
 """
 
 from collections.abc import Collection, Mapping

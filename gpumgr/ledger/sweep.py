@@ -89,7 +89,7 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
     kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `gone`: whether the API server has no pod with this UID any more (False if there is no API server).
+    """Checks all allocations. `gone`: whether the API server no longer has a pod with this UID (False if there is no API server).
     `kept`: these stay, although `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()

@@ -1,4 +1,4 @@
-"""The API server's side of the agent: the pods of this node, what is published, and the deletion of pods that failed by a refusal."""
+"""The API server's side of the agent: the pods of this node, what is published, and the deletion of refused pods."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """Raises SettingsError if the kubeconfig can't be used. At the end what is due is still published, for FLUSH_SECONDS at most."""
+        """Raises SettingsError if the kubeconfig can't be used. At the end it publishes what is due, for FLUSH_SECONDS at most."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None, delete_failed=False)
             return

@@ -252,8 +252,8 @@ class Components:
         as_nvidia = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
-            """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
-            claims hold GPUs."""
+            """The reason not to register yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or claims
+            hold GPUs."""
             adopting = await self.leaving.held_back_by() if self.leaving is not None else None
             holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
             unserved = self.leaving.link.state.error if self.leaving is not None else None

@@ -136,7 +136,7 @@ class NodeEnforcement:
         return self.limits.choice.describe(self._snapshot.gpus)
 
     async def preload(self) -> None:
-        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. Changes nothing on the
+        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. It changes nothing on the
         node."""
         await self.containers.refresh()
         self._hami_core.supply(*hami_core_library(self._settings))
@@ -159,7 +159,7 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
-        # A library that was installed since is taken without a restart of the agent.
+        # A library that was installed in the meantime is used without a restart of the agent.
         self._hami_core.supply(*hami_core_library(self._settings))
         await self.limits.choose(self._snapshot.gpus)
         if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
@@ -172,7 +172,7 @@ class NodeEnforcement:
         self.recovered = True
 
     def freed(self) -> None:
-        """An allocation was freed: its files become due for removal."""
+        """Schedules the removal of a freed allocation's files."""
         self._freed.set()
 
     async def run(self) -> None:
@@ -210,7 +210,7 @@ class NodeEnforcement:
         return None if started is None else await self.containers.container_of(pid, started)
 
     async def _idle_gpu(self) -> str | None:
-        """A GPU without allocations and processes, for a try of MPS. Raises NvmlError."""
+        """A GPU without allocations and processes, for a trial of MPS. Raises NvmlError."""
         ledger = self.agent_state.ledger
         used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
         for gpu in self._snapshot.gpus:

@@ -39,8 +39,8 @@ async def node_held(
     preload: Preload,
     on_wait: Callable[[str], None] = lambda _status: None,
 ) -> AsyncIterator[bool]:
-    """Yields True with the node's locks held, or False if `stop` was set before they were free. `preload` runs while they are not, and
-    `on_wait` gets what is waited for.
+    """Yields True with the node's locks held, or False if `stop` was set before they were free. While it waits, `preload` runs, and
+    `on_wait` gets the reason.
 
     Raises AlreadyRunning if another agent has this node and this one may not wait, InputError if the lock file can't be made,
     ListenError, and what `preload` raises.
@@ -91,7 +91,7 @@ class _Wait:
             log.info("other_agent_ended")
 
     def _other(self, running: AlreadyRunning) -> None:
-        """Names the agent that has the node now; of several that wait any one may be the next."""
+        """Names the agent that has the node now. If several wait, any of them may be the next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
         if text != self._for:
             self._for = text

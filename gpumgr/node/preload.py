@@ -1,4 +1,4 @@
-"""Loads what an agent can have while another one has the node: a session with the driver, the pods, the containers.
+"""Loads what an agent can load while another one has the node: a session with the driver, the pods, the containers.
 
 It changes nothing on the node. It reads the checkpoint only to see whether this version can, since the agent that has the node still writes
 it.
@@ -68,7 +68,7 @@ class Preload:
             entry.response()  # the first call takes milliseconds, since it prepares the classes of its messages
             break
         gc.collect()
-        gc.freeze()  # now, since it takes tens of milliseconds, which would delay the take-over
+        gc.freeze()  # done now, since it takes tens of milliseconds, which would delay the take-over
         self.loaded.set()
 
     async def _reach_driver(self) -> None:

@@ -63,7 +63,7 @@ class CriClient:
             return await asyncio.to_thread(parse_ready_sandboxes, answer)
 
     async def init_process(self, container_id: str) -> InitProcess | None:
-        """The first process of a container and its cgroup; None if there is no such container any more."""
+        """The first process of a container and its cgroup; None if the container no longer exists."""
         with self._explained(f"ask for the status of container {container_id}"):
             try:
                 request = cri.ContainerStatusRequest(container_id=container_id, verbose=True)

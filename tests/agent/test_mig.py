@@ -107,9 +107,7 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
         )
         await node.agent.while_running(node.agent_log.until("mig_device_gone"))
         (line,) = node.agent_log.find("mig_device_gone")
-        assert (
-            line["reason"] == f"MIG device 3g.20gb ({instances[0].uuid}) does not exist any more, and demo/holder (main) holds it"
-        )
+        assert line["reason"] == f"MIG device 3g.20gb ({instances[0].uuid}) no longer exists, and demo/holder (main) holds it"
         assert node.ledger().of(None, pod.uid)
         node.control.set_mig_instances(2, dict(enumerate(instances)))
         again = {PREFIX + "3g.20gb": 1, PREFIX + "1g.5gb": 2}  # each resource has a stream of its own

@@ -218,7 +218,7 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
     node.forge("greedy", forged(consumedCapacity={**result["consumedCapacity"], "cores": "95"}))
     node.refused("unknown", "which this node never had")
     node.refused("greedy", "kube-scheduler counted otherwise")
-    wanted = {"gone": "does not exist any more", "replaced": "the present one has another UID"}
+    wanted = {"gone": "no longer exists", "replaced": "the present one has another UID"}
     with stopped(node, "gpumgr"):
         for name in wanted:
             node.forge(name, forged())

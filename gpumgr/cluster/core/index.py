@@ -451,7 +451,7 @@ def _summed(shares: Shares) -> Mapping[int, Amounts]:
 
 
 def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
-    """None: its GPUs are not known, or not on this node any more."""
+    """None: its GPUs are not known, or no longer on this node."""
     if pod.shares is None or len(pod.shares) != len(pod.request.containers):
         return None
     positions = node.positions

@@ -37,11 +37,11 @@ class OtherDevicePlugins:
         self._logged: tuple[Path, ...] = ()
 
     async def gpu_manager(self) -> str | None:
-        """Why nothing may be registered yet, with a remedy; None if gpu-manager does not run. It registers the same resource names."""
+        """The reason not to register yet, with a remedy, if gpu-manager runs: it registers the same resource names. Otherwise None."""
         return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
     async def of_nvidia(self) -> str | None:
-        """The same of NVIDIA's plugin and HAMi's, for an agent that offers nvidia.com/gpu itself."""
+        """As `gpu_manager`, for NVIDIA's and HAMi's plugins: an agent that offers nvidia.com/gpu calls it."""
         found = await asyncio.to_thread(answering, self._folder)
         return "; ".join(problem_and_remedy(found)) if found else None
 
@@ -60,7 +60,7 @@ class OtherDevicePlugins:
             problem, remedy = problem_and_remedy(found)
             log.warning("gpus_given_out_twice", problem=problem, remedy=remedy)
         else:
-            log.info("gpus_given_out_once", reason=f"no other plugin for NVIDIA's GPUs answers in {self._folder} any more")
+            log.info("gpus_given_out_once", reason=f"no other plugin for NVIDIA's GPUs answers in {self._folder} now")
 
 
 def answering(folder: Path) -> tuple[Path, ...]:

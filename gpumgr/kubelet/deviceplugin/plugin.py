@@ -31,7 +31,7 @@ SERVICE: Final = "/v1beta1.DevicePlugin/"
 #: DevicePluginOptions with both options on. The Register request has the same, since older kubelets read them there.
 OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
 
-#: Called after each RPC with its name, resource, outcome ("ok", a refusal's code, "cancelled") and duration in seconds.
+#: Called after each RPC with its name, the resource, the outcome ("ok", a refusal's code, "cancelled") and the duration in seconds.
 Observer = Callable[[str, str, str, float], None]
 
 
@@ -151,7 +151,7 @@ class PluginServer(UnixServer):
         return self._server.open_streams
 
     async def probe(self) -> None:
-        """Connects to the own socket and requests the options, as the kubelet does during Register. Raises KubeletError."""
+        """Connects to this server's socket and requests the options, as the kubelet does during Register. Raises KubeletError."""
         async with UnixChannel(self.path) as channel:
             try:
                 options = await channel.unary(
@@ -163,7 +163,7 @@ class PluginServer(UnixServer):
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def end_watches(self, patience_seconds: float) -> None:
-        """Ends the ListAndWatch streams after the running calls, for which it waits `patience_seconds` at most, and goes on serving."""
+        """Waits for the running calls, `patience_seconds` at most, then ends the ListAndWatch streams. The server continues to serve."""
         if self.watchers:
             await self._server.wait_idle(patience_seconds)
             self._end_streams()

@@ -50,14 +50,14 @@ class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
-    #: How often the own socket is looked at. A kubelet that starts removes it, and is noticed by its own socket.
+    #: How often to check that this agent's socket exists. (A kubelet that starts removes it, but is noticed by the kubelet's socket.)
     own_socket_seconds: float = 0.9
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
     #: How long no stream may be open before the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same directly after Register, where a busy kubelet may need longer; doubled after each registration without a stream.
+    #: The same directly after Register, when a busy kubelet may need longer; doubled after each registration without a stream.
     first_watch_seconds: float = 5.0
     #: How long running calls may take before the streams of a replaced socket are ended.
     handover_seconds: float = 1.0
@@ -161,7 +161,7 @@ class _ResourceLink:
         on_state: Callable[[LinkState], None],
         free: asyncio.Event,
     ) -> None:
-        """`free`: nothing is registered before it is set."""
+        """Nothing is registered before `free` is set."""
         self._name = name
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._own_socket = folder / socket
@@ -209,7 +209,7 @@ class _ResourceLink:
         self._become(replace(self.state, registered=False))
 
     async def _answer_calls(self) -> None:
-        """Serves the own socket and checks that it answers. Raises KubeletError."""
+        """Serves the socket and checks that it answers. Raises KubeletError."""
         server = await self._serve()
         await server.probe()
 

@@ -21,7 +21,8 @@ class ListMeter(Protocol):
 
 
 class ResourceLists:
-    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: of static MIG devices, None if they are not offered."""
+    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: the resource of static MIG devices, None if they are not
+    offered."""
 
     def __init__(self, kinds: Iterable[Resource], mig_resource: str | None, meter: ListMeter) -> None:
         self.lists: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
@@ -70,7 +71,8 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
 
 
 def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Resource -> every MIG device that was ever offered as it. `resource` is the only one, unless it is the prefix of all."""
+    """Maps each resource to every MIG device that was ever offered as this resource. `resource` is its name, or the prefix of all their
+    names."""
     found: dict[str, list[DeviceEntry]] = {}
     for each in node_devices:
         for number, instance in enumerate(each.gpu.instances):

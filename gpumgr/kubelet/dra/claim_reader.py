@@ -1,7 +1,8 @@
-"""Reads a ResourceClaim from the API server when the kubelet prepares it: what kube-scheduler has allocated of this node, and for whom.
+"""Reads a ResourceClaim from the API server when the kubelet prepares it: which devices of this node kube-scheduler allocated, and for
+which pods.
 
-A live GET, since the kubelet names only the claim and an agent can't watch the claims of its node alone. The kubelet waits for 45 s and
-tries a failed claim again only after more than a minute, so transient faults are retried here. Refusals are for `kubectl describe pod`.
+It is a live GET, since the kubelet names only the claim, and a watch can't select the claims of one node. The kubelet waits for 45 s and
+tries a failed claim again only after more than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ from gpumgr.ledger.pods import TERMINAL_PHASES, PodKey
 from gpumgr.settings.schema import BackendName
 
 _MEBIBYTE: Final = 1 << 20
-#: At most so many claims are read at a time, over as many kept connections.
+#: The most claims that are read at a time, each over a connection that stays open.
 _CONNECTIONS: Final = 8
 #: One try, and the first and the longest pause between two.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: Final statuses from 300 to 499; the others are transient too (200: an answer that is no JSON).
+#: Statuses from 300 to 499 that are final; all others are transient (200: the answer is not JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 
 class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The opaque configuration that a DeviceClass may have for the driver: another mechanism for the shares of its claims."""
+    """The opaque configuration of a DeviceClass for this driver: it selects another mechanism for the shares of its claims."""
 
     api_version: Literal["gpumgr.io/v1"]
     kind: Literal["ShareConfig"]
@@ -53,8 +54,8 @@ class ClaimReader:
         return allocated_claim(claim, self._pool, found)
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether this incarnation of the pod is there, has not ended, and is not being deleted. Raises Refusal. A list, for which the
-        agent has the right."""
+        """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. It lists pods, since the agent has
+        the right to list but not to get them."""
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
         found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline) or {}
         return any(
@@ -76,7 +77,7 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
             except API_FAILURES as error:
-                # The timeout of a last try that was cut short says nothing.
+                # The last try had a short timeout, so its timeout is not a reason.
                 if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
                     why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
@@ -90,8 +91,8 @@ def claim_path(namespace: str, name: str) -> str:
 
 
 async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
-    """The UID of the present claim of this name ("": there is none), and the shares of the driver's devices in this pool that it has.
-    Raises what requests raise, and UNREADABLE for another structure."""
+    """The UID of the present claim of this name ("" if there is none), and its shares of the driver's devices in this pool. Raises what
+    requests raise, and UNREADABLE for another structure."""
     if (claim := await server.find(claim_path(namespace, name))) is None:
         return "", set()
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
@@ -116,15 +117,15 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
 
 
 class _Unusable(Exception):
-    """The end of a sentence that begins with the claim."""
+    """Its text is the end of a sentence that begins with "claim NAMESPACE/NAME"."""
 
 
 def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
     """Raises _Unusable, and ValueError, KeyError, TypeError or AttributeError for another structure."""
     if item is None:
-        raise _Unusable("does not exist any more")
+        raise _Unusable("no longer exists")
     if item["metadata"]["uid"] != ref.uid:
-        raise _Unusable(f"with UID {ref.uid} does not exist any more: the present one has another UID")
+        raise _Unusable(f"with UID {ref.uid} no longer exists: the present one has another UID")
     status = item.get("status") or {}
     if not (allocation := status.get("allocation")):
         raise _Unusable("is not allocated")
@@ -145,7 +146,7 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
 def _share(result: Mapping[str, Any]) -> ClaimShare:
     device, admin = str(result["device"]), result.get("adminAccess") is True
     consumed = {"cores": "0", "memory": "0"} if admin else result.get("consumedCapacity") or {}
-    if not (consumed or result.get("shareID")):  # not a shared device: the claim has all of it
+    if not (consumed or result.get("shareID")):  # the device is not shared, so the claim has all of it
         consumed = {"cores": str(CORES_PER_GPU), "memory": "0"}
     if missing := {"cores", "memory"} - consumed.keys():
         raise _Unusable(
@@ -169,7 +170,7 @@ def _share(result: Mapping[str, Any]) -> ClaimShare:
 
 
 def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
-    """The mechanism that the DeviceClass names. A claim has one: its requests can't have different ones."""
+    """The mechanism that the DeviceClass names. All requests of a claim must have the same one."""
     found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
     for config in configs:
         opaque = config.get("opaque") or {}

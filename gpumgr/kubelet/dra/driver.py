@@ -1,4 +1,4 @@
-"""The driver as the kubelet sees it: its sockets and services. They may be there before the agent can decide; calls wait until then."""
+"""The driver as the kubelet sees it: its sockets and services. They may exist before the agent can decide; calls wait until it can."""
 
 from pathlib import Path
 

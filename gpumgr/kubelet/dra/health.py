@@ -14,10 +14,10 @@ from gpumgr.common.rpc.calls import receive
 
 #: The kubelet shows a device as Unknown 30 s after its last update.
 _REPEAT_SECONDS: Final = 10.0
-#: The kubelet cuts longer ones, perhaps inside a character.
+#: The kubelet truncates longer messages, perhaps inside a character.
 _MESSAGE_BYTES: Final = 1024
 
-#: Device -> why it does not work; None: it works.
+#: Maps a device to the reason why it does not work, or to None if it works.
 Faults = Mapping[str, str | None]
 
 
@@ -44,8 +44,8 @@ class DraHealth:
         return {f"/{version}/NodeWatchResources": method for version in self.versions}
 
     async def _watch(self, stream: Any) -> None:
-        """Sends the whole list at once, on each change, and when nothing has changed for `repeat_seconds`. It ends when the
-        readers of the value are ended, and the kubelet receives a clean end."""
+        """Sends the whole list at the start, on each change, and when nothing has changed for `repeat_seconds`. When the readers of the
+        value are ended, the kubelet receives a clean end of stream."""
         await receive(stream)
         with self._faults.subscribe() as watch:
             while True:

@@ -6,13 +6,14 @@ pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before it ends.
-2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
+2. Sockets that other programs remove or replace are made again; connections and calls stay. Other files in their place are kept and
+   reported.
 3. Only `stop` removes the sockets. The next process of any name removes the sockets that a killed process left. A process of the same name
    then takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice
    that a socket is gone, and one more for the next socket of the same name.
 
-Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
-call; the registration is believed until then.
+Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that the registration has ended. Older kubelets connect only for
+the first call; until then the registration counts as valid.
 """
 
 import asyncio
@@ -55,9 +56,9 @@ class LinkTiming:
     """Intervals of the link, in seconds."""
 
     poll_seconds: float = 1.0
-    #: How long the kubelet may take to register the driver before that is reported. It looks for new sockets each second.
+    #: How long the kubelet may take to register the driver before the delay is reported. It looks for new sockets each second.
     patience_seconds: float = 10.0
-    #: How long the kubelet may be without a connection to the DRA socket: it may take a new one.
+    #: How long the kubelet may have no connection to the DRA socket: it may be replacing the connection.
     unconnected_seconds: float = 2.0
 
 
@@ -86,7 +87,7 @@ class DraLink:
             dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        #: Called after each change, so after each registration that the kubelet confirms.
+        #: Called after each change, and so after each registration that the kubelet confirms.
         self.on_state: Callable[[LinkState], None] = lambda _state: None
         self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
@@ -96,18 +97,18 @@ class DraLink:
         self._refusal: str | None = None  # the kubelet's
         self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
         self._since = 0.0
-        self._accepted = 0  # connections to the DRA socket that are considered already
+        self._accepted = 0  # connections to the DRA socket that were counted already
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
         self._remove_leftovers()
 
     def has_other_instance(self) -> bool:
-        """Whether another process offers the kubelet this driver. Blocks for the time of a connection to each socket."""
+        """Whether another process offers this driver to the kubelet. Blocks while it connects to each socket."""
         own, folder = self._registration.path, self._registration.path.parent
         return any(path != own and is_served(path) for path in folder.glob(socket_patterns()[1]))
 
     async def run(self) -> None:
-        """Keeps the driver registered until `stop` or cancellation; after the latter it can be called again, and the sockets are kept."""
+        """Keeps the driver registered until `stop` or cancellation. Cancellation keeps the sockets, and `run` can be called again."""
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
@@ -148,7 +149,7 @@ class DraLink:
             self._registrations += 1
         else:
             self._refusal = f"the kubelet refuses the driver {DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
-        # Later: an error of the callback must not become the answer, which would undo the registration.
+        # Called later, since an error of the callback must not become the answer, which would undo the registration.
         asyncio.get_running_loop().call_soon(self._report)
         return b""
 
@@ -198,7 +199,7 @@ class DraLink:
 
     def _observed(self) -> LinkState:
         now = asyncio.get_running_loop().time()
-        # A connection may come and go between two looks.
+        # A connection may open and close between two checks.
         if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
             self._last_connected, self._accepted = now, self._dra.accepted
         lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
@@ -228,7 +229,7 @@ class DraLink:
 
 
 def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
-    """The DRA socket and the registration socket. An instance's name with which a path were too long is replaced by its hash."""
+    """The DRA socket and the registration socket. If the instance's name would make a path too long, its hash replaces it."""
 
     def paths(suffix: str) -> tuple[Path, Path]:
         return plugins_dir.absolute() / DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRIVER}{suffix}-reg.sock"
@@ -247,13 +248,13 @@ def socket_patterns() -> tuple[str, str]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether it certainly is a socket on which nothing listens."""
+    """Whether the file certainly is a socket on which nothing listens."""
     with suppress(OSError):
         return path.is_socket() and not is_served(path)
     return False
 
 
 def _check_folder(folder: Path) -> None:
-    """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
+    """Raises KubeletError if the folder does not exist. It is not created here, because a folder that no kubelet watches has no use."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")

@@ -27,7 +27,7 @@ from gpumgr.ledger.ledger import Allocation, ClaimRef
 
 _log = structlog.get_logger(__name__)
 
-#: The kubelet ends a call after 45 s, without a reason in the pod's events.
+#: Less than the 45 s after which the kubelet ends a call without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
 #: A call may take this much longer, until the limits are in place.
 START_SECONDS: Final = 3.0
@@ -40,8 +40,8 @@ class Claims(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
 
     async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
-        """Makes the devices of an allocated claim available, and returns the allocations of the claim. A claim that is prepared
-        already gets the same answer. `deadline`: when the method must answer, in monotonic seconds."""
+        """Makes the devices of an allocated claim available, and returns the allocations of the claim. A claim that is already prepared
+        gets the same answer. `deadline`: when the method must answer, in monotonic seconds."""
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Reverts `prepare`; does nothing for an unknown claim."""
@@ -50,15 +50,15 @@ class Claims(Protocol):
 class DraPlugin:
     """The service object of the DRA socket. Calls wait for `decide_with`."""
 
-    #: For the registration. The kubelet uses the first one that it has. The messages are the same, but in v1beta1 the kubelet does not know
-    #: the field with the share's id, and skips it.
+    #: For the registration. The kubelet uses the first one that it knows. The messages are the same, but a kubelet with v1beta1 skips the
+    #: field with the share's id, which it does not know.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
     def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
         """Must be called inside a running event loop. `pool`: the name of the node's pool of devices."""
         self._pool, self._wait_seconds = pool, wait_seconds
         self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
-        #: Why nothing is decided yet.
+        #: Why the agent can't decide yet.
         self.waits_for = "the agent starts"
         #: The outcome of a call is the RefusalCode of the first claim that failed.
         self.observe: Observe = lambda *_: None

@@ -1,5 +1,5 @@
-"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice; and
-in mode plugin what ends that: the slice is deleted, and claims that still hold GPUs are kept until they end."""
+"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice. After a
+change to mode plugin it deletes the slice, and keeps claims that still hold GPUs until they end."""
 
 import asyncio
 import time
@@ -35,17 +35,17 @@ from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: How long calls are served after the slice was withdrawn, for pods that are bound already.
+#: How long calls are served after the slice was withdrawn, for pods that are already bound.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
-#: In mode plugin: how long a try to delete the slice may take, and the first and the longest pause between two.
+#: In mode plugin: how long a try to delete the slice may take, and the first and the longest pause between two tries.
 WITHDRAWAL_SECONDS: Final = 5.0
 WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
-#: So long after the start a driver that has not listed the GPUs leaves the slice as it is: a list that is empty for a moment would make
-#: kube-scheduler examine all pods that wait, twice.
+#: If NVIDIA's driver has not listed the GPUs yet, the slice stays unchanged for this time after the start: an empty slice for a moment
+#: would make kube-scheduler examine all waiting pods twice.
 SLOW_DRIVER_SECONDS: Final = 10.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
-#: Between two tries to adopt claims without an answer of the API server.
+#: The pause between two tries to adopt claims while the API server does not answer.
 ADOPT_SECONDS: Final = 2.0
 #: In mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
@@ -182,24 +182,24 @@ class DraSide:
             pause = min(2 * pause, longest)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute. Where
-        another agent has registered the driver, the slice stays for that."""
+        """Withdraws the slice, and ends the registration a second later: pods that are bound in the meantime would otherwise wait for a
+        minute. If another agent has registered the driver, the slice stays for that agent."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        part = grace_seconds / 3  # an API server or calls that do not end leave time for the rest of the agent's stop
+        part = grace_seconds / 3  # limited, so that an API server or calls that hang leave time for the rest of the agent's stop
         if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended. This process may have registered
-        the driver already, beside a former agent."""
+        """Waits until the pods of the device plugin have ended, since claims must not get their GPUs. This process may have registered the
+        driver already, beside a former agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
             await self.link.suspend()
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
-        """Why the driver, in mode plugin the device plugins, must not be registered now; None: they may be."""
+        """Why the driver (in mode plugin: the device plugins) must not be registered now; None if it may be."""
         if reason is not None:
             if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
@@ -208,7 +208,7 @@ class DraSide:
         self._examined.set()
 
     async def held_back_by(self) -> str | None:
-        """Why the device plugins must not be registered yet. The first look at the pods is waited for, for a moment."""
+        """Why the device plugins must not be registered yet. It waits a moment for the first check of the pods."""
         if self.held_back is not None:
             await wait_at_most(self._examined, ADOPT_SECONDS)
         return self.held_back
@@ -221,8 +221,8 @@ class DraSide:
             await asyncio.sleep(ADOPT_SECONDS)
 
     async def _adopt_once(self) -> str | None:
-        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known: it can't be read, or not be
-        saved. The claims that are prepared already may be prepared again."""
+        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known (it can't be read or saved),
+        else None. Claims that are already prepared may be prepared again."""
         if not self._pods.synced:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
@@ -286,7 +286,7 @@ class DraSide:
 def gpu_taints(
     registry: GpuRegistry, inventory: Inventory, unhealthy: Literal["NoSchedule", "NoExecute"]
 ) -> Mapping[str, tuple[Taint, ...]]:
-    """GPU -> the taints of one that does not work, or accepts no new containers."""
+    """Maps each GPU that does not work, or accepts no new containers, to its taints."""
     cordoned = dict.fromkeys(inventory.unschedulable_reasons(registry), (Taint(key=CORDONED_TAINT),))
     failed = dict.fromkeys(inventory.failures(registry), (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),))
     return {**cordoned, **failed}

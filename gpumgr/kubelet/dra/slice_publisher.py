@@ -6,10 +6,11 @@ Invariants:
 2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. A deletion is therefore undone at
    once if the driver was registered lately, else at the next registration, but no later than `notify_seconds`: others delete slices too.
 3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
-4. What the API server stored for a given slice counts as that slice, however it is spelled: no write is repeated without a change.
-5. A list may follow a deletion that the watch did not show. So after each list the slice is looked up once; while that fails, it counts as
+4. The API server's stored form of a slice counts as equal to that slice, so no write is repeated without a change.
+5. A list may hide a deletion that the watch did not show. So after each list the slice is read once; if that fails, the slice counts as
    published.
-6. A server that drops what sharing needs gets an empty list of devices, which a request with dryRun finds out before anything is offered.
+6. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
+   offered.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ class PublishTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherState:
-    """`published`: the API server has the slice with the present devices. `devices`: how many it contains. `error`: the last failure
-    since. `dropped`: what the API server does not store, and what to do."""
+    """`published`: the API server has the slice with the present devices. `devices`: how many it contains. `error`: the last failure since
+    then. `dropped`: what the API server does not store, and what to do."""
 
     published: bool = False
     devices: int = 0
@@ -60,7 +61,7 @@ class PublisherState:
 class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
 
-    `devices`: None until the hardware is known. `registration`: that of the driver.
+    `devices` is None until the hardware is known; `registration` is the driver's.
     """
 
     def __init__(
@@ -84,14 +85,15 @@ class SlicePublisher:
         )
         self._wake, self._writing = asyncio.Event(), asyncio.Lock()
         self._stored: StoredSlice | None = None
-        #: What was sent last, and what the API server made of it; both comparable.
+        #: What was sent last, and what the API server stored for it; both in comparable form.
         self._last: tuple[Json, Json | None] | None = None
         self._node_uid = ""
         self._loss: Dropped | None = None
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
         self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
-        #: Lists of the watch; how many of them `_stored` was compared with, and of how many that failed last.
+        #: The number of lists that the watch received, the number that `_stored` was compared with, and the number at the last failed
+        #: comparison.
         self._lists = self._compared = self._not_compared = 0
         self.state = PublisherState()
 
@@ -146,7 +148,7 @@ class SlicePublisher:
         self._wake.set()
 
     def _listed(self) -> None:
-        """A slice that is missing in this list need not have had an event: it is newer than the list, or was deleted before it."""
+        """A slice can be missing in this list without an event: it is newer than the list, or was deleted before it."""
         self._lists += 1
         self._wake.set()
 
@@ -172,7 +174,8 @@ class SlicePublisher:
             await wait_at_most(self._wake, pause)
 
     async def _step(self) -> float | None:
-        """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
+        """Writes once if a write is due. Returns the seconds until the next step, or None if it depends on events. Raises what requests
+        raise."""
         devices = self._devices.value
         if devices is None or not self._registration.value.registered or self._withdrawn:
             return None
@@ -193,7 +196,7 @@ class SlicePublisher:
                 if (pause := self._due(stored) - self._clock()) > 0:
                     return pause
                 await self._write(wanted, stored)
-                if slices.offered(devices, self._loss) != wanted:  # it has dropped something this time
+                if slices.offered(devices, self._loss) != wanted:  # the API server dropped something this time
                     self._changed_at = _NEVER
                     return 0.0
             self._pause = self._times.retry_seconds[0]
@@ -204,7 +207,7 @@ class SlicePublisher:
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
 
     async def _look_up(self) -> bool:
-        """After a list: does the slice still exist? False: that is not known, which is no reason to report it as not published."""
+        """After a list: does the slice still exist? False: unknown, which is no reason to report the slice as not published."""
         lists, before = self._lists, self._stored
         if lists != self._compared and before is not None:
             try:
@@ -240,7 +243,7 @@ class SlicePublisher:
         except AnswerError as error:
             if error.status not in (404, 409):
                 raise
-            # The watch is behind: it was created, changed or deleted since.
+            # The watch is late: the slice was created, changed or deleted in the meantime.
             found = await self._server.find(f"{SLICES}/{self._name}")
             stored = slices.stored_slice(found) if found is not None else None
             answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)

@@ -8,9 +8,9 @@ try all pending pods again.
 Two attributes describe NVLink, for `matchAttribute`. They have values on each GPU, since CEL fails on absent ones:
 
 - `island`: GPUs that NVLink connects, directly or through others. A GPU without NVLink is an island by itself.
-- `pair`: of all pairs of GPUs the one with the highest score of its link (topology.scores) is taken, of equals the first in the order
-  of the slice, then of the remaining GPUs, and so on. GPUs on different NUMA nodes without NVLink are no pair; a GPU that is left over
-  has a value of its own.
+- `pair`: the two GPUs with the highest score of their link (topology.scores) are a pair, among equal scores the first in the order of the
+  slice; then the same among the remaining GPUs. GPUs on different NUMA nodes without NVLink are no pair; a GPU without a partner has a
+  value of its own.
 """
 
 import hashlib
@@ -30,18 +30,18 @@ from gpumgr.placement.topology.scores import score_matrix
 from gpumgr.placement.topology.tree import build_tree, fragment_order
 
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
-#: The taint of a GPU that the driver does not list any more.
+#: The taint of a GPU that the driver no longer lists.
 LOST_TAINT: Final = f"{DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
 #: Kubernetes' limit for the devices of a slice, if one of them has taints.
 MAX_DEVICES: Final = 64
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
-#: Kubernetes' limit for a name, less the prefix of the probe's.
+#: Kubernetes' limit for a name, minus the prefix of the probe's name.
 _MAX_NAME: Final = 253 - len("probe-")
 #: A capacity must have room for its minimum and one step.
 _MIN_BLOCKS: Final = 2
-#: What the API server adds, and how it leaves out values.
+#: Values that the API server adds, and empty values that it leaves out.
 _NOT_COMPARED: Final = ("generation", "timeAdded")
 _EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 
@@ -138,7 +138,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """A slice for a request with dryRun, which shows what the API server drops. A new one: it keeps such fields of a stored slice."""
+    """A slice for a request with dryRun, which shows what the API server drops. It creates a slice, since the API server keeps such fields
+    of a stored slice."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
@@ -226,7 +227,7 @@ def _device(device: SliceDevice) -> Json:
         "attributes": dict(_attributes(device)),
         "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if device.shared:  # the default is the whole: a claim that does not name the capacity has all of it
+    if device.shared:  # the default is the whole capacity: a claim that does not name it gets all of it
         content["allowMultipleAllocations"] = True
         for name, (whole, step) in amounts.items():
             valid = {"min": step, "max": whole, "step": step}
@@ -260,7 +261,7 @@ def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
 
 
 def semantic_version(text: str | None) -> str:
-    """Three numbers without leading zeros (semver.org 2.0.0): 580.95.5 for "580.95.05", 0.0.0 for what is no version."""
+    """Three numbers without leading zeros (semver.org 2.0.0): 580.95.5 for "580.95.05", 0.0.0 for a text that is no version."""
     parts = (text or "").split(".")[:3]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in parts):
         return "0.0.0"
@@ -285,10 +286,10 @@ def _islands(topology: Topology) -> Mapping[int, int]:
 
 
 def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
-    """Row -> row of its pair that comes first in `order`."""
+    """Maps each row to the row of its pair that is first in `order`."""
     scores, pairs = score_matrix(topology), dict[int, int]()
     close = [(a, b) for a, b in combinations(order, 2) if topology.nvlinks[a][b] or topology.levels[a][b] > Level.SYS]
-    for a, b in sorted(close, key=lambda pair: -scores[pair[0]][pair[1]]):  # a stable sort keeps the order of equals
+    for a, b in sorted(close, key=lambda pair: -scores[pair[0]][pair[1]]):  # the sort is stable: equal scores keep their order
         if a not in pairs and b not in pairs:
             pairs[a] = pairs[b] = a
     return {row: pairs.get(row, row) for row in order}
@@ -298,7 +299,7 @@ def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
 
 
 def _normalized(value: Any, *, quantities: bool = False) -> Any:
-    """`quantities`: its texts are amounts. Raises ValueError for one that is none."""
+    """With `quantities`, its texts are amounts. Raises ValueError for a text that is no amount."""
     if isinstance(value, Mapping):
         kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
         found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}

@@ -1,12 +1,12 @@
 """Makes the kubelet retry pods that wait for a claim of this driver.
 
-A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It fails without a call of the
-driver if the driver is not registered, or if the API server refuses the claim to it because its authorizer has not processed the binding
-of the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared
-claim some seconds after its binding gets an annotation, which changes it; again with growing pauses.
+A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It does not even call the driver
+if the driver is not registered, or if the API server refuses to show it the claim because the authorizer has not processed the binding of
+the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared claim
+some seconds after its binding gets an annotation, which changes it; again with growing pauses.
 
-A claim that the ledger holds, and that this process has not prepared, shows nothing: the kubelet may have had no answer from a former
-process, or the pod's image is being pulled. It is a reason for a few retries after each registration only.
+A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have had no answer from a former
+process, or the pod's image is being pulled. It causes only a few retries after each registration.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ _TRY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A pod, and the claims that it waits for. `ours` None: it is not known yet whether one of them is of this driver. `tried`: its retries
-    since the last registration, for each claim that the ledger holds."""
+    """A pod, and the claims that it waits for. `ours` is None until it is known whether one of them is for this driver. `tried`: its
+    retries since the last registration, for each claim that the ledger holds."""
 
     due_at: float
     pause_seconds: float

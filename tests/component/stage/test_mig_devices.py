@@ -248,7 +248,7 @@ async def test_a_device_that_is_gone_is_reported_and_its_container_is_not_starte
         await sample(node, mig)
         events = [entry.why for entry in node.agent.agent_state.history.entries() if entry.code == MIG_DEVICE_GONE]
         assert len(events) == 1
-        assert "does not exist any more, and team/a (main) holds it" in events[0]
+        assert "no longer exists, and team/a (main) holds it" in events[0]
         with pytest.raises(Exception, match="delete the pod and create it again"):
             await node.kubelet.start_container(pod, "main")
 

@@ -146,7 +146,7 @@ async def test_a_share_without_known_limits_does_not_start() -> None:
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
     await world.agent_state.commit(world.agent_state.ledger.occupy(replace(allocation, mechanisms=())))
-    with pytest.raises(SimKubeletError, match="which limits this container was admitted with is not known any more"):
+    with pytest.raises(SimKubeletError, match="the limits of this container are no longer known"):
         await world.start(pod)
 
 

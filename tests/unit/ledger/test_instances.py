@@ -116,7 +116,7 @@ def test_a_destroyed_mig_device_is_unhealthy_and_keeps_its_holder_and_its_place(
     assert ledger.gpu_registry.ids["mig"]["00000000"] == ("MIG-a", "MIG-b", "MIG-new")
     assert healthy(inventory, ledger) == [0b110, 0b1]
     assert ledger.gpu_registry.format("mig", ledger.held("mig")) == ["MIG-a"]
-    with pytest.raises(Refusal, match=r"GPU0 \(00000000\) does not have the MIG device MIG-a any more"):
+    with pytest.raises(Refusal, match=r"GPU0 \(00000000\) no longer has the MIG device MIG-a"):
         grant((inventory, ledger.free(["new"])), "MIG-a")
 
 
@@ -168,5 +168,5 @@ def test_the_answer_has_the_mig_device_its_gpu_and_its_capabilities() -> None:
         "/dev/nvidia-caps/nvidia-cap30",
         "/dev/nvidia-caps/nvidia-cap31",
     ]
-    with pytest.raises(Refusal, match="the MIG device MIG-x does not exist any more; delete the pod"):
+    with pytest.raises(Refusal, match="the MIG device MIG-x no longer exists; delete the pod"):
         instance_answer(allocation, granted, ["MIG-x"], host)

@@ -77,7 +77,7 @@ def test_a_device_that_is_not_shared_is_the_whole_gpu() -> None:
     [
         (
             lambda item: item["metadata"].update(uid="u-2"),
-            "with UID u-1 does not exist any more: the present one has another UID",
+            "with UID u-1 no longer exists: the present one has another UID",
         ),
         (lambda item: item.pop("status"), "is not allocated"),
         (lambda item: item["status"].pop("allocation"), "is not allocated"),
@@ -107,7 +107,7 @@ def test_refusals_say_what_is_wrong_and_what_to_do(change: Callable[[Json], obje
 
 
 def test_a_claim_that_is_gone() -> None:
-    with pytest.raises(Refusal, match="does not exist any more"):
+    with pytest.raises(Refusal, match="no longer exists"):
         read(None)
 
 
