@@ -75,7 +75,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
     backends = enforcement.NodeBackends(settings, seen, host.proc_root, in_pod=host.in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
-    take_over = Check("take-over", partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS), takeover.IF_HUNG)
+    take_over = Check("take-over", partial(takeover.look_at_take_over, settings), takeover.IF_HUNG)
     return (
         *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
         *_of_gpus(settings, host, seen),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 #: The most containers that a message names.
 _NAMED: Final = 5
-_REMEDY: Final = (
+REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
     "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or end these pods"
 )
@@ -236,18 +236,25 @@ class TakeOver:
 
     def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
         """The reason, for the node's condition; it names the first containers. The log event, written once, has all of them."""
-        holders = tuple(
-            f"{'/'.join(pod) if pod else f'pod uid {uid}'} ({container})" for (uid, container), pod in sorted(running.items())
-        )
-        more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
         problem = (
-            f"{', '.join(holders[:_NAMED])}{more} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
+            f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
             "this is known, since theirs would be granted twice"
         )
-        if holders != self._logged:
+        if (holders := tuple(_texts(running))) != self._logged:
             self._logged = holders
-            log.error("foreign_allocations", holders=holders, problem=problem, remedy=_REMEDY)
-        return f"{problem}; {_REMEDY}"
+            log.error("foreign_allocations", holders=holders, problem=problem, remedy=REMEDY)
+        return f"{problem}; {REMEDY}"
+
+
+def listed(holders: Mapping[tuple[str, str], PodKey | None]) -> str:
+    """(UID of the pod, container) -> the pod's name, as text; the first ones only."""
+    texts = list(_texts(holders))
+    return ", ".join(texts[:_NAMED]) + (f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else "")
+
+
+def _texts(holders: Mapping[tuple[str, str], PodKey | None]) -> Iterator[str]:
+    for (uid, container), pod in sorted(holders.items()):
+        yield f"{'/'.join(pod) if pod else f'pod uid {uid}'} ({container})"
 
 
 def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
