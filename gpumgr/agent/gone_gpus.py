@@ -91,7 +91,7 @@ class GoneGpus:
         if gpu.uuid in {each.uuid for each in snapshot.gpus} | {each.uuid for each in snapshot.failures}:
             return "the driver lists it; `gpumgr gpu cordon` takes it out of service"
         if holders := state.ledger.on(gpu.name):
-            return f"it is still granted to {', '.join(a.describe() for a in holders)}: end these pods first"
+            return f"it is still granted to {', '.join(a.describe() for a in holders)}: delete these pods first"
         return state.inventory.quarantine.reason(gpu.name)
 
     async def _forget(self, gpu: RegisteredGpu, why: str) -> None:

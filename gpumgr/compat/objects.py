@@ -16,7 +16,7 @@ T = TypeVar("T", bound="Object")
 
 _MAX_BYTES: Final = 64 << 20
 
-#: Names, and keys of labels and annotations, become arguments of printed commands: none may start like an option.
+#: Names, and keys of labels and annotations, become arguments of printed commands, so none may begin with a hyphen.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*\Z")]
 #: Characters that a program's argument may contain.
@@ -51,7 +51,7 @@ class KubernetesContainer(msgspec.Struct):
 
     @property
     def words(self) -> list[str]:
-        """The command line, as far as it is given."""
+        """The command line, as far as the object contains it."""
         return [*self.command, *self.args]
 
     @property
@@ -153,7 +153,7 @@ def read_objects(path: Path) -> tuple[Object, ...]:
     try:
         documents = read_documents(content)
     except InputError as error:
-        raise InputError(f"{path} is neither JSON nor YAML that we read: {error}") from error
+        raise InputError(f"{path} is neither JSON nor YAML that gpumgr can read: {error}") from error
     objects = tuple(each for document in documents for each in _flat(document, path))
     if not objects:
         raise InputError(f"{path} has no Kubernetes object; give what `kubectl get ... -o json` prints")
@@ -161,8 +161,7 @@ def read_objects(path: Path) -> tuple[Object, ...]:
 
 
 def parse_object(document: Mapping[str, Any], source: object) -> Object:
-    """Raises InputError that names the `source`, the object and the key, if a part that is read has not the shape that Kubernetes
-    defines."""
+    """Raises InputError, which names the `source`, the object and the key, if a part that is read does not have Kubernetes' structure."""
     kind = document["kind"]
     try:
         return convert(_without_nulls(document), _CLASSES.get(kind, Object))
@@ -170,12 +169,12 @@ def parse_object(document: Mapping[str, Any], source: object) -> Object:
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
         raise InputError(
-            f"{source}: {kind} {name if isinstance(name, str) else '?'} is none of Kubernetes' objects: {error}"
+            f"{source}: {kind} {name if isinstance(name, str) else '?'} is not a Kubernetes object: {error}"
         ) from error
 
 
 def _without_nulls(value: Any) -> Any:
-    """To Kubernetes a key with the value null is a missing key."""
+    """For Kubernetes a key with the value null is a missing key."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -187,7 +186,7 @@ def of_type(objects: Iterable[Object], kind: type[T]) -> Iterator[T]:
 
 def _flat(document: object, path: Path) -> Iterator[Object]:
     if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
-        raise InputError(f"{path} has something that is no Kubernetes object; give what `kubectl get ... -o json` prints")
+        raise InputError(f"{path} contains something that is not a Kubernetes object; give what `kubectl get ... -o json` prints")
     kind, items = document["kind"], document.get("items")
     if not (kind.endswith("List") and isinstance(items, list)):
         yield parse_object(document, path)
@@ -197,7 +196,7 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
             yield parse_object(item, path)
         else:
             raise InputError(
-                f"{path}: {kind} has an item that is no Kubernetes object; give what `kubectl get ... -o json` prints"
+                f"{path}: {kind} has an item that is not a Kubernetes object; give what `kubectl get ... -o json` prints"
             )
 
 

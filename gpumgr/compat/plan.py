@@ -22,7 +22,7 @@ class Plan:
     quoted in the commands.
 
     `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the
-    migration now.
+    migration at present.
     """
 
     settings: Mapping[str, object]
@@ -67,7 +67,7 @@ def text_of(plan: Plan, to: str) -> str:
 def _parts(plan: Plan, to: str) -> Iterator[str]:
     for name in ("warnings", "pods", "notes", "stop"):
         yield from _part(_TITLES[name], getattr(plan, name))
-    written = settings_yaml(plan.settings).splitlines() if plan.settings else ["# nothing: the defaults are right"]
+    written = settings_yaml(plan.settings).splitlines() if plan.settings else ["# nothing: the defaults apply"]
     yield from _part(f"2. {to} (--apply writes it)", written)
     for name in ("start", "rollback", "clean_up"):
         yield from _part(_TITLES[name], getattr(plan, name))

@@ -43,7 +43,7 @@ _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
 _COUNT_BYTES: Final = 8
 _NO_INSTANCE: Final = 0xFFFFFFFF
-#: The memory of the MPS server of driver 580 on H200.
+#: The memory of the MPS server of driver 580 on an H200.
 _MPS_SERVER_BYTES: Final = 66 << 20
 
 #: Number of words after the verb that belong to a fact's subject; 1 for all others.
@@ -93,8 +93,8 @@ class SimControl:
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set, a pending MIG mode is in
-        force, and MIG devices that callers created are gone."""
+        """Restores the state after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set, a pending MIG
+        mode is in force, and MIG devices that callers created are gone."""
 
         def change(facts: Facts) -> None:
             made = _made_by_callers(facts)
@@ -119,7 +119,7 @@ class SimControl:
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
-        """Sets the MIG mode in place of what callers have set; they can change it afterwards."""
+        """Sets the MIG mode, and replaces what callers have set; they can change it afterwards."""
 
         def change(facts: Facts) -> None:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
@@ -177,13 +177,13 @@ class SimControl:
         self._change(change)
 
     def start_mps_server(self, gpu: int, pid: int, *, memory_bytes: int = _MPS_SERVER_BYTES) -> None:
-        """The driver lists this process as a compute process, like an MPS server from its first client on. Changes of the other
-        processes leave it and its clients."""
+        """Starts an MPS server: the driver lists this process as a compute process, as a real one from its first client on. Changes of
+        other processes do not affect it and its clients."""
         self._set(("mpsserver", str(gpu), str(pid)), str(memory_bytes))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
         """The process works through the MPS server with the pid `server`: the driver also lists it among the MPS processes, and its
-        utilization as the server's. What it uses is what `set_processes` or `set_work` say, at first nothing."""
+        utilization as the server's. Its use is nothing at first, then what `set_processes` or `set_work` set."""
         self._set(("mpsclient", str(gpu), str(pid)), str(server))
 
     def end_mps(self, pid: int) -> None:
@@ -213,7 +213,7 @@ class SimControl:
         self._set(("computemode", str(gpu)), str(mode))
 
     def memory_limits(self, gpu: int) -> Mapping[str, MemoryLimit]:
-        """By the cgroup's full path; a limit stays here when its cgroup is gone."""
+        """Limits by the cgroup's full path; a limit stays when its cgroup is removed."""
         limits: dict[str, MemoryLimit] = {}
         for key, value in self._read().items():
             if key[:2] == ("memorylimit", str(gpu)):
@@ -256,7 +256,7 @@ class SimControl:
         self._change(change)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Loads the driver (again). A `version` other than before is a mismatch for processes that loaded the library earlier."""
+        """Loads the driver (again). A changed `version` is a mismatch for processes that loaded the library earlier."""
 
         def change(facts: Facts) -> None:
             facts[("loaded",)] = "1"
@@ -343,7 +343,8 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """A block that replaces the control file: one at a time, and counted in the lock file, where the library sees it without a call."""
+    """A block that replaces the control file. Only one runs at a time, and each is counted in the lock file, which the library reads
+    without a system call."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -354,7 +355,7 @@ def changing(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-#: How much warmer a fully used GPU is than an idle one, and by which factor its power is higher.
+#: The difference in temperature between a fully used and an idle GPU, and the factor between their power.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
 
@@ -367,7 +368,7 @@ class SimLoad:
         self._processes: dict[int, dict[int, SimProcess]] = {}
 
     def put(self, processes: Iterable[tuple[int, SimProcess]]) -> None:
-        """(GPU, process): sets the process's use there. Other processes do not change."""
+        """Sets the use of each (GPU, process). Other processes do not change."""
         touched = set[int]()
         for gpu, process in processes:
             self._processes.setdefault(gpu, {})[process.pid] = process

@@ -94,7 +94,7 @@ class SimKubelet:
         self._tell()
 
     async def kill(self) -> None:
-        """Ends at once: connections drop, socket files stay."""
+        """Ends the kubelet at once: connections drop, socket files stay."""
         for watch, client in list(self._watches.items()):
             watch.cancel()
             client.close()

@@ -94,7 +94,7 @@ class DeviceManager:
         self.healthy[resource] = {device_id for device_id, (healthy, _) in devices.items() if healthy}
 
     def disconnect(self, resource: str) -> None:
-        """The stream of `resource` has ended: nothing of it is healthy, its capacity stays."""
+        """The stream of `resource` has ended: no device is healthy any longer, the capacity stays."""
         self.healthy[resource] = set()
 
     def forget(self, shape: KubeletShape, held: PodDevices, resources: Iterable[str]) -> None:
@@ -198,7 +198,7 @@ class DeviceManager:
             )
 
     def _has_already(self, pod: SimPod, container: SimContainer, resource: str, required: int) -> bool:
-        """Whether nothing is needed, by the checks that come before any choice. Raises SimKubeletError."""
+        """Whether nothing is needed, by the kubelet's checks before any choice. Raises SimKubeletError."""
         holding = self.holding(pod.uid, container.name, resource)
         if holding is not None and len(holding.ids) != required:
             raise SimKubeletError(

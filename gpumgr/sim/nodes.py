@@ -157,7 +157,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return NODE
         if shared == 1:
             return HOSTBRIDGE
-        # Below the last port that both share each GPU may have one more, its own port of the same switch.
+        # Below the last shared port each GPU may have one more port: its own on the same switch.
         return SINGLE if max(len(one.pcie), len(other.pcie)) - shared <= 1 else MULTIPLE
 
 
@@ -192,7 +192,7 @@ def load_node(name_or_path: str) -> NodeDescription:
 
 def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
     try:
-        # Scalars stay text until their type is known: YAML reads an unquoted bus id as a base-60 number.
+        # Scalars stay text until their type is known, since YAML reads an unquoted bus id as a base-60 number.
         raw = yaml.load(text, Loader=yaml.BaseLoader)
         node = msgspec.convert({"name": name, **raw} if isinstance(raw, dict) else raw, NodeDescription, strict=False)
     except yaml.YAMLError as exc:

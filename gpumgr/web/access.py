@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, Literal
 
-#: "probe": the kubelet's probes; "metrics": for scrapers; "page": all else that can be read; "maintenance": requests that
-#: change something.
+#: "probe": the kubelet's probes; "metrics": for scrapers; "page": everything else that can be read; "maintenance": requests that change
+#: something.
 Scope = Literal["probe", "metrics", "page", "maintenance"]
-#: Where a client is: at the unix socket, on this host, or elsewhere.
+#: Where a client connects from: the unix socket, this host, or another host.
 Origin = Literal["unix", "loopback", "remote"]
 
 CHALLENGE: Final = 'Bearer realm="gpumgr"'
@@ -40,14 +40,14 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthPolicy:
-    """What remote clients must present. `token` None although `takes_token`: its file cannot be read now, so no token is valid."""
+    """What remote clients must present. If `takes_token` and `token` is None, the file cannot be read now, and no token is valid."""
 
     takes_token: bool = False
     token: bytes | None = None
     takes_certificate: bool = False
 
 
-#: Returns the policy that holds now.
+#: Returns the policy in force.
 CurrentPolicy = Callable[[], Awaitable[AuthPolicy]]
 
 

@@ -25,12 +25,12 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
-#: The longest wait of a request or a handshake for the files; while a look at them hangs, later ones do not wait.
+#: The longest time for which a request or a handshake waits for the check of the files; while a check hangs, later ones do not wait.
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")
 
-#: What changes when a file is written or replaced; None: it is not there.
+#: Values that change when a file is written or replaced; None if there is no file.
 _Stamp = tuple[FileIdentity | None, ...]
 
 
@@ -52,13 +52,13 @@ class _Files(Generic[T]):
         self._paths, self._make, self._read_again, self._unusable = paths, make, read_again, unusable
         self._calls = DaemonCalls("web-credentials")
         self._looking: asyncio.Task[None] | None = None
-        #: None: the files could not be used at the last look, because of `_error`.
+        #: None if the files could not be used at the last check, because of `_error`.
         self._stamp: _Stamp | None = _stamp(*paths)
         self._error: str | None = None
         self._value = make()
 
     async def current(self) -> T:
-        """Returns within LOOK_SECONDS; calls at the same time wait for one look at the files."""
+        """Returns within LOOK_SECONDS; simultaneous calls wait for one check of the files."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="web_credentials")
         await asyncio.shield(self._looking)
@@ -81,8 +81,8 @@ class _Files(Generic[T]):
             self._error, self._value = str(made), self._unusable(made, self._value)
 
     def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
-        """On the thread. After an error the stamp is None, so that the files are read again at the next look: the error may be one of the
-        file system, which ends without a change of the files."""
+        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again: an error of the file system
+        may end without a change of the files."""
         if (stamp := _stamp(*self._paths)) == before:
             return None
         try:
@@ -92,7 +92,7 @@ class _Files(Generic[T]):
 
 
 class TokenFile:
-    """http.token_file. The constructor raises SettingsError if it has no token."""
+    """The file http.token_file. The constructor raises SettingsError if it has no token."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,7 +112,8 @@ class TokenFile:
 
 
 class Certificates:
-    """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section`: of the settings that name the files.
+    """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section` is the section of the settings that
+    name the files.
 
     With `clients_required` they must present one. The constructor raises SettingsError.
     """

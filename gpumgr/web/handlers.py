@@ -27,7 +27,7 @@ from gpumgr.web.sources import Sources
 from gpumgr.web.stream import HEARTBEAT_SECONDS, Streams
 
 _HISTORY_SHOWN: Final = 100
-#: All metrics of an agent that waits for another one.
+#: All metrics of an agent that waits for the former one.
 WAITING_METRIC: Final = """\
 # HELP gpumgr_waits_for_agent 1 while this agent waits for the former agent of its node to end. Only that agent has the other metrics.
 # TYPE gpumgr_waits_for_agent gauge

@@ -32,18 +32,18 @@ _log = structlog.get_logger(__name__)
 # 256 KiB, 4096 connections take 1 GiB.
 asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 
-#: The rest of a refused body is read for so long; a client that still sends might never read the response otherwise.
+#: How long the rest of a refused body is read: a client that still sends might otherwise never read the response.
 _LINGER_SECONDS: Final = 2.0
 #: The pause after a failure to accept, which lasts as long as the process has no file descriptor left.
 _PAUSE_SECONDS: Final = 1.0
-#: aiohttp reports here what clients send that is no HTTP, with tracebacks; errors of handlers are logged by the server itself.
+#: aiohttp reports here, with tracebacks, when clients send something that is not HTTP; the server itself logs errors of handlers.
 _AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
 _AIOHTTP_LOG.disabled = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`connections` over TCP; further ones are closed at once. Those of the unix socket count, but are never refused.
+    """`connections` over TCP; further ones are closed at once. Connections to the unix socket count, but are never refused.
 
     A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for
     `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. For `stop_seconds` see `HttpServer.stop`.
@@ -91,7 +91,7 @@ class HttpServer:
         self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections on which no request has arrived yet, and until when it must (the event loop's clock).
+        #: Connections on which no request has arrived yet, with the deadline for it (the event loop's clock).
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
         #: Since the start: connections above the limit; requests that the client ended before they were answered.
         self.connections_refused = 0
@@ -131,8 +131,8 @@ class HttpServer:
         self._daemons.append(asyncio.create_task(self._end_silent(), name="web_end_silent"))
 
     async def stop(self) -> None:
-        """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` bodies are not
-        awaited any longer, and after twice that time the requests are cancelled. May be called twice, or without `start`."""
+        """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` it no longer waits
+        for bodies, and after twice that time it cancels the requests. May be called twice, or without `start`."""
         for task in self._daemons:
             task.cancel()
         if self._daemons:
@@ -216,7 +216,7 @@ class HttpServer:
         async def middleware(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
-            if request.transport is None:  # the client went before its request was looked at
+            if request.transport is None:  # the client disconnected before its request was examined
                 self.disconnects += 1
                 raise ConnectionResetError("the client has gone")
             self._silent.pop(request.transport, None)
@@ -238,7 +238,8 @@ class HttpServer:
 class PageServer(HttpServer):
     """The pages of a process under the rules of the settings' section `http`.
 
-    `make_app` gets what returns the current policy for remote clients. Reads the files; raises SettingsError if one can't be used.
+    `make_app` gets a function that returns the current policy for remote clients. Reads the files; raises SettingsError if one can't be
+    used.
     """
 
     def __init__(

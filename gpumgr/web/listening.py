@@ -59,7 +59,7 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
 
 
 def _listen_loopback(port: int, backlog: int) -> list[socket.socket]:
-    """Empty if the address is taken: the pages are still served on the configured one."""
+    """Empty if the address is in use: the pages are still served on the configured one."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=backlog)]
     except OSError as error:
@@ -83,7 +83,7 @@ def listen_unix(unix: UnixSocket, *, backlog: int = BACKLOG) -> socket.socket:
         listener.listen(backlog)
     except OSError as error:
         remedy = "set http.socket to a path in a folder that the agent may write to"
-        if error.filename is None:  # of the socket itself, not of its folder
+        if error.filename is None:  # this error concerns the socket itself, not its folder
             remedy = _UNIX_REMEDIES.get(error.errno or 0, remedy)
         raise ListenError(f"can't listen on {unix.path}: {error.strerror or error}; {remedy}") from error
     return listener

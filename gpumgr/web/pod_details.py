@@ -76,7 +76,7 @@ def pod_details(
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation by the newest information: some are granted before the name is known, or under a wrong one."""
+    """The pod of each allocation by the newest information: some allocations are granted before the name is known, or under a wrong one."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 
@@ -116,7 +116,9 @@ def _incarnations(
     first = {holder[1]: -inf for entry, holder in entries if entry.what == "freed"}
     seen = [(entry.at, holder[1]) for entry, holder in entries if entry.what != "freed"]
     seen += [(a.granted_at, a.uid) for a in allocations]
-    first.update((uid, at) for at, uid in sorted(seen, key=lambda pair: -pair[0]))  # the earliest is put last, and stays
+    first.update(
+        (uid, at) for at, uid in sorted(seen, key=lambda pair: -pair[0])
+    )  # the earliest pod is put last, and stays there
     uids = [uid for uid in sorted(first, key=lambda uid: first[uid]) if uid]
     if view is not None:
         uids = [uid for uid in uids if uid not in (view.uid, view.runtime_uid)] + [view.uid]

@@ -190,7 +190,7 @@ class ReadModel:
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
-        """What is wrong with the node's ResourceSlice, if it offers GPUs nevertheless, or does not (`offered`)."""
+        """What is wrong with the node's ResourceSlice; `offered` selects whether it still offers GPUs."""
         if self._components.dra is None:
             return ()
         state = self._components.dra.publisher.state

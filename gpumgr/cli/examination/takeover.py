@@ -1,6 +1,6 @@
 """Whether it is recorded which GPUs gpu-manager's pods hold. The agent offers nothing while one without a record runs.
 
-Only the agent knows which of them still run: it asks PodResources, whose List makes the kubelet drop ended pods. A check must change
+Only the agent knows which of them still run: it calls List of PodResources, which makes the kubelet drop ended pods. A check must change
 nothing.
 """
 

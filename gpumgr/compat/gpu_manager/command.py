@@ -60,7 +60,7 @@ class GpuManagerCommand:
                 argv.append(f"--{name}={path}")
             else:
                 notes.append(
-                    f"--{name}: {text} is not on this host, so it lies in gpu-manager's image, and is taken to be as shipped"
+                    f"--{name}: {text} is not on this host, so it is in gpu-manager's image, and gpumgr assumes its shipped content"
                 )
         return argv, notes
 
@@ -120,7 +120,8 @@ def _command_words(container: KubernetesContainer) -> list[str] | None:
 
 
 def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Flags with variables replaced by their values, without those with values that only the cluster knows; and notes about the latter."""
+    """Flags with variables replaced by their values, and notes about flags that are left out because only the cluster knows their
+    values."""
     argv: list[str] = []
     notes: list[str] = []
     for word in words:

@@ -1,8 +1,8 @@
 """gpu-manager's four gauges, with its names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
 
-Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of
-pods that request GPUs have series, with 0 for containers without a request, except init containers. Where a request names no memory, its
-series has the memory of the granted GPUs.
+Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of pods
+that request GPUs have series, with 0 for containers without a request, except init containers. If a request names no memory, its series has
+the memory of the granted GPUs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str
 
 
 def _holder(allocation: Allocation) -> Holder | None:
-    """None: gpu-manager has no series of it, or its pod is not known yet."""
+    """None if gpu-manager has no series for it, or its pod is not known yet."""
     if allocation.init or allocation.pod is None or allocation.container is None:
         return None
     return allocation.pod, allocation.container
@@ -95,7 +95,7 @@ def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple
 
 
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
-    """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
+    """Cores and MiB; for whole GPUs their size. If two pods had the same name, the later pod counts."""
     ledger = report.view.ledger
     size_of = {gpu.name: gpu.memory_mebibytes for gpu in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}

@@ -29,22 +29,22 @@ log = structlog.get_logger(__name__)
 _NAMED: Final = 5
 REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
-    "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or end these pods"
+    "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or delete these pods"
 )
 
 
 class TakeOver:
     """Migrates gpu-manager's running pods.
 
-    The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to
-    the ledger before their GPUs are offered, also if the driver lists one of them late. A record is skipped if its pod is not in the
-    kubelet's checkpoint, or if the API server has no such pod or reports that it has ended.
+    The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to the
+    ledger before their GPUs are offered, also if the driver lists a GPU late. A record is skipped if its pod is not in the kubelet's
+    checkpoint, or if the API server has no such pod or reports that it has ended.
 
     While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
     be granted again. This ends when these containers have ended, or after a restart with a readable file.
 
-    `remember` saves that the migration is finished, and raises CheckpointError. None: an earlier process finished it, so there is work
-    only if gpu-manager has run again since. `clock` is monotonic, in seconds.
+    `remember` saves that the migration is finished, and raises CheckpointError. It is None if an earlier process finished the migration:
+    then there is work only if gpu-manager has run again. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class TakeOver:
         self._remember, self._wait_synced, self._clock = remember, wait_synced, clock
         #: The records of gpu-manager's file when it was last read successfully.
         self._records: Sequence[AnonymousRecord] | None = None
-        #: Records that are in the ledger, or that never can be.
+        #: Records that are in the ledger or can never be in it.
         self._tried: set[AnonymousRecord] = set()
         #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt.
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
         self._taken = self._free = self._waited = False
-        #: `before_offer` has something to do: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
+        #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
         self._pending = True
         self._unreadable: str | None = None
         self._logged: tuple[str, ...] = ()

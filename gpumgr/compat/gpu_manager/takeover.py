@@ -30,10 +30,10 @@ _IN_THE_CHART: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuManagerState:
-    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (as the
-    agent reads it, gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager,
-    according to the kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`:
-    resource -> number of ids that the kubelet has."""
+    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (see
+    gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
+    kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids that
+    the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -53,18 +53,20 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
     notes += parsed.notes
     if "placement.share_mode" not in overrides:
         overrides["placement.share_mode"] = False
-        notes.append("gpu-manager runs without --share-mode and grants no shares; placement.share_mode false keeps it so")
+        notes.append("gpu-manager runs without --share-mode and grants no shares; placement.share_mode false keeps this")
     if _DOCKERSHIM in str(overrides.get("cri.socket") or ""):
         notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
     overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)
     settings = differing(overrides)
     notes += [f"{key}: {said}" for key, said in _IN_THE_CHART.items() if key in settings]
     if "http.address" in settings:
-        notes.append("http.address: from beyond this host only probes and metrics are served, unless http.token_file is set")
+        notes.append("http.address: other hosts get only probes and metrics, unless http.token_file is set")
     notes.append(
-        f"gpumgr's DaemonSet comes to every node with GPUs: label those that gpu-manager serves {NODE_LABEL}=disable before"
+        f"gpumgr's DaemonSet runs on every node with GPUs: first label the nodes that gpu-manager serves {NODE_LABEL}=disable"
     )
-    notes.append("gpu-admission is needed no more: take its extender out of kube-scheduler's configuration after the last node")
+    notes.append(
+        "gpu-admission is no longer needed: remove its extender out of kube-scheduler's configuration after the last node"
+    )
     return Plan(
         settings=settings,
         pods=tuple(_pods(found)),
@@ -73,7 +75,7 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
         stop=tuple(_stop(command, found.node)),
         start=tuple(_start(found.node, to)),
         rollback=tuple(_rollback(command, found)),
-        clean_up=(f"rm {quote(str(found.checkpoint))}    # when gpu-manager shall not come back",),
+        clean_up=(f"rm {quote(str(found.checkpoint))}    # when you no longer need a way back to gpu-manager",),
     )
 
 
@@ -98,7 +100,7 @@ def _name(found: GpuManagerState, uid: str) -> str:
 
 def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
     if command.pid is not None:
-        yield f"gpu-manager runs (pid {command.pid}): stop it before gpumgr starts, or both give out the same GPUs"
+        yield f"gpu-manager runs (pid {command.pid}): stop it before gpumgr starts, or both allocate the same GPUs"
     elif found.answering:
         yield f"gpu-manager answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
     for resource, number in sorted(found.registered.items()):
@@ -107,13 +109,13 @@ def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
     recorded = {(record.pod_uid, record.container) for record in found.records if record.minors}
     if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - recorded)]:
         yield (
-            f"{', '.join(left)} hold GPUs from gpu-manager, according to the kubelet, and {found.checkpoint} does not say which: unless "
-            "they have ended, gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them"
+            f"{', '.join(left)} hold GPUs from gpu-manager, according to the kubelet, and {found.checkpoint} does not say which: "
+            "gpumgr offers nothing until these containers have ended; check that --checkpoint names gpu-manager's file, or delete the pods"
         )
     if found.live is None and found.records:
         yield (
-            "the kubelet's checkpoint cannot be read or names no pod, so that records of pods that are gone count as well; run this on "
-            "the node, as root"
+            "the kubelet's checkpoint cannot be read or names no pod, so records of pods that are gone also count; run this on the node, "
+            "as root"
         )
 
 
@@ -140,12 +142,12 @@ def _start(node: str, to: Path) -> Iterator[str]:
         "# your values, too; kustomize: components: [config/kustomize/take-over]"
     )
     yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
-    yield "gpumgr checkpoint show    # the pods of above are in it"
+    yield "gpumgr checkpoint show    # it contains the pods above"
 
 
 def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
     node = quote(found.node)
-    yield "gpumgr checkpoint show    # delete the pods that came under gpumgr: gpu-manager would not know of them, and give their GPUs away"
+    yield "gpumgr checkpoint show    # delete the pods that gpumgr admitted: gpu-manager does not know them, and would allocate their GPUs"
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
     daemon_set = command.daemon_set

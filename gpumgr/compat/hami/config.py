@@ -23,7 +23,7 @@ from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
-#: Keys of both files, in lower case, and the settings of the same meaning for pods that keep HAMi's resources.
+#: Keys of both files, in lower case -> the setting with the same meaning for pods that keep HAMi's resources.
 _NAMES: Final = {
     "resourcecountname": "count_resource",
     "resourcememoryname": "memory_resource",
@@ -43,29 +43,29 @@ _REPLICA_SETTINGS: Final = {
     "libcudaloglevel": "hami_core.log_level",
     "operatingmode": "hami.operating_mode",
 }
-#: The part of the chart's values that is about the admission.
+#: The section of the chart's values for the admission.
 _CHART: Final = "scheduler.admissionPolicies"
-#: Further keys: the value that needs no note, the key as people write it, and what to do with another one.
+#: Further keys: the value that needs no note, the key in its usual spelling, and the note for other values.
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
-    "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: give the chart {_CHART}.hamiHideGpus"),
-    "defaultgpunum": (1, "defaultGPUNum", f"is of the admission: give the chart {_CHART}.hamiDefaultGpus"),
-    "gpucorepolicy": ("default", "gpuCorePolicy", f"is of the admission: give the chart {_CHART}.hamiCorePolicy"),
-    "runtimeclassname": ("", "runtimeClassName", f"is of the admission: give the chart {_CHART}.hamiRuntimeClass"),
+    "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: set the chart's value {_CHART}.hamiHideGpus"),
+    "defaultgpunum": (1, "defaultGPUNum", f"concerns the admission: set the chart's value {_CHART}.hamiDefaultGpus"),
+    "gpucorepolicy": ("default", "gpuCorePolicy", f"concerns the admission: set the chart's value {_CHART}.hamiCorePolicy"),
+    "runtimeclassname": ("", "runtimeClassName", f"concerns the admission: set the chart's value {_CHART}.hamiRuntimeClass"),
     "preconfigureddevicememory": (
         0,
         "preConfiguredDeviceMemory",
         "is not a valid value of nvml.unreported_memory_mebibytes: set it yourself",
     ),
-    "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id has the NUMA node of its GPU, always"),
+    "enablenumatopology": (None, "enableNumaTopology", "has no effect: each device id always has the NUMA node of its GPU"),
     "enablegetpreferredallocation": (
         None,
         "enablegetpreferredallocation",
-        "has no effect: the kubelet always asks, and is answered",
+        "has no effect: the kubelet always asks, and gpumgr always answers",
     ),
     "migstrategy": (None, "migstrategy", "has no effect, as in HAMi: static MIG devices are offered by node.mig_strategy"),
 }
-_NO_DEFAULT: Final = "has no counterpart: where gpumgr's admission is on, an amount without a number of GPUs is of 1 GPU"
+_NO_DEFAULT: Final = "has no counterpart: with gpumgr's admission, a container with an amount but no number of GPUs gets 1 GPU"
 #: As the setting hami.mig_profiles.
 _PROFILE: Final = re.compile(r"[1-9]g\.[1-9][0-9]*gb")
 _DEFAULTS: Final = (
@@ -118,11 +118,11 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         notes.append(_FLAGS)
     notes += _notes(both)
     if odd:
-        notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is passed over")
+        notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is ignored")
     policy = _policy(objects)
     if policy is None:
         notes.append(
-            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them: placement.policy: spread keeps HAMi's way"
+            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them: placement.policy: spread keeps HAMi's order"
         )
     elif policy != "binpack":
         settings["placement.policy"] = "spread"
@@ -154,7 +154,7 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[object]]:
-    """The names of profiles, and what is none. HAMi has a list for each model; of those of other models a GPU can have none."""
+    """The names of profiles, and the texts that are none. HAMi has a list for each model; a GPU ignores profiles of other models."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
     listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
@@ -220,7 +220,7 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
     if numbers := [int(word) for word in words if word.isdecimal()]:
         settings["nvml.ignored_xids"] = sorted({*Settings().nvml.ignored_xids, *numbers})
     if {"all", "xids"} & set(words):
-        yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids names the XIDs to pass over one by one"
+        yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids lists single XIDs to ignore"
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """HAMi's gauges for its dashboards, under their new and their old names.
 
-Source: HAMi's vGPUmonitor and scheduler. All have `zone="vGPU"`, and `_ratio` goes from 0 to 100. Not included: what only HAMi's library
-in the container measures (the parts of used memory, when a kernel last ran), MIG devices and quotas.
+Source: HAMi's vGPUmonitor and scheduler. All have `zone="vGPU"`, and `_ratio` goes from 0 to 100. MIG devices, quotas, and what only HAMi's
+library in the container measures (the parts of used memory, when a kernel last ran) are not included.
 """
 
 from collections import Counter

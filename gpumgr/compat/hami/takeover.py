@@ -42,8 +42,8 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HamiState:
-    """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and
-    its library with the library's SHA-256. `kubelet`: the containers (pod's UID, name) to which it has given GPUs of HAMi; None: not
+    """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and its
+    library with the library's SHA-256. `kubelet`: the containers (pod's UID, name) with GPUs of HAMi according to the kubelet; None if not
     known."""
 
     node: str
@@ -55,12 +55,12 @@ class HamiState:
 
     @property
     def annotations(self) -> Mapping[str, str] | None:
-        """Those of the node; None: its object was not given."""
+        """The node's annotations; None if its object was not given."""
         return next((n.metadata.annotations for n in of_type(self.objects, KubernetesNode) if n.metadata.name == self.node), None)
 
 
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
-    """Raises SettingsError for values of HAMi's that gpumgr can't have."""
+    """Raises SettingsError for HAMi's values that gpumgr's settings can't have."""
     running, problems = running_pods(config, found)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
@@ -74,13 +74,13 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
         rollback=tuple(_rollback(config, found.node)),
-        # The annotations of the node are the agent's now, and HAMi's scheduler may stay.
+        # The agent now owns the node's annotations, and HAMi's scheduler may stay.
         clean_up=tuple(_remove_folders(found)),
     )
 
 
 def _stop(config: Config, node: str) -> Iterator[str]:
-    """HAMi's plugin leaves the node."""
+    """The commands that remove HAMi's plugin from the node."""
     yield f"kubectl cordon {quote(node)}"
     removed = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
     yield f"kubectl label node {quote(node)} {removed}    # HAMi's plugin leaves this node, and only this one"
@@ -98,20 +98,20 @@ def _start(found: HamiState, to: Path) -> Iterator[str]:
 
 
 def _rollback(config: Config, node: str) -> Iterator[str]:
-    """gpumgr leaves the node, and HAMi's plugin comes back."""
+    """The commands that remove gpumgr from the node and restore HAMi's plugin."""
     node = quote(node)
     yield f"kubectl cordon {node}"
     yield "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them"
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
     pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
-    yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
+    yield f"kubectl label node {node} {pairs}    # HAMi's plugin runs again, and writes its annotations again"
     yield f"kubectl uncordon {node}"
 
 
 def _remove_folders(found: HamiState) -> Iterator[str]:
     for folder in found.folders:
-        yield f"rm -r {quote(str(folder))}    # when no pod of HAMi's is left on this node"
+        yield f"rm -r {quote(str(folder))}    # when this node has no pod of HAMi's plugin any longer"
 
 
 def _notes(found: HamiState) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _notes(found: HamiState) -> Iterator[str]:
         yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
     odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
     if odd:
-        yield f"{DEVICE_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
+        yield f"{DEVICE_CORDON} contains texts that are no GPU's UUID, which are ignored: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
@@ -150,13 +150,13 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
         if not any(spec.replicas for spec in containers) or (text is None and pod.status.phase == "Pending"):
             continue
         if text is None or pod.metadata.annotations.get(HAMI_NODE) != found.node:
-            problems.append(f"{pod.full_name}: HAMi's scheduler has chosen no GPUs of this node for it; end it first")
+            problems.append(f"{pod.full_name}: HAMi's scheduler has chosen no GPUs of this node for it; delete it first")
             continue
         try:
             placed = placed_by_hami(text, containers)
         except ValueError as error:
             problems.append(
-                f"{pod.full_name}: the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MOST_SHOWN]}; end it first"
+                f"{pod.full_name}: the annotation {HAMI_ALLOCATED} can't be read: {str(error)[:_MOST_SHOWN]}; delete it first"
             )
             continue
         kinds = {spec.name: spec.kind for spec in containers}
@@ -227,30 +227,30 @@ def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
         mine = {(each.uid, each.container) for each in running}
         for each in running:
             if (each.uid, each.container) not in found.kubelet:
-                yield f"{each.describe()}: the kubelet has no GPU of it; look at the pod, and end it if it does not run"
+                yield f"{each.describe()}: it has no GPU according to the kubelet; examine the pod, and delete it if it does not run"
         for uid, container in sorted(found.kubelet - mine, key=str):
-            yield f"pod uid {uid} ({container}): the kubelet has GPUs of it, and it is none of the pods above; end it first"
+            yield f"pod uid {uid} ({container}): it has GPUs according to the kubelet, but is not among the pods above; delete it first"
 
 
 def _misplaced(running: Sequence[Allocation], registered: Mapping[str, RegisteredGpu]) -> Iterator[str]:
     for each in running:
         for uuid in each.gpus:
             if uuid not in registered:
-                yield f"{each.describe()}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; end it first"
+                yield f"{each.describe()}: HAMi has registered no GPU {uuid[:_MOST_SHOWN]} on this node; delete it first"
             elif registered[uuid].mode == "mig":
-                yield f"{each.describe()}: it has a MIG device of {uuid}, which the agent does not adopt; end it first"
+                yield f"{each.describe()}: it has a MIG device of {uuid}, which the agent does not adopt; delete it first"
     for uuid, amounts in Ledger(allocations={each.id: each for each in running}).by_amount.items():
         gpu = registered.get(uuid)
         if gpu and (amounts.memory_mebibytes > gpu.memory_mebibytes or amounts.cores > gpu.cores or amounts.replicas > gpu.count):
             has = f"{gpu.memory_mebibytes} MiB, {gpu.cores} cores, {gpu.count} containers"
             yield (
                 f"{uuid}: its pods have {amounts.memory_mebibytes} MiB, {amounts.cores} cores, {amounts.replicas} containers, and HAMi "
-                f"registered {has}; end one of them first, or it is not adopted"
+                f"registered {has}; delete one of them first, or the agent does not adopt it"
             )
 
 
 def differences(running: Sequence[Allocation], ledger: Ledger) -> Iterator[str]:
-    """Between the pods of HAMi's and what the agent has adopted."""
+    """The differences between HAMi's pods and the containers that the agent has adopted."""
     registry = ledger.gpu_registry
     adopted = {(a.uid, a.container): a for a in ledger.allocations.values()}
     for each in running:

@@ -111,7 +111,7 @@ class SimulatedNode:
         return gpus
 
     async def order(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
-        """Sends a maintenance request like `gpumgr gpu`, over the unix socket of root. Raises aiohttp.ClientError if it is refused."""
+        """Sends a maintenance request as `gpumgr gpu` does, over root's unix socket. Raises aiohttp.ClientError if it is refused."""
         connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
         async with (
             aiohttp.ClientSession(connector=connector, raise_for_status=True) as http,
@@ -179,7 +179,7 @@ class SimulatedNode:
         self.forget(pod.uid)
 
     def forget(self, uid: str) -> None:
-        """The pod is gone from the API server: ends its processes, then the kubelet removes it."""
+        """Removes the pod from the API server: its processes end, then the kubelet removes it."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)

@@ -193,7 +193,7 @@ def _bar(used: float, granted: float, capacity: float) -> Text:
     return Text(f"{drawn} {used:>3.0f}/{granted:.0f}", style="red" if used > granted else "")
 
 
-#: Events with a fixed sentence.
+#: Log events with a fixed sentence.
 _PLAIN: Final = {
     "container_within_limit": "{holder} is within its memory again",
     "gpu_process_unattributed_gone": "process {pid} has left the GPUs",

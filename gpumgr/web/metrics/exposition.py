@@ -29,7 +29,7 @@ _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
 
 
-#: By whether the format is OpenMetrics.
+#: The Content-Type, by whether the format is OpenMetrics.
 _CONTENT_TYPES: Final = {
     False: "text/plain; version=0.0.4; charset=utf-8",
     True: "application/openmetrics-text; version=1.0.0; charset=utf-8",

@@ -1,6 +1,6 @@
 """The gRPC service display.GPUDisplay, with the same answers as the web pages, on gpu-manager's unix socket.
 
-Every answer is made from memory. The socket serves old programs only, so the agent runs on without it if it can't be had.
+Answers are computed from memory. Only old programs use the socket, so if it can't be made the agent runs without it.
 """
 
 import errno
@@ -30,11 +30,11 @@ class GpuDisplay:
     """The service object. `graph` and `usage` are called for each request, on the event loop."""
 
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the tree as text, `usage` what `usage_message` makes."""
+        """`graph` returns the tree as text, `usage` the result of `usage_message`."""
         self._graph, self._usage, self._version = graph, usage, version
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods, as grpclib wants them."""
+        """The methods in the form that grpclib requires."""
         answers: dict[str, Callable[[], object]] = {
             "PrintGraph": lambda: answer_of(GraphResponse, graph_message(self._graph())),
             "PrintUsages": lambda: answer_of(UsageResponse, self._usage()),
@@ -90,7 +90,7 @@ class DisplayServer:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             await self._server.start(sock=self._socket.bind(), backlog=_BACKLOG)
         except OSError as error:
-            why = "another process listens there (gpu-manager?): end it"
+            why = "another process listens there (gpu-manager?): stop it"
             if error.errno != errno.EADDRINUSE:
                 why = f"it can't be listened on ({error.strerror or error}): make it possible"
             _log.warning(

@@ -49,7 +49,7 @@ def resolve(root: Path, path: str) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """A regular file, not a link to one."""
+    """Whether it is a regular file and no link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str
     Libraries that the cache lists for a machine not in `machines` are left out.
     """
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
-    # A cache without any of them is older than the driver, or the driver's folder is not one of the loader's.
+    # A cache without any of them is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
 
 

@@ -30,9 +30,9 @@ from gpumgr.settings.schema import VcudaSettings
 DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
 DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
 _GRACE_SECONDS: Final = 600.0
-#: A version in the path, within its own file system, that a mount shows.
+#: The version in the source path of a mount, which is relative to the root of its file system.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
-#: Its first dotted number is what libcuda-control.so uses as the suffix of the libraries that it loads.
+#: libcuda-control.so uses the first dotted number in it as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
@@ -56,7 +56,7 @@ class DriverFiles:
     problems: tuple[str, ...]
 
 
-#: By the link that containers get: the plan of the folder that it points to.
+#: Link that containers get -> the plan of the folder that it points to.
 _Wanted = dict[Path, VolumePlan]
 
 
@@ -158,7 +158,7 @@ class DriverMirror:
         return version
 
     def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
-        """Plans of the possible volumes, why the share volume can't be made (None if it can), and problems. Raises OSError."""
+        """The plans of the volumes that can be made, why the share volume can't be made (None if it can), and problems. Raises OSError."""
         wanted: _Wanted = {}
         problems = list(conf.warnings)
         share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
@@ -214,7 +214,7 @@ class DriverMirror:
         return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))
 
     def _mirror(self, wanted: _Wanted, driver_version: str) -> None:
-        """Makes all versions before it changes the first link."""
+        """Creates all versions before it changes the first link."""
         made = [plan.volume for link, plan in wanted.items() if build(plan, link.parent)]
         switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
         if made or switched:
@@ -225,7 +225,7 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the folder is one that the operator fills. At the default path it is gpu-manager's, and a link is a mirror's."""
+    """Whether the operator fills the folder. A folder at the default path is gpu-manager's, and a link belongs to a mirror."""
     return whole_dir != DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 

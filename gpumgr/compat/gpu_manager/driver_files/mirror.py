@@ -26,7 +26,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_plan import File, Source, Vol
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")
-#: Prefix of folders that are incomplete: not made, or not removed, to the end.
+#: Prefix of incomplete folders, which were not completely made or not completely removed.
 _PARTIAL: Final = "."
 _CHUNK_BYTES: Final = 1 << 20
 #: Errors after which a file is copied instead of linked.
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Makes the plan's version unless it exists; returns whether it was made. If it raises DriverFilesError, nothing has changed.
+    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed.
 
     A damaged version is renamed, so that containers that have it mounted keep the rest of it.
     """

@@ -41,7 +41,7 @@ class NodeDriverFiles:
 
     @property
     def access(self) -> DriverAccess:
-        """The answer for new containers, and for those with a CDI spec that start again."""
+        """How new containers get the files, and containers with a CDI spec that start again."""
         if self._without_driver:
             return DriverAccess(mounted=False, why="a simulated node has no driver's files")
         found = driver_access(self._setting, self._runtimes)
@@ -109,13 +109,13 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """Without an answer of the container runtime a copy of the driver may be made for nothing."""
+        """While the container runtime does not answer, a copy may be made that turns out not to be needed."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)
 
     def _look_at_device_nodes(self) -> None:
-        """A container toolkit creates them when a container starts; without one that is left to the host."""
+        """A container toolkit creates device nodes when a container starts; without one the host must create them."""
         root = self._settings.container.device_root
         apart = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
         missing = [] if apart else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]

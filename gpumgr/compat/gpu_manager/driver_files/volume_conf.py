@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from gpumgr.common.errors import SettingsError
 
-#: The volume with the limiting library as libcuda and libnvidia-ml, and gpu-manager's name of the volume with the driver's own files.
+#: gpu-manager's names of two volumes: the limiting library as libcuda and libnvidia-ml, and the driver's own files.
 SHARE: Final = "nvidia"
 WHOLE: Final = "origin"
-#: Files of the share volume that are not the driver's.
+#: Files of the share volume that are not part of the driver.
 CLIENT: Final = "gpu-client"
 SHIM: Final = "libcuda-control.so"
 
@@ -35,7 +35,7 @@ _BINARIES: Final = (
     "nvidia-persistenced",
     "nvidia-smi",
 )
-#: The second part was added by drivers after gpu-manager's list was written.
+#: The names of the second part are newer than gpu-manager's list.
 _STEMS: Final = """
     libnvidia-ml libcuda libnvidia-ptxjitcompiler libnvidia-fatbinaryloader libnvidia-opencl libnvidia-compiler
     libvdpau_nvidia libnvidia-encode libnvcuvid libnvidia-fbc libnvidia-ifr libGL libGLX libOpenGL libGLESv1_CM libGLESv2

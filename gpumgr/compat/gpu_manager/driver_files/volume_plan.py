@@ -35,7 +35,7 @@ _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
 #: These belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
 _SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
 _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
-#: The ABI note of the one libnvidia-tls (of two, in old drivers) for today's C library.
+#: Old drivers have two libnvidia-tls; the one with this ABI note is for today's C library.
 _TLS_ABI: Final = (2, 3, 99)
 
 

@@ -27,7 +27,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse
 
-#: libcudart asks cuGetProcAddress from 11.3 on, and gets the library's 32-bit functions of CUDA 2.
+#: From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions of CUDA 2.
 _NEWEST: Final = (11, 2)
 _DECLARED: Final = re.compile(
     rb"(?:^|\0)(?:CUDA_VERSION=|NVIDIA_REQUIRE_CUDA=[^\0]*?\bcuda>=?)(\d{1,3})(?:\.(\d{1,3}))?(?![0-9])", re.ASCII
@@ -36,8 +36,8 @@ _READ_SECONDS: Final = 0.2
 
 
 def newer_cuda(environment: bytes) -> str | None:
-    """The newest CUDA version that `environment` (`NAME=value` with NULs between) declares, such as "12.4"; None if none of them is
-    newer than the library supports. What is no version is ignored."""
+    """The newest CUDA version that `environment` (`NAME=value` with NULs between) declares, such as "12.4"; None if the library supports
+    all of them. Texts that are no version are ignored."""
     newest = max(((int(major), int(minor or 0)) for major, minor in _DECLARED.findall(environment)), default=_NEWEST)
     return None if newest <= _NEWEST else f"{newest[0]}.{newest[1]}"
 
@@ -51,7 +51,7 @@ class ImageCheck:
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
-        #: (container id, whether it uses a GPU) -> what was found. What is read at its start may still be the runtime's environment.
+        #: (container id, whether it uses a GPU) -> the result. At a container's start its environment may still be the runtime's.
         self._found: dict[tuple[str, bool], Finding | None] = {}
 
     async def findings(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -78,11 +78,11 @@ def _finding(running: RunningContainer, environment: bytes) -> Finding | None:
     return Finding(allocation=running.tenant.allocation, code="broken", message=message)
 
 
-#: The ids that gpumgr gives allocations. Folders of gpu-manager, which are beside ours, have other names.
+#: The form of gpumgr's allocation ids. gpu-manager's folders in the same parent have other names.
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
-#: What containers find in the place of libcuda.so.1.
+#: The library that containers get instead of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
-#: Some of its symbols: of the driver's functions, and of NVML's.
+#: Some symbols that it must have: functions of the driver, and of NVML.
 EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
@@ -90,8 +90,8 @@ _CLOSE_GRACE_SECONDS: Final = 1.0
 class VcudaBackend(Backend):
     """`container_of` returns the container of a process, `pids_of` the processes of a container.
 
-    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it),
-    `environment_of` the environment of a process.
+    `driver_files_obstacle` returns why the driver's files of containers lack the library (None if they have it), `environment_of` the
+    environment of a process.
     """
 
     name: BackendName = "vcuda"
@@ -187,7 +187,8 @@ class VcudaBackend(Backend):
         return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
 
     async def _keep(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
-        """Does this for each container, on a thread, and serves its socket. An error affects no other container. Raises GpumgrError."""
+        """Runs `work` for each container, on a thread, and serves the container's socket. An error affects no other container. Raises
+        GpumgrError."""
         failed: list[str] = []
         for slot, act in work:
             for step in (partial(asyncio.to_thread, act), partial(self._serve, slot)):

@@ -32,7 +32,8 @@ BUS_ID_BYTES: Final = 15
 MOST_PIDS: Final = 1024
 _PID_BYTES: Final = 4
 
-#: The only entry before the container has a process: the host's init never ends, so its pid is never reused, and it never uses a GPU.
+#: The only entry before the container has a process. It is the host's init, which never uses a GPU and never ends, so its pid is never
+#: reused.
 INIT_PID: Final = 1
 
 

@@ -37,7 +37,7 @@ MOST_REQUEST_BYTES: Final = 16 * 1024
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: Field number -> name and longest value in bytes; a container's id is not part of vcuda.config; its limit is that of a name.
+#: Field number -> name and longest value in bytes. A container's id is not part of vcuda.config; it has the limit of a name.
 _FIELDS: Final[Mapping[int, tuple[str, int]]] = {
     1: ("bus_id", BUS_ID_BYTES),
     2: ("pod_uid", POD_UID_BYTES),
@@ -54,7 +54,7 @@ HasMounted = Callable[[int, AllocationId], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The client of one allocation's socket. `pid` in the agent's pid namespace, 0 if the process is in none that it sees."""
+    """The client of one allocation's socket. `pid` is in the agent's pid namespace; 0 if that namespace does not show the process."""
 
     allocation: AllocationId
     pid: int
@@ -123,10 +123,10 @@ class RegistrationService:
             async with asyncio.timeout(_CONTAINER_TIMEOUT_SECONDS):
                 container = await self._container_of(peer.pid)
         except TimeoutError as error:
-            text = f"the container of process {peer.pid} could not be found out within {_CONTAINER_TIMEOUT_SECONDS:g} s"
+            text = f"the container of process {peer.pid} could not be determined within {_CONTAINER_TIMEOUT_SECONDS:g} s"
             raise GRPCError(Status.UNAVAILABLE, text) from error
         except GpumgrError as error:
-            raise GRPCError(Status.UNAVAILABLE, f"the container of process {peer.pid} can't be found out: {error}") from error
+            raise GRPCError(Status.UNAVAILABLE, f"the container of process {peer.pid} can't be determined: {error}") from error
         if container is None:
             text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
             raise self._refused(peer, None, text)
@@ -154,10 +154,8 @@ class RegistrationService:
 
 
 def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
-    """Whether this is the container: by the pod's uid (or its name, where the kubelet gave only that) and the container's name.
-
-    "unclear": no name contradicts, and one that would decide is missing. The runtime has another uid of a static pod than the API
-    server.
+    """Whether this is the container, by the pod's uid (or its name, if the kubelet gave only that) and the container's name. "unclear":
+    nothing contradicts, but a name that would decide is missing. For a static pod the runtime and the API server have different uids.
     """
     uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
     if uids:

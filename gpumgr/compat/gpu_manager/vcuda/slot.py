@@ -26,7 +26,7 @@ from gpumgr.ledger.usage.containers import Container
 
 _MODE: Final = 0o666
 _BACKLOG: Final = 128
-#: At once, of one container. A registration takes milliseconds, and the client retries when it is refused.
+#: The most registrations of one container at a time. A registration takes milliseconds, and a client that is refused retries.
 _MOST_CONNECTIONS: Final = 128
 #: Longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
@@ -82,11 +82,11 @@ class _LimitedConnection(ServedConnection):
             return
         try:
             super().data_received(data)
-        except Exception:  # bytes on which h2 itself fails, such as headers that are not ASCII
+        except Exception:  # bytes that make h2 itself fail, such as headers that are not ASCII
             self.transport.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._end is not None:  # else it was never made
+        if self._end is not None:  # otherwise the connection was never made
             self._end.cancel()
             super().connection_lost(exc)
 
@@ -111,7 +111,7 @@ class ContainerSlot:
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
-        #: By id. Several containers can use a ResourceClaim.
+        #: Container id -> container. Several containers can use a ResourceClaim.
         self._containers: Mapping[str, Container] = {}
 
     async def listen(self, service: Any) -> None:
@@ -136,7 +136,7 @@ class ContainerSlot:
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def take_over(self) -> None:
-        """Adopts what an earlier process of the agent left. Which of the pids in the file had registered is not recorded: all count.
+        """Adopts what an earlier process of the agent left. It is not recorded which of the pids in the file had registered, so all count.
 
         Raises Refusal for names that don't fit, OSError.
         """
@@ -173,7 +173,7 @@ class ContainerSlot:
             self._write_pids(found, clients)
 
     def unregistered(self, running: RunningContainer) -> tuple[int, ...]:
-        """Processes with a context on the GPU that have not registered, nor any of their ancestors in the container, ascending.
+        """Processes with a context on the GPU that have not registered and have no registered ancestor in the container, ascending.
 
         A child that did not execute another program has the library of its parent, which registers once.
         """
@@ -245,7 +245,7 @@ class RegistrationBatches:
 
 
 def _register_all(batch: Mapping[ContainerSlot, _Registration]) -> list[Exception | None]:
-    """For each container the error of its registration; one that fails does not affect the others."""
+    """Maps each container to the error of its registration. A container that fails does not affect the others."""
     errors: list[Exception | None] = []
     for slot, entry in batch.items():
         try:

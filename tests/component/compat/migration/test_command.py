@@ -97,7 +97,7 @@ def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
     manifest = folder / "ds.yaml"
     for text, said in (
         ("kind: Service\n", "has no container that runs gpu-manager"),
-        ("a: 1\n", "no Kubernetes object"),
+        ("a: 1\n", "not a Kubernetes object"),
         ("{", "neither JSON nor YAML"),
         ("", "has no Kubernetes object"),
     ):
@@ -192,7 +192,7 @@ def test_hami_from_files(folder: Path) -> None:
         *("hami", "--node", "gpu-7", "--pods", folder / "all.json"),
         *("--manifest", folder / "hami.yaml", "--to", to, "--apply"),
     )
-    assert "  team/a: HAMi's scheduler has chosen no GPUs of this node for it; end it first\n" in result.stdout
+    assert "  team/a: HAMi's scheduler has chosen no GPUs of this node for it; delete it first\n" in result.stdout
     assert result.stdout.endswith(f"\n{to}: written\n")
     assert yaml.safe_load(to.read_text()) == {
         "node": {"profile": "both"},

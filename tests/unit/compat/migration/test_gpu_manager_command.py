@@ -101,7 +101,7 @@ def test_files_of_flags_are_mapped_through_the_mounts(tmp_path: Path) -> None:
     argv, notes = command.argv()
     assert argv == [f"--extra-config={tmp_path}/etc/extra.json", "--v=2"]
     assert notes == [
-        "--volume-config: /etc/none.conf is not on this host, so it lies in gpu-manager's image, and is taken to be as shipped"
+        "--volume-config: /etc/none.conf is not on this host, so it is in gpu-manager's image, and gpumgr assumes its shipped content"
     ]
 
 

@@ -71,7 +71,7 @@ def test_one_that_runs_is_warned_of() -> None:
         "the kubelet has 800 ids of tencent.com/vcuda-core from it",
     )
     running = plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), NOTHING, to=TO)
-    assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
+    assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both allocate the same GPUs",)
 
 
 def test_pods_without_a_record_cause_a_warning() -> None:
@@ -82,7 +82,9 @@ def test_pods_without_a_record_cause_a_warning() -> None:
     assert said.startswith(
         f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, according to the kubelet, and {CHECKPOINT} "
     )
-    assert "gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them" in said
+    assert (
+        "nothing until these containers have ended; check that --checkpoint names gpu-manager's file, or delete the pods" in said
+    )
     assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()
 
 
@@ -159,4 +161,4 @@ def test_as_text_the_steps_are_in_order() -> None:
         "Clean up (after this there is no way back)",
     ]
     assert "  http:\n    port: 5679\n" in text
-    assert "  # nothing: the defaults are right\n" in text_of(plan(), str(TO))
+    assert "  # nothing: the defaults apply\n" in text_of(plan(), str(TO))

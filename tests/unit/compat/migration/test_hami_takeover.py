@@ -87,13 +87,13 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
     made = plan(node(), placed("one", text))
     (warning,) = made.warnings
     assert warning.startswith("team/one: the annotation hami.io/vgpu-devices-allocated can't be read: ")
-    assert warning.endswith("; end it first")
+    assert warning.endswith("; delete it first")
 
 
 @pytest.mark.parametrize(
     ("documents", "found", "warning"),
     [
-        ([node(), pod("one", gpu="1")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it; end it first"),
+        ([node(), pod("one", gpu="1")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it; delete it first"),
         ([node(), placed("one", ONE, on="gpu-8")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it"),
         ([node(), placed("one", "GPU-x,NVIDIA,1,1:;")], {}, "team/one (main): HAMi has registered no GPU GPU-x on this node"),
         (
@@ -104,7 +104,7 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
         (
             [node(), *(placed(f"p{number}", f"{A},NVIDIA,3000,0:;") for number in range(3))],
             {},
-            "GPU-a: its pods have 9000 MiB, 0 cores, 3 containers, and HAMi registered 8000 MiB, 100 cores, 2 containers; end one",
+            "GPU-a: its pods have 9000 MiB, 0 cores, 3 containers, and HAMi registered 8000 MiB, 100 cores, 2 containers; delete one",
         ),
         (
             [node(**{LOCK: "2026-01-01T00:00:00Z,team,x"})],
@@ -114,11 +114,11 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
         ([node(**{LOCK: "soon"})], {}, "HAMi's scheduler has locked this node (hami.io/mutex.lock which can't be read: "),
         ([node(**{REGISTER: "[1]"})], {}, f"the annotation {REGISTER} can't be read, so no GPU is compared"),
         ([placed("one", ONE)], {}, "the Node object gpu-7 was not given"),
-        ([node(), placed("one", ONE)], {"kubelet": frozenset()}, "team/one (main): the kubelet has no GPU of it"),
+        ([node(), placed("one", ONE)], {"kubelet": frozenset()}, "team/one (main): it has no GPU according to the kubelet"),
         (
             [node()],
             {"kubelet": frozenset({("u9", "x")})},
-            "pod uid u9 (x): the kubelet has GPUs of it, and it is none of the pods",
+            "pod uid u9 (x): it has GPUs according to the kubelet, but is not among the pods above",
         ),
     ],
 )

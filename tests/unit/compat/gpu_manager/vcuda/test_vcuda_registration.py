@@ -170,7 +170,7 @@ async def test_a_runtime_that_hangs_is_worth_another_try(monkeypatch: pytest.Mon
     monkeypatch.setattr(registration, "_CONTAINER_TIMEOUT_SECONDS", 0.01)
     status, sentence = await status_of(Call(4712), Desk(), hangs)
     assert status is Status.UNAVAILABLE
-    assert sentence == "the container of process 4712 could not be found out within 0.01 s"
+    assert sentence == "the container of process 4712 could not be determined within 0.01 s"
 
 
 async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
@@ -186,7 +186,7 @@ async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
     await desk.service(nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
     assert desk.entered == [4712], "what it has mounted can be told without the runtime"
     status, sentence = await status_of(Call(4712), Desk(), nothing)
-    assert (status, sentence) == (Status.UNAVAILABLE, "the container of process 4712 can't be found out: no cgroups here")
+    assert (status, sentence) == (Status.UNAVAILABLE, "the container of process 4712 can't be determined: no cgroups here")
 
 
 async def test_a_bug_is_an_answer_too() -> None:
