@@ -106,8 +106,7 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 
 void gm_stream_mark(struct gm_stream *s) {
     uint64_t begun = gm_now(), patience = gm_patience_ns(s->gate);
-    bool relax = atomic_load(&captures);
-    int mode = relax ? gm_relax() : -1;
+    int mode = gm_relax(); /* another thread may begin a capture at any time */
     for (bool done = false; !done;) {
         if (!hold(s)) break; /* another thread does it */
         if (atomic_load(&s->state) == GM_LIVE) collect(s);
@@ -116,7 +115,7 @@ void gm_stream_mark(struct gm_stream *s) {
         if (done || gm_now() - begun > patience) break;
         gm_nap(NAP_NS);
     }
-    if (relax) gm_unrelax(mode);
+    gm_unrelax(mode);
 }
 
 bool gm_streams_ended(struct gm_gate *gate) {

@@ -198,6 +198,22 @@ void model_leave(void) {
     advance();
     unlock();
 }
+void model_stop(void) {
+    for (int others = 1; s && others;) {
+        lock();
+        others = 0;
+        for (int i = 0; i < s->threads; i++) {
+            struct thread *t = &s->thread[i];
+            others += t->state == RUNNING && t->pid == getpid() && t != self;
+        }
+        for (int i = 0; i < s->threads && !others; i++)
+            if (s->thread[i].state != FREE && s->thread[i].pid == getpid()) drop(&s->thread[i]);
+        if (!others) advance();
+        unlock();
+        if (others) wait_for(model_now() + 1000, NULL, 0);
+    }
+    kill(getpid(), SIGSTOP);
+}
 int model_threads(void) {
     int n = 0;
     if (!s) return 0;

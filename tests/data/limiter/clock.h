@@ -10,6 +10,8 @@
 extern void model_enter(int tenants) __attribute__((weak));
 /* The caller no longer takes part: before it blocks in anything that the clock does not know, as a read. */
 extern void model_leave(void) __attribute__((weak));
+/* Stops the process as SIGSTOP does, but without a lock that others need; it takes part again when it continues. */
+extern void model_stop(void) __attribute__((weak));
 /* How many threads of the process take part. */
 extern int model_threads(void) __attribute__((weak));
 extern int64_t model_now(void) __attribute__((weak));

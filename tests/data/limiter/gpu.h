@@ -28,7 +28,7 @@ enum { GPUS = 8, PROCESSES = 256, CONTEXTS = 256, RING = 4096, QUEUE = 1024, MEE
 
 struct work {
     int64_t left_ns, end_ns;
-    uint32_t meeting, parties; /* starts when `parties` pieces of work with this number run, as a collective of NCCL */
+    uint32_t meeting, parties, round; /* starts when `parties` pieces of work with this number run, as a collective of NCCL */
 };
 struct context {
     int32_t pid; /* 0: free */
@@ -114,10 +114,10 @@ static inline struct process *gpu_process(int pid, int make) {
 }
 /* Whether the work waits for its partners; it holds the GPU meanwhile. */
 static inline int gpu_meets(struct work *w) {
-    if (w->parties & 0x80000000u) return model->meeting_parties[w->meeting] < (w->parties & 0xffff);
-    if (!w->parties) return 0;
-    w->parties |= 0x80000000u;
-    return ++model->meeting_parties[w->meeting] < (w->parties & 0xffff);
+    uint32_t *met = &model->meeting_parties[w->meeting], n = w->parties;
+    if (!n) return 0;
+    if (!w->round) w->round = ((*met)++ / n + 1) * n; /* so many have come when all of its round are there */
+    return *met < w->round;
 }
 static inline void gpu_run(int device, int64_t now) {
     struct gpu *g = &model->gpu[device];

@@ -14,7 +14,14 @@
  *   reset                       cuDevicePrimaryCtxReset
  *   trim                        cuDeviceGraphMemTrim
  *   capture                     allocations while another thread captures in global mode; the results
- *   work WHAT MILLISECONDS N    products, small, graph, long or endless, as soon as N tenants work; the kernels' GPU time in ns, and the time */
+ *   work WHAT MILLISECONDS N [THREADS]   one of `jobs` (halt stops itself), as soon as N threads of all tenants work; the kernels' GPU time in ns, and the time
+ *   crowd N                     N children that use CUDA and stay, without a context; how many had an answer
+ *   close                       dlclose of the driver
+ *   exec                        the program anew
+ *   child                       a child by fork that launches and ends; its status
+ *   forks N                     N of them, while four threads launch
+ *   reduce NUMBER FIRST MILLISECONDS N   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first; how many
+ *   captures MILLISECONDS       launches in one thread, captures in global mode in another; how many captures */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -25,7 +32,9 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <signal.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -55,11 +64,15 @@ struct node { struct pool_property pool; V access; size_t accesses, bytes; P at;
     X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v2", (V *, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
     X(cuGraphCreate, "", (V *, unsigned)) X(cuGraphAddMemAllocNode, "", (V *, V, V, size_t, struct node *)) X(cuDeviceGraphMemTrim, "", (int)) \
     X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
-    X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V))
+    X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V)) \
+    X(cuLaunchKernelEx, "", (const void *, V, V *, V *)) X(cuMemcpyDtoDAsync, "_v2", (P, P, size_t, V)) X(cuMemsetD8Async, "", (P, unsigned char, size_t, V)) \
+    X(cuLaunchCooperativeKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *)) \
+    X(cuLaunchCooperativeKernelMultiDevice, "", (void *, unsigned, unsigned)) X(cuGraphExecDestroy, "", (V))
 #define DECLARE(name, suffix, arguments) static R(*name) arguments;
 FUNCTIONS(DECLARE)
+static V library;
 static int load(const char *how) {
-    V library = dlopen("libcuda.so.1", RTLD_NOW);
+    library = dlopen("libcuda.so.1", RTLD_NOW);
     R (*ask)(const char *, V *, int, uint64_t, int *) = library ? (R(*)(const char *, V *, int, uint64_t, int *))dlsym(library, "cuGetProcAddress_v2") : NULL;
     if (!ask) return 0;
 #define FIND(name, suffix, arguments) \
@@ -188,6 +201,7 @@ static R second(N step, N *used) {
     return r ? r : cuCtxDestroy(own);
 }
 
+static V context;
 static V launched(const char *kernel) {
     static V module;
     V function;
@@ -206,37 +220,179 @@ static int own_threads(void) {
     return n;
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
-static R work(const char *what, N ms, int tenants, N *gpu_ns, N *ns) {
-    static const struct { const char *what, *kernel; N each; int batch, nodes; } kinds[] = {
-        {"products", "work_210000", 210000, 20, 1}, {"small", "work_2500", 2500, 200, 1}, {"graph", "work_30000", 30000, 1, 50}, {"long", "work_50000000", 50000000, 1, 1},
-        {"endless", "work_1000000000000", 1000000000000, 1, 1}};
-    int k = 0;
-    V graph = NULL, exec = NULL, stream = NULL;
-    while (k < 4 && strcmp(what, kinds[k].what)) k++;
-    V kernel = launched(kinds[k].kernel), warm = launched("work_1000");
-    R r;
-    if (kinds[k].nodes > 1) {
-        cuStreamCreate(&stream, 1);
-        cuStreamBeginCapture(stream, 1);
-        for (int i = 0; i < kinds[k].nodes; i++) cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
-        if (cuStreamEndCapture(stream, &graph) || cuGraphInstantiateWithFlags(&exec, graph, 0)) return 1;
+enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL };
+static const struct job { const char *what, *kernel; N each; int batch, nodes; enum way way; } jobs[] = {
+    {"products", "work_210000", 210000, 20, 1, KERNEL}, {"small", "work_2500", 2500, 200, 1, KERNEL}, {"graph", "work_30000", 30000, 1, 50, GRAPH},
+    {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
+    {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
+    {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
+    {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
+struct launch_config { unsigned grid[3], block[3], shared; V stream, attributes; unsigned n; };
+struct cooperative { V f; unsigned grid[3], block[3], shared; V stream, *parameters; };
+static R launch(enum way way, V kernel, V stream) {
+    switch (way) {
+    case KERNEL: return cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+    case GRAPH: return cuGraphLaunch(kernel, stream);
+    case EXTENDED: return cuLaunchKernelEx(&(struct launch_config){.grid = {1, 1, 1}, .stream = stream}, kernel, NULL, NULL);
+    case COOPERATIVE: return cuLaunchCooperativeKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL);
+    case SEVERAL: return cuLaunchCooperativeKernelMultiDevice(&(struct cooperative){.f = kernel, .grid = {1, 1, 1}, .stream = stream}, 1, 0);
+    case COPY: return cuMemcpyDtoDAsync(0, 0, 440000000, stream);
+    case FILL: return cuMemsetD8Async(0, 0, 800000000, stream);
     }
-    r = cuLaunchKernel(warm, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL) || cuStreamSynchronize(stream);
+    return 1;
+}
+static struct { const struct job *job; N ms; int tenants, threads; } task;
+struct worker { pthread_t thread; int own_stream; R r; N gpu_ns, ns; };
+static V work_in_thread(V worker) {
+    struct worker *w = worker;
+    const struct job *j = task.job;
+    R r = cuCtxSetCurrent(context);
+    V kernel = launched(j->kernel), warm = launched("work_1000"), graph = NULL, stream = NULL;
+    if (w->own_stream || j->way == GRAPH) r = cuStreamCreate(&stream, 1);
+    if (j->way == GRAPH) {
+        r = cuStreamBeginCapture(stream, 1);
+        for (int i = 0; i < j->nodes && !r; i++) r = launch(KERNEL, kernel, stream);
+        r = r || cuStreamEndCapture(stream, &graph) || cuGraphInstantiateWithFlags(&kernel, graph, 0);
+    }
+    r = r || launch(KERNEL, warm, stream) || cuStreamSynchronize(stream);
     if (model_enter) {
-        do usleep(2000); /* until the limiter's thread takes part in the model clock too */
+        do usleep(2000); /* until the limiter's thread takes part in the model clock too; a main thread that joins others does not */
+        while (model_threads() + (task.threads > 1) < own_threads());
+        model_enter(task.tenants);
+    }
+    N begun = now(), rounds = 0;
+    for (; !r && now() - begun < task.ms * 1000000; w->gpu_ns += j->each * j->batch * j->nodes) {
+        for (int i = 0; i < j->batch && !r; i++) r = launch(j->way, kernel, stream);
+        if (!strcmp(j->what, "halt") && ++rounds == 100) model_stop();
+        if (!r) r = cuStreamSynchronize(stream);
+    }
+    w->ns = now() - begun, w->r = r;
+    if (model_leave) model_leave();
+    return NULL;
+}
+/* The kernels' GPU time, and the time; `tenants` is the number of all threads that work. */
+static R work(const char *what, N ms, int tenants, int threads, N *gpu_ns, N *ns) {
+    struct worker workers[16] = {0};
+    R r = 0;
+    int k = 0;
+    while (k < 10 && strcmp(what, jobs[k].what)) k++;
+    task.job = &jobs[k], task.ms = ms, task.tenants = tenants, task.threads = threads;
+    if (threads < 2) work_in_thread(workers);
+    else if (model_leave) model_leave();
+    for (int i = 0; threads > 1 && i < threads; i++) {
+        workers[i].own_stream = i % 2;
+        pthread_create(&workers[i].thread, NULL, work_in_thread, &workers[i]);
+    }
+    for (int i = 0; i < threads; i++) {
+        if (threads > 1) pthread_join(workers[i].thread, NULL);
+        r |= workers[i].r, *gpu_ns += workers[i].gpu_ns;
+        if (workers[i].ns > *ns) *ns = workers[i].ns;
+    }
+    return r;
+}
+/* N children that stay until they are killed with this process; each claims what the limiter gives to a process. */
+static int crowd(int number) {
+    int ready[2], n = 0;
+    char one;
+    if (pipe(ready)) return 0;
+    for (int i = 0; i < number; i++) {
+        pid_t child = fork();
+        if (child < 0) break;
+        if (child) continue;
+        P at;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        cuMemAlloc(&at, MIB); /* without a context the driver refuses it */
+        if (write(ready[1], "", 1) == 1)
+            for (;;) pause();
+    }
+    close(ready[1]);
+    while (n < number && read(ready[0], &one, 1) == 1) n++;
+    return n;
+}
+/* A child that uses what it must not, after its parent's CUDA: it ends all the same. */
+static R child_launches(void) {
+    V kernel = launched("work_1000");
+    pid_t child = fork();
+    if (!child) {
+        alarm(20);
+        cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+        exit(0);
+    }
+    R r = 0;
+    waitpid(child, &r, 0);
+    return r;
+}
+static V launches_until(V end) {
+    R r = cuCtxSetCurrent(context);
+    V kernel = launched("work_2000000");
+    while (!r && !__atomic_load_n((int *)end, __ATOMIC_RELAXED)) r = launch(KERNEL, kernel, NULL);
+    return NULL;
+}
+/* Forks while four threads launch, and wait for the turn. */
+static R forks(int number) {
+    pthread_t thread[4];
+    int end = 0;
+    R r = 0;
+    for (int i = 0; i < 4; i++) pthread_create(&thread[i], NULL, launches_until, &end);
+    for (int i = 0; i < number && !r; i++) r = child_launches();
+    __atomic_store_n(&end, 1, __ATOMIC_RELAXED);
+    for (int i = 0; i < 4; i++) pthread_join(thread[i], NULL);
+    return r;
+}
+static int reduce(int number, int first, N ms, int tenants) {
+    char name[64];
+    V contexts[2], kernels[2];
+    int rounds = 0;
+    R r = 0;
+    snprintf(name, sizeof name, "meet_%d_2_200000", number);
+    for (int d = 0; d < 2 && !r; d++) {
+        r = cuDevicePrimaryCtxRetain(&contexts[d], d) || cuCtxSetCurrent(contexts[d]);
+        kernels[d] = launched("work_1000");
+        r = r || launch(KERNEL, kernels[d], NULL) || cuCtxSynchronize();
+    }
+    V meeting = launched(name);
+    if (model_enter) {
+        do usleep(2000);
         while (model_threads() < own_threads());
         model_enter(tenants);
     }
-    N begun = now();
-    for (*gpu_ns = 0; !r && now() - begun < ms * 1000000; *gpu_ns += kinds[k].each * kinds[k].batch * kinds[k].nodes) {
-        for (int i = 0; i < kinds[k].batch && !r; i++)
-            r = exec ? cuGraphLaunch(exec, stream) : cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
-        if (!r) r = cuStreamSynchronize(stream);
+    for (N begun = now(); !r && now() - begun < ms * 1000000; rounds++) {
+        for (int i = 0; i < 2 && !r; i++) r = cuCtxSetCurrent(contexts[(i + first) % 2]) || launch(KERNEL, meeting, NULL);
+        for (int i = 0; i < 2 && !r; i++) r = cuCtxSetCurrent(contexts[i]) || cuCtxSynchronize();
     }
-    *ns = now() - begun;
-    return r;
+    if (model_leave) model_leave();
+    return r ? -r : rounds;
 }
-static V context;
+static N capture_until;
+static V captures_in_thread(V failed) {
+    R r = cuCtxSetCurrent(context);
+    V stream, graph, exec, kernel = launched("work_1000");
+    N n = 0;
+    if (!r) r = cuStreamCreate(&stream, 1);
+    for (; !r && now() < capture_until; n++) {
+        r = cuStreamBeginCapture(stream, 0);
+        for (int i = 0; i < 20 && !r; i++) r = launch(KERNEL, kernel, stream);
+        usleep(100); /* the other thread launches meanwhile */
+        if (!r) r = cuStreamEndCapture(stream, &graph);
+        if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0);
+        if (!r) r = launch(GRAPH, exec, stream);
+        if (!r) r = cuStreamSynchronize(stream);
+        if (!r) r = cuGraphExecDestroy(exec);
+    }
+    *(R *)failed = r;
+    return (V)(uintptr_t)n;
+}
+static R captures(N ms, N *n) {
+    pthread_t thread;
+    R failed = 0, r = 0;
+    V number, kernel = launched("work_210000");
+    capture_until = now() + ms * 1000000;
+    pthread_create(&thread, NULL, captures_in_thread, &failed);
+    while (!r && now() < capture_until) r = launch(KERNEL, kernel, NULL);
+    pthread_join(thread, &number);
+    *n = (N)(uintptr_t)number;
+    return r ? r : failed ? failed : cuCtxSynchronize();
+}
 static V allocate(V out) {
     P at;
     R *r = out;
@@ -286,11 +442,11 @@ static void nvml(void) {
     unsigned long long m[3] = {0};
     unsigned processes = 8;
     struct { unsigned pid; unsigned long long bytes; unsigned instance, compute; } list[8];
-    V library = dlopen("libnvidia-ml.so.1", RTLD_NOW), device = NULL;
-    ((R(*)(void))dlsym(library, "nvmlInit_v2"))();
-    ((R(*)(unsigned, V *))dlsym(library, "nvmlDeviceGetHandleByIndex_v2"))(0, &device);
-    R r = ((R(*)(V, V))dlsym(library, "nvmlDeviceGetMemoryInfo"))(device, m);
-    R s = ((R(*)(V, unsigned *, V))dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"))(device, &processes, list);
+    V nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW), device = NULL;
+    ((R(*)(void))dlsym(nvml, "nvmlInit_v2"))();
+    ((R(*)(unsigned, V *))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(0, &device);
+    R r = ((R(*)(V, V))dlsym(nvml, "nvmlDeviceGetMemoryInfo"))(device, m);
+    R s = ((R(*)(V, unsigned *, V))dlsym(nvml, "nvmlDeviceGetComputeRunningProcesses_v3"))(device, &processes, list);
     printf("%d %llu %llu %u\n", r ? r : s, m[1], m[0], processes);
 }
 
@@ -323,12 +479,27 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "second")) r = second(a, &x);
         else if (!strcmp(word, "threads")) each = (int)b, x = threads((int)a);
         else if (!strcmp(word, "graph")) r = graph(a, &x);
+        else if (!strcmp(word, "crowd")) x = crowd((int)a);
+        else if (!strcmp(word, "close")) r = dlclose(dlopen("libcuda.so.1", RTLD_NOW)) || dlclose(library);
+        else if (!strcmp(word, "exec")) {
+            if (model_leave) model_leave();
+            r = execv("/proc/self/exe", argv);
+        }
+        else if (!strcmp(word, "child")) r = child_launches();
+        else if (!strcmp(word, "forks")) r = forks((int)a);
+        else if (!strcmp(word, "captures")) r = captures(a, &x);
+        else if (!strcmp(word, "reduce")) {
+            int number, first, ms, tenants;
+            sscanf(line, "%*s %d %d %d %d", &number, &first, &ms, &tenants);
+            x = reduce(number, first, ms, tenants), r = x < 0;
+        }
         else if (!strcmp(word, "trim")) r = cuDeviceGraphMemTrim(0);
         else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);
         else if (!strcmp(word, "reset")) count = 0, r = cuDevicePrimaryCtxReset(0);
         else if (!strcmp(word, "work")) {
-            r = work(name, b, (int)c, &x, &y);
-            if (model_leave) model_leave();
+            int threads = 1;
+            sscanf(line, "%*s %*s %*d %*d %d", &threads);
+            r = work(name, b, (int)c, threads, &x, &y);
         } else if (!strcmp(word, "fork")) {
             pid_t child = fork();
             if (!child) {

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -55,16 +56,17 @@ class Target:
 
 @dataclass
 class Node:
-    """One fake GPU of `gpu_bytes` for all tenants of a test. `programs`: what compile_all made."""
+    """Fake GPUs of `gpu_bytes` each for all tenants of a test. `programs`: what compile_all made."""
 
     programs: Path
     folder: Path
     gpu_bytes: int = GPU_BYTES
+    gpus: int = 1
     _running: list["Tenant"] = field(default_factory=list)
     _arbiters: list["Arbiter"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        subprocess.run([self.programs / "make_gpu", self.folder / "gpu", "1", str(self.gpu_bytes)], check=True)
+        subprocess.run([self.programs / "make_gpu", self.folder / "gpu", str(self.gpus), str(self.gpu_bytes)], check=True)
         subprocess.run([self.programs / "make_clock", self.folder / "clock"], check=True)
 
     def start(self, container: "Container | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
@@ -87,9 +89,9 @@ class Node:
         _, free, total, _ = with_driver.answer()
         return total - free - 615 * MIB
 
-    def arbitrate(self, containers: "Sequence[Container]") -> "Arbiter":
+    def arbitrate(self, containers: "Sequence[Container]", away_seconds: float = 0) -> "Arbiter":
         """Starts an arbiter for these containers; its time is the model clock's."""
-        self._arbiters.append(Arbiter(self.programs, self.folder / "clock", containers))
+        self._arbiters.append(Arbiter(self.programs, self.folder / "clock", containers, away_seconds))
         return self._arbiters[-1]
 
     def close(self) -> None:
@@ -100,14 +102,20 @@ class Node:
 
 
 class Container:
-    """The pages of one container, in a folder of its own. `limit_bytes`: 0 is no limit; `share_percent`: 0 is none."""
+    """The pages of one container, in a folder of its own, for the first GPUs of the node. `limit_bytes`: 0 is no limit; `share_percent`:
+    0 is none.
+    """
 
-    def __init__(self, folder: Path, limit_bytes: int = 0, share_percent: int = 0, ceiling_percent: int = 0) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, limit_bytes: int = 0, share_percent: int = 0, ceiling_percent: int = 0, gpus: int = 1
+    ) -> None:
+        self.folder, self.gpus = folder, gpus
         (folder / "pages").mkdir(parents=True)
         cores = (share_percent, max(share_percent, ceiling_percent), 20_000, 0)
-        gpu = struct.pack("<16sQQQIIII64x", bytes(15) + b"\1", limit_bytes, 0, CONTEXT_BYTES, *cores)
-        self._write("limits", struct.pack("<IIII48x", _MAGIC, _VERSION, 1, 0) + gpu, _HEAD + _GPUS * 120)
+        page = struct.pack("<IIII48x", _MAGIC, _VERSION, gpus, 0)
+        for gpu in range(gpus):
+            page += struct.pack("<16sQQQIIII64x", bytes([0] * 15 + [gpu + 1]), limit_bytes, 0, CONTEXT_BYTES, *cores)
+        self._write("limits", page, _HEAD + _GPUS * 120)
         self._write("use", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * _GPU_USE + _SLOTS * _SLOT)
         self._write("turn", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * (64 + _SLOTS * 4))
 
@@ -158,6 +166,10 @@ class Container:
                 page.seek(_HEAD + _GPUS * _GPU_USE + slot * _SLOT)
                 page.write(struct.pack("<IIQ", os.getpid(), 1, namespace))
 
+    def turns(self) -> int:
+        """The futex word that processes watch while they sleep."""
+        return int(struct.unpack_from("<I", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 16)[0])
+
     def holds_a_turn_after(self, turns: int) -> bool:
         """Does it hold the turn, after so many before?"""
         since, grants = struct.unpack_from("<QI", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 8)
@@ -179,16 +191,41 @@ class Container:
 
 
 _ARBITER = """
-import ctypes, os, sys
-library = ctypes.CDLL(sys.argv[1])
-numbers = [
-    library.gm_arbiter_add(0, 0, *(os.open(f"{folder}/pages/{page}", os.O_RDWR) for page in ("limits", "turn"))) for folder in sys.argv[2:]
-]
-assert library.gm_arbiter_start() == 0
-while not ctypes.CDLL(None).model_threads():
-    pass  # until its thread takes part in the model clock
+import ctypes, os, signal, sys, time
+library, away_seconds, clock = ctypes.CDLL(sys.argv[1]), float(sys.argv[2]), ctypes.CDLL(None)
+
+def start():
+    numbers, threads = [], clock.model_threads()
+    for word in sys.argv[3:]:
+        gpus, folder = word.split(":", 1)
+        pages = [os.open(f"{folder}/pages/{page}", os.O_RDWR) for page in ("limits", "turn")]
+        numbers += [library.gm_arbiter_add(gpu, gpu, *pages) for gpu in range(int(gpus))]
+    assert library.gm_arbiter_start() == 0
+    while clock.model_threads() == threads:
+        pass  # until its thread takes part in the model clock
+    return numbers
+
+if away_seconds:
+    ready, started = os.pipe()
+    first = os.fork()
+    if not first:
+        clock.prctl(1, signal.SIGKILL)
+        start()
+        os.write(started, b" ")
+        signal.pause()
+    os.read(ready, 1)
+    print(flush=True)
+    clock.model_enter(len(sys.argv) - 2)
+    time.sleep(5)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    time.sleep(away_seconds)
+    numbers = start()
+    clock.model_leave()
+else:
+    numbers = start()
+    print(flush=True)
 figures = (ctypes.c_uint64 * 3)()
-print(flush=True)
 while sys.stdin.readline():
     line = []
     for number in numbers:
@@ -199,11 +236,14 @@ while sys.stdin.readline():
 
 
 class Arbiter:
-    """A process that loads the arbiter as the agent does."""
+    """A process that loads the arbiter as the agent does. With `away_seconds` it is killed five seconds after one thread of each
+    container and one more have begun to work, and is away for so long.
+    """
 
-    def __init__(self, programs: Path, clock: Path, containers: Sequence[Container]) -> None:
+    def __init__(self, programs: Path, clock: Path, containers: Sequence[Container], away_seconds: float = 0) -> None:
+        words = [str(programs / ARBITER), str(away_seconds)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ARBITER, programs / ARBITER, *(container.folder for container in containers)],
+            [sys.executable, "-c", _ARBITER, *words, *(f"{container.gpus}:{container.folder}" for container in containers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -218,7 +258,7 @@ class Arbiter:
         return [int(word) for word in line.split()]
 
     def figures(self) -> list[tuple[int, int, int]]:
-        """By container: the time that it was charged, in ns, its overruns, and how often its turn page was restored."""
+        """By container and GPU: the time that it was charged, in ns, its overruns, and how often its turn page was restored."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -258,6 +298,10 @@ class Tenant:
         self.send(command)
         result, first, second = self.answer()
         return result, first, second
+
+    def resume(self) -> None:
+        """After a stop."""
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,5 +1,6 @@
 """The time token: real processes on the fake GPU with its own clock, the library preloaded, and the arbiter."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +15,15 @@ def _containers(folder: Path, shares: Sequence[int]) -> list[Container]:
     return [Container(folder / str(number), share_percent=share) for number, share in enumerate(shares)]
 
 
-def _started(node: Node, container: Container, lookup: str = "proc") -> Tenant:
+def _started(node: Node, container: Container, lookup: str = "proc", gpu: int = 0) -> Tenant:
     tenant = node.start(container, lookup, clock=True)
-    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask(f"init {gpu}")[0] == 0
     return tenant
 
 
-def _gpu_time_percent(tenants: Sequence[Tenant], works: Sequence[str], milliseconds: int = _MS) -> list[float]:
+def _gpu_time_percent(tenants: Sequence[Tenant], works: Sequence[str], threads: int = 1, others: int = 0) -> list[float]:
     for tenant, work in zip(tenants, works, strict=True):
-        tenant.send(f"work {work} {milliseconds} {len(tenants)}")
+        tenant.send(f"work {work} {_MS} {len(tenants) * threads + others} {threads}")
     answers = [tenant.answer() for tenant in tenants]
     assert [result for result, _, _ in answers] == [0] * len(tenants)
     return [100 * gpu / elapsed for _, gpu, elapsed in answers]
@@ -54,6 +55,29 @@ def test_a_tenant_that_is_alone_gets_its_share(node: Node, tmp_path: Path, share
     assert 100 * held / _UNLIMITED_PERCENT[work] == pytest.approx(share, abs=3)
 
 
+@pytest.mark.parametrize(("away_seconds", "points"), [(0.05, 3), (0.3, 3), (1, 3), (8, 8)])
+@pytest.mark.parametrize("shares", [(25, 75), (20, 30, 50)], ids=str)
+def test_shares_hold_while_the_arbiter_is_killed_and_restarted(
+    node: Node, tmp_path: Path, shares: tuple[int, ...], away_seconds: float, points: float
+) -> None:
+    """While it is away, each tenant limits itself: without turns, the driver's time slices count as its own time."""
+    containers = _containers(tmp_path, shares)
+    node.arbitrate(containers, away_seconds)
+    held = _gpu_time_percent([_started(node, container) for container in containers], ["products"] * len(shares), others=1)
+    assert held == pytest.approx(list(shares), abs=points)
+
+
+def test_a_restarted_arbiter_wakes_processes_that_sleep(node: Node, tmp_path: Path) -> None:
+    """They wait until the count of turns changes, so it never starts anew."""
+    [container] = _containers(tmp_path, [50])
+    counts = []
+    for _ in range(3):
+        arbiter = node.arbitrate([container])
+        counts.append(container.turns())
+        arbiter.kill()
+    assert 0 < counts[0] < counts[1] < counts[2]
+
+
 def test_a_free_gpu_is_used_up_to_the_ceiling(node: Node, tmp_path: Path) -> None:
     container = Container(tmp_path / "0", share_percent=25, ceiling_percent=60)
     node.arbitrate([container, Container(tmp_path / "1", share_percent=75)])
@@ -67,6 +91,104 @@ def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> 
     tenants = [_started(node, containers[number]) for number in (0, 0, 0, 1)]
     *parts, other = _gpu_time_percent(tenants, ["products"] * 4)
     assert [sum(parts), other] == pytest.approx([40, 60], abs=3)
+
+
+@pytest.mark.parametrize("work", ["extended", "cooperative", "several", "copies", "fills"])
+def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
+    containers = _containers(tmp_path, [25, 75])
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert _gpu_time_percent(tenants, [work, "products"]) == pytest.approx([25, 75], abs=3)
+
+
+@pytest.mark.parametrize("lookup", ["proc", "stream"], ids=["streams", "per-thread"])
+def test_threads_share_the_turn(node: Node, tmp_path: Path, lookup: str) -> None:
+    """Some have a stream of their own, the others the default stream, or the default streams of the threads."""
+    containers = _containers(tmp_path, [25, 75])
+    node.arbitrate(containers)
+    tenants = [_started(node, container, lookup) for container in containers]
+    assert _gpu_time_percent(tenants, ["products"] * 2, threads=4) == pytest.approx([25, 75], abs=3)
+
+
+def test_captures_in_another_thread_are_not_disturbed(node: Node, tmp_path: Path) -> None:
+    """In global mode, in which many calls of any thread end a capture."""
+    containers = _containers(tmp_path, [50, 50])
+    node.arbitrate(containers)
+    result, captures, _ = _started(node, containers[0]).ask("captures 2000")
+    assert result == 0
+    assert captures > 0
+
+
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+def test_turns_of_different_gpus_are_independent(node: Node, tmp_path: Path) -> None:
+    """Each of two tenants that share both GPUs works on one, up to its ceiling."""
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=90, gpus=2) for number in range(2)]
+    node.arbitrate(containers)
+    tenants = [_started(node, container, gpu=number) for number, container in enumerate(containers)]
+    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([90, 90], abs=3)
+
+
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+def test_collectives_over_two_shared_gpus_do_not_deadlock(node: Node, tmp_path: Path) -> None:
+    """A kernel on one GPU waits for its partner on the other one, where the other tenant's kernel waits for its own partner."""
+    containers = [Container(tmp_path / str(number), share_percent=50, gpus=2) for number in range(2)]
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    for number, tenant in enumerate(tenants):
+        tenant.send(f"reduce {number} {number} {_MS} 2")
+    answers = [tenant.answer() for tenant in tenants]
+    assert [result for result, _, _ in answers] == [0, 0]
+    assert min(rounds for _, rounds, _ in answers) > 1000
+
+
+@pytest.mark.parametrize("command", ["child", "close", "exec"])
+def test_a_program_that_forks_closes_or_executes_keeps_its_share(node: Node, tmp_path: Path, command: str) -> None:
+    """Fork without exec after the use of CUDA, dlclose of the driver, exec."""
+    containers = _containers(tmp_path, [25, 75])
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    if command == "exec":
+        tenants[0].send(command)
+        assert tenants[0].ask("init 0")[0] == 0
+    else:
+        assert tenants[0].ask(command)[0] == 0
+    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([25, 75], abs=3)
+
+
+def test_a_holder_that_is_stopped_costs_the_other_nothing(node: Node, tmp_path: Path) -> None:
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
+    node.arbitrate(containers)
+    stopped, other = [_started(node, container) for container in containers]
+    stopped.send(f"work halt {_MS} 2")
+    other.send(f"work products {_MS} 2")
+    result, gpu, elapsed = other.answer()
+    assert result == 0
+    assert 100 * gpu / elapsed > 85
+    stopped.resume()
+    assert stopped.answer()[0] == 0
+
+
+def test_a_child_while_a_thread_waits_ends(node: Node, tmp_path: Path) -> None:
+    """The child has neither the turn nor the thread that waits; it launches all the same, and exits."""
+    containers = _containers(tmp_path, [50, 50])
+    containers[0].claim_work(seconds=4)
+    node.arbitrate(containers)
+    assert _started(node, containers[1]).ask("forks 50")[0] == 0
+
+
+def test_tenants_that_are_killed_anywhere_cost_the_other_nothing(node: Node, tmp_path: Path) -> None:
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
+    node.arbitrate(containers)
+    other = _started(node, containers[0])
+    other.send(f"work products {_MS} 1")
+    for number in range(8):
+        victim = _started(node, containers[1])
+        victim.send(f"work products {_MS} 1")
+        time.sleep(0.01 * number)
+        victim.kill()
+    result, gpu, elapsed = other.answer()
+    assert result == 0
+    assert 100 * gpu / elapsed > 45
 
 
 def test_a_tenant_that_dies_in_its_turn_is_passed_over(node: Node, tmp_path: Path) -> None:

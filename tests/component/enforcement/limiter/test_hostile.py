@@ -96,6 +96,18 @@ def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, pro
     assert other == pytest.approx(60, abs=5)
 
 
+def test_a_thousand_processes_cost_the_other_nothing(node: Node, tmp_path: Path) -> None:
+    """More than there are slots; those of the container that work have its share."""
+    containers = _containers(tmp_path, [40, 60])
+    node.arbitrate(containers)
+    crowd, hostile, other = [_started(node, containers[number]) for number in (0, 0, 1)]
+    assert crowd.ask("crowd 1030")[1] == 1030
+    for tenant in (hostile, other):
+        tenant.send(f"work products {_MS} 2")
+    held = [100 * gpu / elapsed for _, gpu, elapsed in (tenant.answer() for tenant in (hostile, other))]
+    assert held == pytest.approx([40, 60], abs=5)
+
+
 def _slice_percent(node: Node, container: Container | None, works: Sequence[str], hostile: Tenant) -> float:
     """The GPU time of a second tenant, which has the second work."""
     other = _started(node, container)
