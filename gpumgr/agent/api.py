@@ -71,6 +71,9 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None
+    #: With the limiter, the part of the last ten seconds in which it held the GPU, and in which a launch waited for the turn.
+    held_ratio: float | None = None
+    waited_ratio: float | None = None
     over: bool = False
     mechanisms: tuple[str, ...] = ()
     granted_at: float = 0.0

@@ -1,10 +1,10 @@
 """The interfaces that the agent needs from other packages. They implement these; the agent imports none of them."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from gpumgr.common.units import Process, Resource
+from gpumgr.common.units import GpuName, Process, Resource
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
@@ -142,13 +142,15 @@ class RunningContainer:
     """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending. `others`: further
     containers that run with the same ResourceClaim; the pids are those of all of them.
 
-    `gpu_pids`: those of them that have a context on one of its GPUs.
+    `gpu_pids`: those of them that have a context on one of its GPUs. `memory_bytes`: what the driver says that they use, by GPU; None = not
+    known.
     """
 
     tenant: GpuShare
     container: Container
     pids: tuple[int, ...] = ()
     gpu_pids: frozenset[int] = frozenset()
+    memory_bytes: Mapping[GpuName, int | None] = field(default_factory=dict)
     others: tuple[Container, ...] = ()
 
     @property

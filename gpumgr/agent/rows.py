@@ -39,6 +39,8 @@ def container_row(
         memory_used_bytes=use.memory_bytes if use else None,
         utilization_ratio=use.utilization_ratio if use else None,
         processes=use.process_count if use else None,
+        held_ratio=use.turns.held_ratio if use and use.turns else None,
+        waited_ratio=use.turns.waited_ratio if use and use.turns else None,
         over=over,
         mechanisms=holder.mechanisms,
         granted_at=holder.granted_at,

@@ -16,8 +16,9 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
-BackendName = Literal["mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
+BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
 
 
 class Backend:
@@ -48,11 +49,15 @@ class Backend:
         """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Checks the running containers of this backend and changes nothing."""
+        """Checks the running containers of this backend, and changes no limit before it was compared with what was granted."""
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         """Restores limits that differ from what was granted."""
+
+    def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
+        """How its containers used their turns; none for a mechanism without turns."""
+        return {}
 
     def remains(self) -> Collection[AllocationId]:
         """Allocations that have files or other state of this backend. Raises OSError."""

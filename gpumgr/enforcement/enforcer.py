@@ -27,6 +27,7 @@ from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.response import ContainerResponse, merged
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 
@@ -194,6 +195,10 @@ class Enforcer:
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
         """Every backend with its containers, also one without any: it may have something to end."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
+
+    def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
+        """How containers used their turns, as of the last `observe`."""
+        return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))

@@ -1,25 +1,19 @@
 """The mechanisms that a share gets: the node's choice and the operator's overrides. Nothing that a pod's owner can write counts.
 
-`auto` uses the driver's own memory limits where the node has them. For everything else it uses the mechanism with the strongest limits.
-Between equally strong mechanisms it prefers NVIDIA's Multi-Process Service to a library that the operator has configured: on an H200
-HAMi-core limited the cores of small kernels only, while MPS limited matrix products.
+`auto` uses the driver's own memory limits where the node has them, and gpumgr's limiter for everything else. The other mechanisms are used
+where the operator names them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
-from gpumgr.common.units import RESOURCES
-from gpumgr.ledger.gpu_limits import GpuLimits, Strength, Strengths, describe_limits, gpu_limits
+from gpumgr.ledger.gpu_limits import GpuLimits, Strengths, describe_limits, gpu_limits
 from gpumgr.ledger.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
 Mechanisms = tuple[str, ...]
 
 NO_MECHANISM: Mechanisms = ("none",)
-#: The mechanisms that limit cores and memory. Among equally strong mechanisms `auto` takes the first.
-COMPLETE: Final = ("mps", "hami-core", "vcuda")
-_RANK: Final[Mapping[Strength, int]] = {"none": 0, "soft": 1, "hard": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +48,10 @@ def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengt
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
     """The mechanisms for one value of enforcement.backend, first a mechanism for memory alone. `able`: what the node can use."""
-    if setting == "nvml-memory":
-        return ("nvml-memory", *(["mps"] if "mps" in able else []))
-    if setting != "auto":
+    if setting not in ("auto", "nvml-memory"):
         return (setting,)
-    limited = able.get("nvml-memory", {})
-    rest = [kind for kind in RESOURCES if kind not in limited]
-    # sorted() keeps the order of equally strong mechanisms.
-    strongest = sorted(
-        (name for name in COMPLETE if name in able), key=lambda name: -sum(_RANK[able[name].get(kind, "none")] for kind in rest)
-    )
-    return (*(["nvml-memory"] if limited else []), *strongest[:1]) or NO_MECHANISM
+    memory = ["nvml-memory"] if setting == "nvml-memory" or able.get("nvml-memory") else []
+    return (*memory, *(["limiter"] if "limiter" in able else [])) or NO_MECHANISM
 
 
 def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:

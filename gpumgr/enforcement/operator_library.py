@@ -1,4 +1,5 @@
-"""A shared library that the operator supplies and pins by its SHA-256: checked, then installed in a folder named by its hash.
+"""A shared library for containers: the operator's, pinned by its SHA-256, or gpumgr's own. It is checked, then installed in a folder named
+by its hash.
 
 Containers mount the installed copy, so a change of the original does not affect running ones. All functions block: call them on a
 thread.
@@ -19,10 +20,13 @@ from typing import Final
 
 from gpumgr.common.elf import ET_DYN, ElfError, read_exports, read_header
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.files import FileIdentity, replacing
+from gpumgr.common.files import FileIdentity, replace_file, replacing
 
 #: The kernel's name of a machine -> the name that `read_header` returns for its programs.
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
+
+#: Beside an installed library: the content of /etc/ld.so.preload.
+PRELOAD: Final = "ld.so.preload"
 
 
 class LibraryError(GpumgrError):
@@ -87,6 +91,17 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
     except OSError as error:
         raise LibraryError(f"can't install {checked.path} as {target}: {error.strerror or error}") from error
     return target
+
+
+def install_preloaded(checked: CheckedLibrary, folder: Path, name: str, path_in_container: str) -> None:
+    """Installs a library with the list that preloads it in containers, PRELOAD beside it. Raises LibraryError."""
+    preload = install(checked, folder, name).with_name(PRELOAD)
+    content = f"{path_in_container}\n".encode()
+    try:
+        if not preload.is_file() or preload.read_bytes() != content:
+            replace_file(preload, content)
+    except OSError as error:
+        raise LibraryError(f"can't write {preload}: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path, mode: int = 0o755) -> None:

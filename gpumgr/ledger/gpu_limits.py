@@ -19,13 +19,14 @@ Strengths = Mapping[str, Mapping[Resource, Strength]]
 
 #: Mechanism -> how it limited cores when that was measured on a GPU; docs/benchmarks.md has the tables.
 _MEASURED_CORES: Final[Mapping[str, str]] = {
+    "limiter": "limiter at 25 and 75 cores held 24.9 and 72.9 % of the GPU's time (H200, driver 580.159.04, 2026-11-26)",
     "mps": "mps at 25 and 75 cores gave 24.6 and 69 % of an unlimited rate of matrix products (H200, driver 580.159.04, protocol 2, "
     "2026-11-26)",
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
-#: Mechanisms that the driver does not support on a GPU in MIG mode. Source: NVIDIA's MPS documentation r615.
-_NOT_WITH_MIG: Final = ("mps", "nvml-memory")
+#: Mechanisms that do not work on a GPU in MIG mode. Source: NVIDIA's MPS documentation r615.
+_NOT_WITH_MIG: Final = ("limiter", "mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
 
 

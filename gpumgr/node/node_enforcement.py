@@ -26,10 +26,12 @@ from gpumgr.enforcement.backend import Unlimited, not_enforced, unlimited_messag
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement.limiter.backend import Limiter
+from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.mechanism_choice import Mechanisms
 from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
+from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.ledger.gpu_share import GpuShare
@@ -93,15 +95,23 @@ class NodeEnforcement:
             library_dir=settings.checkpoint.library_dir,
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
-            volumes=RegionVolumes(),
+            volumes=(volumes := BoundedFolders()),
             log_level=settings.hami_core.log_level,
+        )
+        self._limiter = Limiter(
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+            quantum_milliseconds=settings.limiter.quantum_milliseconds,
+            contexts=ContextSizes(nvml.processes),
+            volumes=volumes,
         )
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
         self.limits = Enforcer(
-            [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited],
+            [self._memory, self._limiter, self._hami_core, self.vcuda, self.mps, *unlimited],
             # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,

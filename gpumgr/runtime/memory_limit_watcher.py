@@ -8,7 +8,7 @@ While no container shares a GPU there is no limit to enforce, and an evaluation 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import structlog
@@ -22,7 +22,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.allocation_index import AllocationIndex
 from gpumgr.ledger.usage.join import join
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import Gpu, NodeSample
@@ -49,6 +49,8 @@ class Backends(Protocol):
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None: ...
+
+    def turns(self) -> Mapping[AllocationOnGpu, TurnUse]: ...
 
 
 class LimitMeter(Protocol):
@@ -134,7 +136,7 @@ class MemoryLimitWatcher:
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
-        use = self._use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+        use = self._use = _with_turns(join(ledger, sample, ownership.owners, index=index, taken_at=now), self._backends.turns())
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
@@ -151,11 +153,17 @@ class MemoryLimitWatcher:
             if not (containers := ownership.containers.get(allocation)):
                 continue
             pids = ownership.pids.get(allocation, ())
-            gpu_pids = frozenset(pid for gpu in tenant.gpus for pid in use.containers[allocation, gpu.name].processes)
+            uses = {gpu.name: use.containers[allocation, gpu.name] for gpu in tenant.gpus}
+            gpu_pids = frozenset(pid for each in uses.values() for pid in each.processes)
             if not gpu_pids <= set(pids):
                 pids = tuple(sorted({*pids, *gpu_pids}))
             yield RunningContainer(
-                tenant=tenant, container=containers[0], others=tuple(containers[1:]), pids=pids, gpu_pids=gpu_pids
+                tenant=tenant,
+                container=containers[0],
+                others=tuple(containers[1:]),
+                pids=pids,
+                gpu_pids=gpu_pids,
+                memory_bytes={gpu: each.memory_bytes for gpu, each in uses.items()},
             )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
@@ -260,6 +268,13 @@ class _Shares:
             made[allocation.id] = known
         self._made = made
         return {allocation: tenant for allocation, (_, tenant) in made.items() if tenant is not None}
+
+
+def _with_turns(use: NodeUse, turns: Mapping[AllocationOnGpu, TurnUse]) -> NodeUse:
+    if not turns:
+        return use
+    containers = {place: replace(each, turns=turns[place]) if place in turns else each for place, each in use.containers.items()}
+    return replace(use, containers=containers)
 
 
 def _log_fields(use: ContainerUse) -> dict[str, object]:

@@ -39,11 +39,11 @@ ObjectName = Annotated[
     str, Meta(pattern=_NODE_NAME, max_length=253, extra={"allowed": "a Kubernetes name: lower-case letters, digits, '-' and '.'"})
 ]
 _SUBJECT = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-BackendName = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
+BackendName = Literal["limiter", "mps", "hami-core", "vcuda", "nvml-memory", "none"]
 Override = Annotated[
     str,
     Meta(
-        pattern=rf"^{_SUBJECT}(/[a-z0-9]([a-z0-9.-]*[a-z0-9])?)?=(mps|hami-core|vcuda|nvml-memory|none)$",
+        pattern=rf"^{_SUBJECT}(/[a-z0-9]([a-z0-9.-]*[a-z0-9])?)?=(limiter|mps|hami-core|vcuda|nvml-memory|none)$",
         extra={"allowed": "namespace=mechanism or namespace/serviceaccount=mechanism, such as batch=none"},
     ),
 ]
@@ -184,8 +184,8 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: What enforces the limits of shares. auto: the strongest backend that this node supports.
-    backend: Literal["auto", "mps", "hami-core", "vcuda", "nvml-memory", "none"] = "auto"
+    #: What enforces the limits of shares. auto: the driver's memory limits where the node has them, and gpumgr's own limiter.
+    backend: Literal["auto", "limiter", "mps", "hami-core", "vcuda", "nvml-memory", "none"] = "auto"
     #: Another backend, or none, for pods of a namespace or of one of its service accounts; the most specific entry counts.
     overrides: tuple[Override, ...] = ()
     #: How containers get devices, files and environment: in the Allocate response, or by the name of a CDI device.
@@ -202,6 +202,11 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576), LIVE] = 256
     #: Evict pods with a container over its memory limit.
     evict: Annotated[bool, LIVE] = False
+
+
+class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: How long a container holds a GPU at a time while others wait for it. A longer time costs less and lets the others wait longer.
+    quantum_milliseconds: Annotated[int, Meta(ge=10, le=30)] = 20
 
 
 class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,6 +384,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     placement: PlacementSettings = PlacementSettings()
     container: ContainerSettings = ContainerSettings()
     enforcement: EnforcementSettings = EnforcementSettings()
+    limiter: LimiterSettings = LimiterSettings()
     mps: MpsSettings = MpsSettings()
     hami_core: HamiCoreSettings = HamiCoreSettings()
     vcuda: VcudaSettings = VcudaSettings()

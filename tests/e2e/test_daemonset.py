@@ -332,7 +332,7 @@ def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Inst
             seen = len(tenants.lines(node, "bounded"))
             wait_until("more lines", lambda: len(tenants.lines(node, "bounded")) > seen + 1)
             assert f"memory={16 * tenants.BLOCK} cores=30 " in tenants.lines(node, "bounded")[-1]
-            assert not [line for line in agent.log() if line["event"] == "hami_core_regions_not_bounded"]
+            assert not [line for line in agent.log() if line["event"] == "container_files_not_bounded"]
             node.delete(["bounded"])
             wait_until("no mount of the region", lambda: str(folder) not in Path("/proc/self/mountinfo").read_text())
         finally:

@@ -273,7 +273,7 @@ def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(
     assert regions(service) == [mount]
     kubelet.delete("tenant")
     wait_until("the unmount", lambda: not regions(service), every=0.2)
-    assert "hami_core_regions_not_bounded" not in warnings(service)
+    assert "container_files_not_bounded" not in warnings(service)
 
 
 def regions(host: Machine) -> list[str]:

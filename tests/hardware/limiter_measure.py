@@ -82,8 +82,8 @@ class _Pages:
         folder.mkdir()
         for name, size in _PAGE_BYTES.items():
             head = struct.pack("<III", _MAGIC, _VERSION, 1 if name == "limits" else 0)
-            (folder / name).write_bytes(head.ljust(size, b"\0"))
-        self.descriptors = [os.open(folder / name, os.O_RDWR) for name in ("limits", "turn")]
+            (folder / f"{name}.{_VERSION}").write_bytes(head.ljust(size, b"\0"))
+        self.descriptors = [os.open(folder / f"{name}.{_VERSION}", os.O_RDWR) for name in ("limits", "turn")]
         self.set_share(0)
 
     def set_share(self, percent: int) -> None:
@@ -102,7 +102,7 @@ class _Pages:
 
     def process(self) -> tuple[int, int]:
         """Launches and the time waited, of the first process."""
-        numbers = struct.unpack("<4Q", (self.folder / "use").read_bytes()[_HEAD + _GPUS * 64 + 64 + 64 :][:32])
+        numbers = struct.unpack("<4Q", (self.folder / f"use.{_VERSION}").read_bytes()[_HEAD + _GPUS * 64 + 64 + 64 :][:32])
         return numbers[0], numbers[2]
 
 

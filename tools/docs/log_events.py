@@ -109,7 +109,10 @@ MEANINGS: Final = {
     "container's process only after 10 s.",
     "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is above 1: containers may together need more "
     "than a GPU has.",
-    "hami_core_regions_not_bounded": "Regions of HAMi-core are in plain folders: a container can fill `enforcement.run_dir` for a second.",
+    "container_files_not_bounded": "Files that containers can write are in plain folders: a container can fill `enforcement.run_dir` for a "
+    "second.",
+    "context_measured": "What a CUDA context takes on a GPU, which the limiter charges for each context. Without `bytes` it could not be "
+    "measured: a context then counts within a second.",
     "mps_unavailable": "MPS can't be used on this node, for the given reason.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",

@@ -1,4 +1,4 @@
-"""Enforcement: asks each backend whether this node can use it, and chooses one, as the agent does."""
+"""Enforcement: asks each backend, as the agent does, whether this node can use it, and makes the agent's choice."""
 
 import asyncio
 import contextlib
@@ -18,17 +18,18 @@ from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.backend import Backend, Unlimited
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import FOLDER, HamiCore
-from gpumgr.enforcement.hami_core.volume import unbounded
+from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.launcher import best_method
+from gpumgr.enforcement.volume import unbounded
 from gpumgr.ledger.usage.containers import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import VERSION, hami_core_library
 
-IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
+IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
 _BOUND: Final = (
     "run the agent as root; in a pod mount run_dir with Bidirectional propagation from a shared mount of the host (the chart does); then "
     "restart these containers"
@@ -50,7 +51,7 @@ class NodeBackends:
     async def _ask(self) -> MechanismChoice:
         # MPS records its protocol in its folder; a check must not do so in the real one.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
-            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result, so the doctor starts none
+            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result: the doctor starts none
                 shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
             backends = _backends(self._settings, self._gpus, Path(scratch), in_pod=self._in_pod)
             obstacles: dict[str, str | None] = dict(
@@ -133,7 +134,7 @@ def _listed(obstacles: Mapping[str, str]) -> str:
 
 
 def _version(library: Path) -> str:
-    """The version that was given when the library was installed; a library in another folder has none."""
+    """The version with which a library was installed; a library elsewhere has none."""
     try:
         text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:
@@ -146,6 +147,12 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
     path, sha256 = hami_core_library(settings)
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
+        Limiter(
+            library_dir=scratch,
+            run_dir=settings.enforcement.run_dir,
+            nspid_of=Cgroups(cgroup_root).nspid_of,
+            quantum_milliseconds=settings.limiter.quantum_milliseconds,
+        ),
         HamiCore(
             library_path=path,
             library_sha256=sha256,

@@ -17,15 +17,24 @@ from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import Refusal
-from gpumgr.common.files import names_in, replace_file
+from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.hami_core import content, repairs
-from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
+from gpumgr.enforcement.hami_core.monitor import RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
-from gpumgr.enforcement.hami_core.volume import RegionVolumes
-from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
+from gpumgr.enforcement.operator_library import (
+    PRELOAD,
+    CheckedLibrary,
+    LibraryError,
+    check,
+    install_preloaded,
+    installed_path,
+    make_folder,
+)
+from gpumgr.enforcement.pids import NspidOf
+from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
@@ -37,9 +46,7 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 #: In run_dir; it has a folder for each allocation.
 FOLDER: Final = "hami-core"
-#: The files in the folder of the installed library: the library, and the list that preloads it.
 _LIBRARY: Final = "libvgpu.so"
-_PRELOAD: Final = "ld.so.preload"
 #: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
 _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
@@ -70,7 +77,7 @@ class HamiCore(Backend):
         library_dir: Path,
         run_dir: Path,
         nspid_of: NspidOf,
-        volumes: RegionVolumes | None = None,
+        volumes: BoundedFolders | None = None,
         log_level: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -139,7 +146,7 @@ class HamiCore(Backend):
             },
             mounts=(
                 Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
-                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(_PRELOAD)), read_only=True),
+                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),
                 Mount(container_path=REGION_IN_CONTAINER, host_path=region),
                 Mount(container_path=DEFAULT_REGION_IN_CONTAINER, host_path=region),
             ),
@@ -179,7 +186,7 @@ class HamiCore(Backend):
     def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
         wanted = content.limits(tenant.gpus)
         with _INSTALLING:
-            _install(library, self._library_dir)
+            install_preloaded(library, self._library_dir, _LIBRARY, _LIBRARY_IN_CONTAINER)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -188,7 +195,7 @@ class HamiCore(Backend):
             make_folder(each, 0o711)
         if self._volumes is not None:
             self._volumes.renew(folder)
-        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, content.seed(wanted)))
+        self._monitors[tenant.allocation] = self._monitor(RegionFile.create_in(folder, content.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
@@ -213,20 +220,9 @@ class HamiCore(Backend):
 
     def _opened(self, tenant: GpuShare) -> RegionFile | str:
         try:
-            return RegionFile.open(self._folder / tenant.allocation)
+            return RegionFile.open_in(self._folder / tenant.allocation)
         except OSError as error:
             return f"its file can't be opened: {error.strerror or error}"
 
     def _monitor(self, region: RegionFile | str) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
-
-
-def _install(library: CheckedLibrary, folder: Path) -> None:
-    """Installs the operator's library with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(library, folder, _LIBRARY).with_name(_PRELOAD)
-    content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
-    try:
-        if not preload.is_file() or preload.read_bytes() != content:
-            replace_file(preload, content)
-    except OSError as error:
-        raise LibraryError(f"can't write {preload}: {error.strerror or error}") from error

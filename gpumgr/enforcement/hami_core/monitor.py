@@ -6,7 +6,7 @@ The limits are what the agent granted. The region shows which processes run unde
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -16,7 +16,8 @@ from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
 from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
-from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair
+from gpumgr.enforcement.hami_core.repairs import Repair
+from gpumgr.enforcement.pids import NspidOf, PidMap
 from gpumgr.ledger.gpu_share import GpuShare
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
@@ -33,8 +34,6 @@ _RELEASED: Final = (
 )
 
 log = structlog.get_logger(__name__)
-#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
-NspidOf = Callable[[int], int | None]
 
 
 class RegionMonitor:
@@ -43,7 +42,7 @@ class RegionMonitor:
 
     def __init__(self, region: RegionFile | str, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
         self._region, self._clock = region, clock
-        self._pids = _PidMap(nspid_of)
+        self._pids = PidMap(nspid_of)
         self._lock = threading.Lock()
         self._closed = self._reported_broken = self._reported_host = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
@@ -194,32 +193,6 @@ class RegionMonitor:
                 self._pending.append(_tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair
-
-
-class _PidMap:
-    """Pids in the container and on the host. /proc is read once for each process."""
-
-    def __init__(self, nspid_of: NspidOf) -> None:
-        self._nspid_of = nspid_of
-        self._inside: dict[int, int] = {}
-
-    def forget_all_but(self, pids: Collection[int]) -> None:
-        self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
-
-    def inside(self, pid: int) -> int | None:
-        """The process's pid in its container; None if it is gone."""
-        found = self._inside.get(pid)
-        if found is None and (found := self._nspid_of(pid)) is not None:
-            self._inside[pid] = found
-        return found
-
-    def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """A function that finds the processes of `pids` by their pid in the container: one, or several with nested pid namespaces."""
-        table: dict[int, list[int]] = {}
-        for pid in pids:
-            if (inside := self.inside(pid)) is not None:
-                table.setdefault(inside, []).append(pid)
-        return lambda number: table.get(number, ())
 
 
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:

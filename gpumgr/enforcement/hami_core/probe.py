@@ -70,7 +70,7 @@ def _probe(path: Path, folder: Path) -> str | None:
 
 def _judge(folder: Path) -> str | None:
     try:
-        with closing(RegionFile.open(folder)) as region:
+        with closing(RegionFile.open_in(folder)) as region:
             longer, seen = region.cut(), region.read()
     except OSError as error:
         return f"its region can't be used ({error.strerror or error})"

@@ -6,7 +6,7 @@ one wait while a container of a lower number launches. The library sets that wor
 """
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -20,6 +20,7 @@ from gpumgr.enforcement.hami_core.content import (
     RegionLimits,
     RegionView,
 )
+from gpumgr.enforcement.pids import HostsOf
 from gpumgr.ledger.gpu_share import GpuShare
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
@@ -28,9 +29,6 @@ STUCK_SECONDS: Final = 2.0
 HELD_SECONDS: Final = 5.0
 #: If nothing changes for this time, `postinit` is freed in any case: the library's own waiters give up one attempt after it.
 HELD_AT_MOST_SECONDS: Final = 30.0
-
-#: The host's pids, of the container's processes that have a given pid in their pid namespace.
-HostsOf = Callable[[int], Sequence[int]]
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
 #: Only the container can have changed these. (The library never writes the switch, and does not read it with policy "force".)

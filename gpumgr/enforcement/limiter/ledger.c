@@ -47,7 +47,7 @@ void gm_ledger_settle(int gpu) {
     if (!p) return;
     struct gm_use_gpu *total = &p->use->gpu[gpu];
     uint64_t changes = load(&total->CHANGES), seen = load(&total->reserved_bytes), sum = 0;
-    for (int i = 0; i < GM_SLOTS; i++) {
+    for (int i = 0; i < gm_slots(); i++) {
         if (!load((const uint64_t *)&p->use->slot[i])) continue; /* no pid, no state */
         struct gm_use_slot_gpu *s = &p->use->slot[i].gpu[gpu];
         sum += load(&s->PENDING);

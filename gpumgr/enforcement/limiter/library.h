@@ -73,6 +73,8 @@ void gm_disable(const char *why);
 /* Credits and frees the slots of processes of this PID namespace that died; the number of freed slots. For memory.c: call it
  * before a reservation is refused, then try once more. */
 int gm_reap_slots(void);
+/* The slots below this index may be in use. */
+int gm_slots(void);
 uint64_t gm_now(void); /* CLOCK_MONOTONIC */
 
 /* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */

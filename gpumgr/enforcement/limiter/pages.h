@@ -6,6 +6,7 @@
 #define GPUMGR_PAGES_H
 #include <stdint.h>
 
+#define GM_SUFFIX ".1" /* of the files' names: the version */
 enum {
     GM_MAGIC = 0x4d475047, /* "GPGM" */
     GM_VERSION = 1,
@@ -59,7 +60,9 @@ struct gm_use_gpu {
 };
 struct gm_use {
     uint32_t magic, version;
-    uint64_t reserved[7];
+    uint32_t slots; /* slots below this index may be in use; the others take no memory */
+    uint32_t pad;
+    uint64_t reserved[6];
     struct gm_use_gpu gpu[GM_GPUS];
     struct gm_use_slot slot[GM_SLOTS];
 };

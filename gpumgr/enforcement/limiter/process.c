@@ -81,11 +81,15 @@ static void empty_slot(int index) {
     memset(s->fault, 0, sizeof s->fault);
 }
 
+int gm_slots(void) {
+    uint32_t slots = __atomic_load_n(&process.use->slots, __ATOMIC_ACQUIRE);
+    return slots < GM_SLOTS ? (int)slots : GM_SLOTS;
+}
 int gm_reap_slots(void) {
     struct gm_process *p = process.turn ? &process : NULL;
     uint64_t own = p ? pid_namespace() : 0;
     int freed = 0;
-    for (int i = 0; own && i < GM_SLOTS; i++) {
+    for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
         uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
         if (!pid || pid == UINT32_MAX || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
@@ -102,7 +106,7 @@ int gm_reap_slots(void) {
 static void claim_slot(void) {
     uint64_t own = pid_namespace();
     uint32_t index = GM_SLOTS;
-    for (uint32_t i = 0; i < GM_SLOTS && index == GM_SLOTS; i++) {
+    for (uint32_t i = 0, n = (uint32_t)gm_slots(); i < n && index == GM_SLOTS; i++) {
         struct gm_use_slot *s = &process.use->slot[i];
         if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == process.pid && s->pid_namespace == own) index = i;
     }
@@ -113,6 +117,8 @@ static void claim_slot(void) {
     process.slot_index = index;
     process.slot = index < GM_SLOTS ? &process.use->slot[index] : NULL;
     if (!process.slot) return;
+    uint32_t slots = __atomic_load_n(&process.use->slots, __ATOMIC_RELAXED);
+    while (slots <= index && !__atomic_compare_exchange_n(&process.use->slots, &slots, index + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}
     empty_slot((int)index);
     process.slot->pid_namespace = own;
     __atomic_store_n(&process.slot->state, GM_ACTIVE, __ATOMIC_RELEASE);
@@ -139,9 +145,9 @@ static struct gm_process *start(void) {
         atomic_store(&starting, 0);
         return &process;
     }
-    if (!process.limits) process.limits = map(PLACE "limits", sizeof(struct gm_limits), false);
-    if (process.limits && !process.use) process.use = map(PLACE "use", sizeof(struct gm_use), true);
-    if (process.use && !process.turn) process.turn = map(PLACE "turn", sizeof(struct gm_turn), true);
+    if (!process.limits) process.limits = map(PLACE "limits" GM_SUFFIX, sizeof(struct gm_limits), false);
+    if (process.limits && !process.use) process.use = map(PLACE "use" GM_SUFFIX, sizeof(struct gm_use), true);
+    if (process.use && !process.turn) process.turn = map(PLACE "turn" GM_SUFFIX, sizeof(struct gm_turn), true);
     if (process.turn) {
         if (!atomic_exchange(&registered, true)) pthread_atfork(NULL, NULL, in_child);
         process.pid = (uint32_t)getpid();

@@ -19,6 +19,7 @@ from typing import Final
 from gpumgr.common.errors import MpsError
 from gpumgr.common.proc import PROC, is_running, start_time_ticks
 from gpumgr.common.units import Process
+from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps.commands import SERVER
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
@@ -26,7 +27,7 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
 #: The program that makes a context as a client of a daemon.
-CLIENT: Final = Path(__file__).with_name("client.py")
+CLIENT: Final = Path(cuda_client.__file__)
 _SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
 _CONTAINER_ID: Final = re.compile(rb"[0-9a-f]{64}")
 POLL_SECONDS: Final = 0.05

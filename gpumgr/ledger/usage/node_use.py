@@ -12,6 +12,22 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnUse:
+    """How a container used its turns on one GPU, by the limiter's count since the agent knows it. `waited_seconds` is the sum over its
+    threads. `overruns`: turns that were passed on although its work had not ended. `memory_bytes_by_kind`: what its processes hold, by
+    the kind of the allocation; without kinds that have none. `held_ratio` and `waited_ratio`: the part of the last ten seconds in which it
+    held the GPU, and in which a launch waited for the turn, 0..1; None: not known yet."""
+
+    held_seconds: float
+    waited_seconds: float
+    launches: int
+    overruns: int
+    memory_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
+    held_ratio: float | None = None
+    waited_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerUse:
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
@@ -32,6 +48,8 @@ class ContainerUse:
     #: Share of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
     utilization_ratio: float | None = None
     processes: Mapping[int, int | None] = field(default_factory=dict)
+    #: None: the limiter does not limit it.
+    turns: TurnUse | None = None
 
     @property
     def pids(self) -> tuple[int, ...]:

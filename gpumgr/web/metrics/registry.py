@@ -32,7 +32,7 @@ _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs above every number that NVIDIA has assigned are counted together.
 _LAST_XID: Final = 999
 #: Enforcement backends and their findings; others are counted as "other".
-BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
+BACKENDS: Final = ("limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: The resources of a node with the profile tencent.
 VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}

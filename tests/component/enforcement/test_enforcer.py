@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -120,10 +120,11 @@ def make(
     setting: Literal["auto", "mps", "hami-core", "none"] = "auto",
     overrides: Sequence[str] = (),
     with_cdi: bool = False,
+    mechanism: BackendName = "mps",
 ) -> Made:
     clock, told, used = Clock(), list[str](), set[str]()
     neighbours = list[tuple[str, tuple[str, ...]]]()
-    files, blind = Files(folder / "mps"), list[OSError]()
+    files, blind = Files(folder / "mps", name=mechanism), list[OSError]()
 
     def in_use(names: Collection[str]) -> Collection[str]:
         if blind:
@@ -143,7 +144,7 @@ def make(
 
 
 async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
-    made = make(folder)
+    made = make(folder, setting="mps")
     await made.limits.choose()
     assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
     core = made.limits.answer(BASE, "core", granted("mps"), tenant())
@@ -193,28 +194,29 @@ def gpu(index: int, model: str = "NVIDIA A10") -> Gpu:
 
 
 async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_change_is_logged_once(folder: Path) -> None:
-    made, gpus = make(folder), [gpu(0), gpu(1, "Tesla P4")]
-    made.files.obstacle = "the daemon does not start"
+    made, gpus = make(folder, mechanism="limiter"), [gpu(0), replace(gpu(1), mig_enabled=True)]
+    made.files.obstacle = "the library is missing"
     with capture_logs() as logs:
         for _ in range(2):
             assert (await made.limits.choose(gpus)).mechanisms == ("none",)
         made.files.obstacle = None
         for _ in range(2):
-            assert (await made.limits.choose(gpus)).mechanisms == ("mps",)
+            assert (await made.limits.choose(gpus)).mechanisms == ("limiter",)
         made.files.limits = {"core": "hard", "memory": "soft"}
         for _ in range(2):
             await made.limits.choose(gpus)
+    on_mig = "GPU 1: memory none (limiter can't be used), cores none (limiter can't be used)"
     assert [(line["log_level"], line["uses"], line["limits"].partition("; measured")[0]) for line in logs] == [
         ("warning", "none", "GPU 0-1: memory none, cores none"),
         (
             "info",
-            "mps",
-            "GPU 0: memory soft (mps), cores soft (mps); GPU 1: memory none (mps can't be used), cores none (mps can't be used)",
+            "limiter",
+            f"GPU 0: memory soft (limiter), cores soft (limiter); {on_mig}",
         ),
         (
             "info",
-            "mps",
-            "GPU 0: memory soft (mps), cores hard (mps); GPU 1: memory none (mps can't be used), cores none (mps can't be used)",
+            "limiter",
+            f"GPU 0: memory soft (limiter), cores hard (limiter); {on_mig}",
         ),
     ]
 

@@ -12,8 +12,14 @@ from gpumgr.placement.topology.devices import Gpu
 
 SOFT: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 HARD: Mapping[Resource, Strength] = {"core": "hard", "memory": "hard"}
-MIXED: Mapping[Resource, Strength] = {"core": "hard", "memory": "soft"}
-STRENGTHS: Strengths = {"nvml-memory": {"memory": "hard"}, "hami-core": SOFT, "vcuda": SOFT, "mps": SOFT, "none": {}}
+STRENGTHS: Strengths = {
+    "nvml-memory": {"memory": "hard"},
+    "limiter": SOFT,
+    "hami-core": SOFT,
+    "vcuda": SOFT,
+    "mps": SOFT,
+    "none": {},
+}
 
 
 def able(*names: str) -> dict[str, str | None]:
@@ -25,29 +31,19 @@ def gpu(index: int = 0) -> Gpu:
 
 
 @pytest.mark.parametrize(
-    ("there", "mps", "taken"),
+    ("there", "taken"),
     [
-        ((), SOFT, ("none",)),
-        (("mps",), SOFT, ("mps",)),
-        (("nvml-memory", "mps"), SOFT, ("nvml-memory", "mps")),
-        (("nvml-memory",), SOFT, ("nvml-memory",)),
-        # HAMi-core limits no cores of matrix products, graphs and copies on an H200.
-        (("hami-core", "mps"), SOFT, ("mps",)),
-        (("vcuda", "mps"), SOFT, ("mps",)),
-        (("hami-core", "mps"), MIXED, ("mps",)),
-        (("vcuda", "mps"), HARD, ("mps",)),
-        (("vcuda",), SOFT, ("vcuda",)),
-        (("vcuda", "hami-core"), SOFT, ("hami-core",)),
-        (("nvml-memory", "hami-core", "vcuda", "mps"), SOFT, ("nvml-memory", "mps")),
-        (("nvml-memory", "hami-core", "vcuda", "mps"), MIXED, ("nvml-memory", "mps")),
-        # Only what is still open counts: the memory is limited already.
-        (("nvml-memory", "hami-core", "mps"), {"core": "none", "memory": "hard"}, ("nvml-memory", "hami-core")),
+        ((), ("none",)),
+        (("limiter",), ("limiter",)),
+        (("nvml-memory", "limiter"), ("nvml-memory", "limiter")),
+        (("nvml-memory",), ("nvml-memory",)),
+        # The others are taken where they are named, also if their limits are stronger.
+        (("limiter", "hami-core", "vcuda", "mps"), ("limiter",)),
+        (("hami-core", "vcuda", "mps"), ("none",)),
     ],
 )
-def test_auto_takes_the_strongest_that_is_there(
-    there: tuple[str, ...], mps: Mapping[Resource, Strength], taken: tuple[str, ...]
-) -> None:
-    choice = choose_mechanisms("auto", able(*there), {**STRENGTHS, "mps": mps})
+def test_auto_takes_the_drivers_memory_limits_and_the_limiter(there: tuple[str, ...], taken: tuple[str, ...]) -> None:
+    choice = choose_mechanisms("auto", able(*there), {**STRENGTHS, "mps": HARD})
     assert choice.mechanisms == taken
     assert set(choice.obstacles) == set(STRENGTHS) - set(there) - {"none"}
 
@@ -63,15 +59,16 @@ def test_what_the_operator_names_is_taken_even_if_another_is_stronger() -> None:
     assert choose_mechanisms("vcuda", able("vcuda", "mps"), {**STRENGTHS, "mps": HARD}).mechanisms == ("vcuda",)
 
 
-def test_the_drivers_memory_limits_take_mps_for_the_cores() -> None:
-    assert expand("nvml-memory", {"mps": SOFT}) == ("nvml-memory", "mps")
-    assert expand("nvml-memory", {}) == ("nvml-memory",)
+def test_the_drivers_memory_limits_take_the_limiter_for_the_cores() -> None:
+    assert expand("nvml-memory", {"limiter": SOFT, "mps": SOFT}) == ("nvml-memory", "limiter")
+    assert expand("nvml-memory", {"mps": SOFT}) == ("nvml-memory",)
 
 
 def test_the_choice_is_described_by_gpu_and_without_gpus_by_mechanism() -> None:
-    choice = choose_mechanisms("auto", able("nvml-memory", "mps"), STRENGTHS)
-    assert choice.describe([gpu(0), gpu(1)]).startswith("GPU 0-1: memory hard (nvml-memory), cores soft (mps); measured: mps ")
-    assert choice.describe([]) == "nvml-memory+mps"
+    choice = choose_mechanisms("auto", able("nvml-memory", "limiter"), STRENGTHS)
+    described = choice.describe([gpu(0), gpu(1)])
+    assert described.startswith("GPU 0-1: memory hard (nvml-memory), cores soft (limiter); measured: limiter ")
+    assert choice.describe([]) == "nvml-memory+limiter"
     assert MechanismChoice().describe([gpu()]) == "GPU 0: memory none, cores none"
 
 

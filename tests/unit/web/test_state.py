@@ -227,6 +227,8 @@ def test_a_share_with_all_its_numbers() -> None:
         "memory_used_bytes": 750,
         "utilization_ratio": 0.75,
         "processes": 2,
+        "held_ratio": None,
+        "waited_ratio": None,
         "over": True,
         "mechanisms": ["nvml-memory", "mps"],
         "granted_at": float(ord("a")),

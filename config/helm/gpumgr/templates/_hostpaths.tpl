@@ -41,9 +41,10 @@ the folder's file system must be a shared mount for that, which systemd does, bu
 - name: run
   path: {{ include "gpumgr.path" (list . "enforcement" "run_dir") | quote }}
   type: DirectoryOrCreate
-  # Bidirectional: the agent mounts a tmpfs for each region of hami-core. The host's mount above the folder must be shared, as systemd has it.
-  {{- $hami := or .Values.enforcement.hamiCore.image (include "gpumgr.setting" (list . "hami_core" "library_path")) (include "gpumgr.names" (list . "hami-core")) }}
-  propagation: {{ ternary "Bidirectional" (ternary "HostToContainer" "" .Values.mps.enabled) (and .Values.privileged ($hami | empty | not)) | quote }}
+  # Bidirectional: the agent mounts a tmpfs for the files of each container of limiter and hami-core. The host's mount above the folder must be shared, as systemd has it.
+  {{- $mounts := or .Values.enforcement.hamiCore.image (include "gpumgr.setting" (list . "hami_core" "library_path")) -}}
+  {{- range list "auto" "limiter" "nvml-memory" "hami-core" }}{{ $mounts = or $mounts (include "gpumgr.names" (list $ .)) }}{{ end }}
+  propagation: {{ ternary "Bidirectional" (ternary "HostToContainer" "" .Values.mps.enabled) (and .Values.privileged ($mounts | empty | not)) | quote }}
   setting: enforcement.run_dir
   why: sockets and shared memory of running containers, which outlive the agent
 - name: cri

@@ -174,10 +174,11 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
 
     found = await backends(settings).look_at_choice()
     assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores soft (limiter); measured: limiter ")
+    assert "; not: hami-core (no libvgpu.so is installed" in found.message
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
     found = await backends(settings).look_at_choice()
-    assert found.state == "warning"
+    assert (found.state, found.message.startswith("GPU 0-1: memory soft (limiter), cores soft (limiter)")) == ("ok", True)
     assert f"nvml-memory (a limit on a new cgroup below {cgroups} fails: nvmlDeviceSetMemoryLimits_v1" in found.message
     named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
     found = await backends(named).look_at_choice()

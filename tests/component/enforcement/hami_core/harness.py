@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
@@ -82,7 +82,7 @@ class Client:
             yield process
 
 
-def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, volumes: RegionVolumes | None = None) -> HamiCore:
+def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, volumes: BoundedFolders | None = None) -> HamiCore:
     return HamiCore(
         library_path=library,
         library_sha256=sha256(library.read_bytes()).hexdigest(),

@@ -77,7 +77,7 @@ def limits_line(client: Client, region: Path) -> str:
 
 
 def read(folder: Path) -> RegionView:
-    with closing(RegionFile.open(region_of(folder).parent)) as region:
+    with closing(RegionFile.open_in(region_of(folder).parent)) as region:
         return region.read()
 
 

@@ -20,7 +20,7 @@ CONTENT = seed(limits([shared_gpu()]))
 
 @pytest.fixture
 def region(tmp_path: Path) -> Iterator[RegionFile]:
-    made = RegionFile.create(tmp_path, CONTENT)
+    made = RegionFile.create_in(tmp_path, CONTENT)
     yield made
     made.close()
 
@@ -28,7 +28,7 @@ def region(tmp_path: Path) -> Iterator[RegionFile]:
 def test_a_new_region_holds_the_seed_and_is_writable_for_all_users(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        RegionFile.create(tmp_path, CONTENT).close()
+        RegionFile.create_in(tmp_path, CONTENT).close()
     finally:
         os.umask(before)
     path = tmp_path / FILE_NAME
@@ -84,7 +84,7 @@ def test_a_spoilt_file_is_neither_believed_nor_written(
 def test_what_is_no_file_is_not_opened(tmp_path: Path, make: Callable[[Path], object], reason: str) -> None:
     make(tmp_path / FILE_NAME)
     with pytest.raises(OSError, match=reason):
-        RegionFile.open(tmp_path)
+        RegionFile.open_in(tmp_path)
 
 
 @pytest.mark.parametrize("size_bytes", [layout.FILE_BYTES + 1, 1 << 40])
@@ -102,7 +102,7 @@ def test_what_was_appended_is_removed_and_stops_neither_reading_nor_writing(
 
 def test_a_fifo_does_not_stop_the_agent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
-    opened = RegionFile.open(tmp_path)
+    opened = RegionFile.open_in(tmp_path)
     with pytest.raises(OSError, match="it is not a regular file"):
         opened.read()
     opened.close()
@@ -110,10 +110,10 @@ def test_a_fifo_does_not_stop_the_agent(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
-    RegionFile.create(tmp_path / "real", CONTENT).close()
+    RegionFile.create_in(tmp_path / "real", CONTENT).close()
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(NotADirectoryError):
-        RegionFile.open(tmp_path / "link")
+        RegionFile.open_in(tmp_path / "link")
 
 
 def test_a_closed_region_raises_and_does_not_touch_another_file(region: RegionFile) -> None:
@@ -143,7 +143,7 @@ def test_no_bytes_stop_the_agent(data: st.DataObject, fill: int) -> None:
         for offset, piece in data.draw(patches(size)):
             content[offset : offset + len(piece)] = piece
         path.write_bytes(content[:size])
-        region = RegionFile(path, os.open(path, os.O_RDWR))
+        region = RegionFile.open_in(Path(folder))
         if size >= layout.FILE_BYTES:
             assert len(region.read().slots) <= 1024
         else:

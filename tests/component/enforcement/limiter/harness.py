@@ -69,8 +69,10 @@ class Node:
         subprocess.run([self.programs / "make_gpu", self.folder / "gpu", str(self.gpus), str(self.gpu_bytes)], check=True)
         subprocess.run([self.programs / "make_clock", self.folder / "clock"], check=True)
 
-    def start(self, container: "Container | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
-        """A tenant in a container; without one, it has the bare driver. `clock`: its time is the model clock's."""
+    def start(self, container: "Container | Path | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
+        """A tenant in a container, or in a folder that has one's pages; without one, it has the bare driver. `clock`: its time is the
+        model clock's."""
+        folder = container.folder if isinstance(container, Container) else container
         preload = [self.programs / "libclock.so"] * clock + [self.programs / LIBRARY] * (container is not None)
         environment = {
             "LD_PRELOAD": ":".join(map(str, preload)),
@@ -78,7 +80,7 @@ class Node:
             "FAKE_GPU": str(self.folder / "gpu"),
             "MODEL_CLOCK": str(self.folder / "clock"),
         }
-        tenant = Tenant(self.programs / "tenant", lookup, environment, container.folder if container else self.folder)
+        tenant = Tenant(self.programs / "tenant", lookup, environment, folder or self.folder)
         self._running.append(tenant)
         return tenant
 
@@ -119,18 +121,21 @@ class Container:
         self._write("use", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * _GPU_USE + _SLOTS * _SLOT)
         self._write("turn", struct.pack("<II", _MAGIC, _VERSION), _HEAD + _GPUS * (64 + _SLOTS * 4))
 
+    def page(self, name: str) -> Path:
+        return self.folder / "pages" / f"{name}.{_VERSION}"
+
     def _write(self, name: str, content: bytes, size: int) -> None:
-        (self.folder / "pages" / name).write_bytes(content.ljust(size, b"\0"))
+        self.page(name).write_bytes(content.ljust(size, b"\0"))
 
     def set_uncounted(self, size_bytes: int) -> None:
         """What the agent writes about the driver's use beyond the count."""
-        with (self.folder / "pages" / "limits").open("r+b") as page:
+        with self.page("limits").open("r+b") as page:
             page.seek(_HEAD + 24)
             page.write(struct.pack("<Q", size_bytes))
 
     def claim_work(self, seconds: int) -> None:
         """Writes what a process with work on the GPU would write, for so long: a stamp may lie in the future."""
-        with (self.folder / "pages" / "turn").open("r+b") as page:
+        with self.page("turn").open("r+b") as page:
             page.seek(_HEAD + 24)
             page.write(struct.pack("<I", 1))
             page.seek(_HEAD + 64)
@@ -139,7 +144,7 @@ class Container:
 
     def damage(self, how: str) -> None:
         """Does once to the turn page what a hostile process can do: random, zero, truncated, grown, claim (of work), grant (a turn)."""
-        page = self.folder / "pages" / "turn"
+        page = self.page("turn")
         if how == "claim":
             self.claim_work(seconds=1)
         elif how == "truncated":
@@ -155,32 +160,32 @@ class Container:
 
     def is_whole(self) -> bool:
         """Is the turn page as the library expects it?"""
-        page = (self.folder / "pages" / "turn").read_bytes()
+        page = self.page("turn").read_bytes()
         return struct.unpack_from("<II", page) == (_MAGIC, _VERSION) and len(page) == _HEAD + _GPUS * (64 + _SLOTS * 4)
 
     def take_all_slots(self) -> None:
         """As processes that live but do nothing: this one."""
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        with (self.folder / "pages" / "use").open("r+b") as page:
+        with self.page("use").open("r+b") as page:
             for slot in range(_SLOTS):
                 page.seek(_HEAD + _GPUS * _GPU_USE + slot * _SLOT)
                 page.write(struct.pack("<IIQ", os.getpid(), 1, namespace))
 
     def turns(self) -> int:
         """The futex word that processes watch while they sleep."""
-        return int(struct.unpack_from("<I", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 16)[0])
+        return int(struct.unpack_from("<I", self.page("turn").read_bytes(), _HEAD + 16)[0])
 
     def holds_a_turn_after(self, turns: int) -> bool:
         """Does it hold the turn, after so many before?"""
-        since, grants = struct.unpack_from("<QI", (self.folder / "pages" / "turn").read_bytes(), _HEAD + 8)
+        since, grants = struct.unpack_from("<QI", self.page("turn").read_bytes(), _HEAD + 8)
         return bool(since) and int(grants) > turns
 
     def reserved_bytes(self) -> int:
-        return int(struct.unpack_from("<Q", (self.folder / "pages" / "use").read_bytes(), _HEAD)[0])
+        return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD)[0])
 
     def by_kind(self) -> Mapping[str, int]:
         """Bytes by kind, over all slots; without kinds that have none."""
-        page = (self.folder / "pages" / "use").read_bytes()
+        page = self.page("use").read_bytes()
         sums = dict.fromkeys(KINDS, 0)
         for slot in range(_SLOTS):
             at = _HEAD + _GPUS * _GPU_USE + slot * _SLOT
@@ -198,7 +203,7 @@ def start():
     numbers, threads = [], clock.model_threads()
     for word in sys.argv[3:]:
         gpus, folder = word.split(":", 1)
-        pages = [os.open(f"{folder}/pages/{page}", os.O_RDWR) for page in ("limits", "turn")]
+        pages = [os.open(f"{folder}/pages/{page}.1", os.O_RDWR) for page in ("limits", "turn")]
         numbers += [library.gm_arbiter_add(gpu, gpu, *pages) for gpu in range(int(gpus))]
     assert library.gm_arbiter_start() == 0
     while clock.model_threads() == threads:
@@ -283,6 +288,10 @@ class Tenant:
             cwd=folder,
             env={**os.environ, **environment},
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def send(self, command: str) -> None:
         assert self._process.stdin is not None

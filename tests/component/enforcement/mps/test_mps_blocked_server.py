@@ -10,7 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.errors import Refusal
-from gpumgr.enforcement.mps import client, processes
+from gpumgr.enforcement import cuda_client
+from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.processes import CLIENT
 from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurried, own, running, tenant
 
@@ -160,9 +161,9 @@ def test_the_client_makes_a_context(tmp_path: Path, result: int, status: int, ca
     (tmp_path / "cuda.c").write_text(_LIBRARY % result)
     library = tmp_path / "libcuda.so.1"
     subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
-    assert client.main(str(library)) == status
+    assert cuda_client.main(str(library), wait=False) == status
     assert capsys.readouterr().out == ("cuDevicePrimaryCtxRetain: CUDA error 2\n" if result else "")
 
 
 def test_without_the_library_the_client_says_so(tmp_path: Path) -> None:
-    assert client.main(str(tmp_path / "libcuda.so.1")) == 3
+    assert cuda_client.main(str(tmp_path / "libcuda.so.1"), wait=False) == 3

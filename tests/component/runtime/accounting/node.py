@@ -13,7 +13,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.containers import Container
-from gpumgr.ledger.usage.node_use import NodeUse
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, TurnUse
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
@@ -75,6 +75,7 @@ class MemoryBackends:
     seen: list[tuple[str, list[tuple[RunningContainer, Mechanisms]]]] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     bug: Exception | None = None
+    by_turns: Mapping[AllocationOnGpu, TurnUse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ready.set()
@@ -88,6 +89,9 @@ class MemoryBackends:
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         self.seen.append(("adjust", list(running)))
+
+    def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
+        return self.by_turns
 
 
 @dataclass

@@ -6,6 +6,7 @@ import pytest
 
 from gpumgr.enforcement.hami_core import layout, repairs
 from gpumgr.enforcement.hami_core.repairs import due as due_words
+from gpumgr.enforcement.pids import HostsOf
 from gpumgr.ledger.gpu_share import GpuShare
 from tests.shares import TWO_GPUS, gpu_share
 from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, table
@@ -16,7 +17,7 @@ def mend(pieces: Pieces, due: list[repairs.Repair]) -> None:
         pieces.content[each.offset : each.offset + len(each.data)] = each.data
 
 
-def due(pieces: Pieces, hosts_of: repairs.HostsOf) -> list[repairs.Repair]:
+def due(pieces: Pieces, hosts_of: HostsOf) -> list[repairs.Repair]:
     """The pids on the host to be written now."""
     return [repair for _, later, repair in repairs.wrong_hosts(pieces.view(), hosts_of) if not later]
 

@@ -141,7 +141,7 @@ def test_only_a_class_gives_the_enforcement(configs: tuple[Json, ...], enforceme
     ("configs", "sentence"),
     [
         ((config("none", "FromClaim"),), "asks for enforcement none itself, which only a DeviceClass may"),
-        ((config("strong"),), "enforcement mps, hami-core, vcuda, nvml-memory, none"),
+        ((config("strong"),), "enforcement limiter, mps, hami-core, vcuda, nvml-memory, none"),
         ((config("auto"),), "Invalid enum value 'auto'"),
         ((config(memory="all"),), "unknown field `memory`"),
         ((config(kind="GpuConfig"),), "`$.kind`"),

@@ -29,7 +29,7 @@ _SYSTEMD_SECONDS: Final = 10.0
 log = structlog.get_logger(__name__)
 
 
-class RegionVolumes:
+class BoundedFolders:
     """Where mounts are not possible, regions are in plain folders: an enlarged file uses space of run_dir until it is cut."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RegionVolumes:
             except OSError as error:
                 reason = str(error)
         if not self._logged:
-            log.warning("hami_core_regions_not_bounded", reason=reason)
+            log.warning("container_files_not_bounded", reason=reason)
         self._logged = True
 
     def remove(self, folder: Path) -> None:

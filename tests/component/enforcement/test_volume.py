@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement.hami_core import layout, volume
-from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement import volume
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.mounts import mounted_names
+from gpumgr.enforcement.volume import BoundedFolders
 from tests.component.enforcement.hami_core.harness import ID, make_backend, region_of, tenant
 from tests.libvgpu import build
 
@@ -32,12 +33,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     made = tmp_path / "run" / "hami-core" / ID
     made.mkdir(parents=True)
     yield made
-    RegionVolumes().remove(made)
+    BoundedFolders().remove(made)
 
 
 @mounts
 def test_a_container_takes_no_more_than_its_own_room(folder: Path) -> None:
-    RegionVolumes().renew(folder)
+    BoundedFolders().renew(folder)
     (folder / "region.cache").write_bytes(bytes(layout.FILE_BYTES))
     with pytest.raises(OSError, match="No space left"), (folder / "region.cache").open("ab") as file:
         file.write(bytes(1 << 20))
@@ -45,7 +46,7 @@ def test_a_container_takes_no_more_than_its_own_room(folder: Path) -> None:
 
 @mounts
 def test_each_start_has_an_empty_one_and_the_former_container_keeps_its_file(folder: Path) -> None:
-    volumes = RegionVolumes()
+    volumes = BoundedFolders()
     volumes.renew(folder)
     (folder / "region.cache").write_text("former")
     with (folder / "region.cache").open() as kept:
@@ -63,12 +64,12 @@ def own_name(folder: Path) -> Iterator[Path]:
     made = folder.with_name(f"{os.getpid():016x}")
     made.mkdir()
     yield made
-    RegionVolumes().remove(made)
+    BoundedFolders().remove(made)
 
 
 @mounts
 def test_a_file_in_a_container_shows_that_it_lives(own_name: Path) -> None:
-    RegionVolumes().renew(own_name)
+    BoundedFolders().renew(own_name)
     (own_name / "region.cache").touch()
     assert mounted_names([own_name.name]) == frozenset()
     command = f"mount --bind {own_name}/region.cache /etc/hostname && echo there && read line"
@@ -76,7 +77,7 @@ def test_a_file_in_a_container_shows_that_it_lives(own_name: Path) -> None:
     with subprocess.Popen(["unshare", "--mount", "sh", "-c", command], stdin=pipe, stdout=pipe, text=True) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "there\n"
-        RegionVolumes().remove(own_name)  # a restart of the agent, or another start, does not hide it
+        BoundedFolders().remove(own_name)  # a restart of the agent, or another start, does not hide it
         assert mounted_names([own_name.name]) == {own_name.name}
         container.communicate("\n")
     assert mounted_names([own_name.name]) == frozenset()
@@ -87,7 +88,7 @@ async def test_a_restarted_agent_takes_over_and_removes_it(tmp_path: Path, folde
     library = tmp_path / "libvgpu.so"
     build(library)
     for act in ("start", "recover", "cleanup"):
-        backend = make_backend(tmp_path, library, volumes=RegionVolumes())
+        backend = make_backend(tmp_path, library, volumes=BoundedFolders())
         match act:
             case "start":
                 await backend.start(tenant())
@@ -108,11 +109,11 @@ def test_without_the_right_to_mount_the_folder_stays_plain_and_that_is_said_once
 
     monkeypatch.setattr(volume, "_call", refuse)
     monkeypatch.setattr(volume, "_ask_systemd", refuse)
-    volumes = RegionVolumes()
+    volumes = BoundedFolders()
     with capture_logs() as lines:
         volumes.renew(folder)
         volumes.renew(folder)
-    assert [(line["event"], line["reason"]) for line in lines] == [("hami_core_regions_not_bounded", "the agent may not mount")]
+    assert [(line["event"], line["reason"]) for line in lines] == [("container_files_not_bounded", "the agent may not mount")]
     assert not folder.is_mount()
 
 
@@ -120,5 +121,5 @@ def test_in_a_sandbox_systemd_mounts(folder: Path, monkeypatch: pytest.MonkeyPat
     asked: list[str] = []
     monkeypatch.setattr(volume, "_call", lambda *_: (_ for _ in ()).throw(PermissionError("not permitted")))
     monkeypatch.setattr(volume, "_ask_systemd", lambda *command: asked.append(command[0]))
-    RegionVolumes().renew(folder)
+    BoundedFolders().renew(folder)
     assert asked == ["mount"]

@@ -1,14 +1,16 @@
-"""A program that makes one CUDA context and ends: the trial of an MPS daemon. Its argument is the name or path of libcuda. It imports
-nothing of gpumgr.
+"""A program that makes one CUDA context and ends; with a second argument `wait` it first says READY and waits for the end of its input. Its
+first argument is the name or path of libcuda. It imports nothing of gpumgr.
 
-It waits for ever if the MPS server is blocked. Exit status: 0 if it got a context, 2 if CUDA refused, 3 if the library is missing.
+It waits for ever if an MPS server is blocked. Exit status: 0 if it got a context, 2 if CUDA refused, 3 if the library is missing.
 """
 
 import ctypes
 import sys
 
+READY = "ready"
 
-def main(library: str) -> int:
+
+def main(library: str, *, wait: bool) -> int:
     try:
         cuda = ctypes.CDLL(library)
     except OSError as error:
@@ -23,8 +25,11 @@ def main(library: str) -> int:
         if code := getattr(cuda, name)(*arguments):
             print(f"{name}: CUDA error {code}")
             return 2
+    if wait:
+        print(READY, flush=True)
+        sys.stdin.read()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], wait="wait" in sys.argv[2:]))

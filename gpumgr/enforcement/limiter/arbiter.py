@@ -1,0 +1,65 @@
+"""The arbiter, a native thread that decides which tenant of each GPU holds it. See arbiter.c."""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumgr.common.errors import GpumgrError
+
+
+class ArbiterError(GpumgrError):
+    """The arbiter can't be loaded, or has no room."""
+
+
+class _Figures(ctypes.Structure):
+    _fields_ = (("held_ns", ctypes.c_uint64), ("overruns", ctypes.c_uint64), ("spoiled", ctypes.c_uint64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """What one tenant did on one GPU since it was added. `overruns`: turns that were passed on although its work had not ended. `spoiled`:
+    how often its turn page was damaged, and restored."""
+
+    held_ns: int
+    overruns: int
+    spoiled: int
+
+
+class Arbiter:
+    """Its thread starts with the first tenant. Any thread may call it."""
+
+    def __init__(self, library: Path) -> None:
+        """Raises ArbiterError."""
+        try:
+            self._library = ctypes.CDLL(os.fspath(library))
+        except OSError as error:
+            raise ArbiterError(f"{library} can't be loaded: {error}") from error
+        self._gpus: dict[str, int] = {}
+        self._running = False
+
+    def add(self, uuid: str, page: int, limits: int, turn: int) -> int:
+        """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the pages'
+        descriptors, which must stay open until `remove`. Raises ArbiterError."""
+        if not self._running:
+            if code := self._library.gm_arbiter_start():
+                raise ArbiterError(f"the arbiter's thread can't be started: {os.strerror(code)}")
+            self._running = True
+        number = int(self._library.gm_arbiter_add(self._gpus.setdefault(uuid, len(self._gpus)), page, limits, turn))
+        if number < 0:
+            raise ArbiterError("the arbiter has no room for another container: it serves 1024 containers on 64 GPUs")
+        return number
+
+    def remove(self, number: int) -> None:
+        self._library.gm_arbiter_remove(number)
+
+    def turns(self, number: int) -> Turns:
+        figures = _Figures()
+        self._library.gm_arbiter_figures(number, ctypes.byref(figures))
+        return Turns(held_ns=figures.held_ns, overruns=figures.overruns, spoiled=figures.spoiled)
+
+    def stop(self) -> None:
+        """Its tenants limit themselves from now on."""
+        if self._running:
+            self._library.gm_arbiter_stop()
+            self._running = False

@@ -1,0 +1,215 @@
+"""Backend "limiter": gpumgr's own library runs in each process of the container; it counts memory before the driver is asked, and launches
+wait for the container's turn, which the arbiter gives.
+
+The container has its pages, the library and the list that preloads it as single files below /etc. It keeps the copy of the library with
+which it was created, also when it restarts; the names of the pages have their version, so an updated agent serves it. Without an agent it
+limits itself.
+"""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.files import names_in
+from gpumgr.common.units import CORES_PER_GPU, Resource
+from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.limiter.arbiter import Arbiter
+from gpumgr.enforcement.limiter.context_sizes import ContextSizes
+from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
+from gpumgr.enforcement.limiter.monitor import PageMonitor
+from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
+from gpumgr.enforcement.limiter.pages import SIZES, PageLimits
+from gpumgr.enforcement.operator_library import (
+    PRELOAD,
+    CheckedLibrary,
+    check,
+    install_preloaded,
+    installed_path,
+    make_folder,
+)
+from gpumgr.enforcement.pids import NspidOf
+from gpumgr.enforcement.volume import BoundedFolders
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.response import ContainerResponse, Mount
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+
+#: Where the library looks for its pages (PLACE in process.c). The library itself lies beside them.
+PAGES_IN_CONTAINER: Final = "/etc/gpumgr"
+_LIBRARY_IN_CONTAINER: Final = f"{PAGES_IN_CONTAINER}/{LIBRARY}"
+#: In run_dir; it has a folder for each allocation.
+FOLDER: Final = "limiter"
+_INSTALLING: Final = threading.Lock()
+
+
+class Limiter(Backend):
+    """`library_dir` has the installed libraries, on a disk. `run_dir` is on a tmpfs; without `volumes` a container's pages may fill it.
+    `contexts` measures what a context takes; None: that is not known. `nspid_of` is called on threads. `find_library` returns the path
+    of a library of this package. `clock` is monotonic, in seconds."""
+
+    name: BackendName = "limiter"
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
+
+    def __init__(
+        self,
+        *,
+        library_dir: Path,
+        run_dir: Path,
+        nspid_of: NspidOf,
+        quantum_milliseconds: int,
+        contexts: ContextSizes | None = None,
+        volumes: BoundedFolders | None = None,
+        find_library: Callable[[str], Path] = library_path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._library_dir, self._folder = library_dir, run_dir / FOLDER
+        self._nspid_of, self._contexts, self._volumes = nspid_of, contexts, volumes
+        self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
+        self._monitors: dict[AllocationId, PageMonitor] = {}
+        self._context_bytes: dict[str, int] = {}
+
+    @cached_property
+    def _library(self) -> CheckedLibrary:
+        """Raises GpumgrError."""
+        return check(self._find(LIBRARY), None)
+
+    @cached_property
+    def _arbiter(self) -> Arbiter:
+        """Raises GpumgrError."""
+        return Arbiter(self._find(ARBITER))
+
+    async def unavailable(self) -> str | None:
+        try:
+            await asyncio.to_thread(lambda: (self._library, self._arbiter))
+        except GpumgrError as error:
+            return str(error)
+        return None
+
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """Raises Refusal if this package has no library for the machine."""
+        if kind == "memory":
+            return ContainerResponse()
+        try:
+            library = installed_path(self._library_dir, self._library.sha256, LIBRARY)
+        except GpumgrError as error:
+            raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
+        folder = self._folder / tenant.allocation
+        return ContainerResponse(
+            mounts=(
+                Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
+                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),
+                *(
+                    Mount(
+                        container_path=str(page_path(Path(PAGES_IN_CONTAINER), page)),
+                        host_path=str(page_path(folder, page)),
+                        read_only=page == "limits",
+                    )
+                    for page in SIZES
+                ),
+            )
+        )
+
+    async def start(self, tenant: GpuShare) -> None:
+        """Installs the library and makes new pages. The container that used the former ones has ended."""
+        if self._contexts is not None:
+            for gpu in tenant.gpus:
+                self._context_bytes[gpu.uuid] = await self._contexts.of(gpu.uuid)
+        try:
+            await asyncio.to_thread(self._start, tenant)
+        except (GpumgrError, ValueError) as error:
+            raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
+        except OSError as error:
+            where = error.filename or self._folder
+            raise Refusal("internal", f"the limiter's pages can't be made: {where}: {error.strerror or error}") from error
+
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        """A check also restores what a container changed, and reports it."""
+        return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
+
+    def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
+        monitors = tuple(self._monitors.items())
+        return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses.items()}
+
+    def remains(self) -> Collection[AllocationId]:
+        return names_in(self._folder)
+
+    async def cleanup(self, allocation: AllocationId) -> None:
+        """Raises OSError."""
+        await asyncio.to_thread(self._cleanup, allocation)
+
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        """Containers limit themselves until the arbiter has them again."""
+        await asyncio.to_thread(lambda: [self._monitor_of(tenant) for tenant in tenants])
+
+    def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
+        return () if self._contexts is None else [pid for pid in self._contexts.own_pids() if pid in started]
+
+    async def close(self) -> None:
+        if "_arbiter" in self.__dict__:
+            self._arbiter.stop()
+        monitors, self._monitors = self._monitors, {}
+        for monitor in monitors.values():
+            monitor.close()
+
+    # -- on a thread -------------------------------------------------------------------------------------------------------
+
+    def _start(self, tenant: GpuShare) -> None:
+        wanted = self._limits(tenant)
+        with _INSTALLING:
+            install_preloaded(self._library, self._library_dir, LIBRARY, _LIBRARY_IN_CONTAINER)
+        if (old := self._monitors.pop(tenant.allocation, None)) is not None:
+            old.close()
+        folder = self._folder / tenant.allocation
+        for each in (self._folder, folder):
+            make_folder(each, 0o711)
+        if self._volumes is not None:
+            self._volumes.renew(folder)
+        self._monitors[tenant.allocation] = self._monitor(tenant, PageFiles.create(folder, wanted))
+
+    def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
+        return [finding for each in running for finding in self._monitor_of(each.tenant).check(each, self._limits(each.tenant))]
+
+    def _cleanup(self, allocation: AllocationId) -> None:
+        if (monitor := self._monitors.pop(allocation, None)) is not None:
+            monitor.close()
+        if self._volumes is not None:
+            self._volumes.remove(self._folder / allocation)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._folder / allocation)
+
+    def _monitor_of(self, tenant: GpuShare) -> PageMonitor:
+        """Returns the container's monitor. After a restart of the agent it opens the pages that an earlier process of the agent made."""
+        known = self._monitors.get(tenant.allocation)
+        return known or self._monitors.setdefault(tenant.allocation, self._monitor(tenant, self._opened(tenant)))
+
+    def _opened(self, tenant: GpuShare) -> PageFiles | str:
+        try:
+            return PageFiles.open(self._folder / tenant.allocation, len(tenant.gpus))
+        except OSError as error:
+            return f"a file can't be opened: {error.strerror or error}"
+
+    def _monitor(self, tenant: GpuShare, files: PageFiles | str) -> PageMonitor:
+        return PageMonitor(tenant, files, self._arbiter, self._nspid_of, self._clock)
+
+    def _limits(self, tenant: GpuShare) -> list[PageLimits]:
+        return [self._limits_on(gpu, tenant.core_limit) for gpu in tenant.gpus]
+
+    def _limits_on(self, gpu: SharedGpu, core_limit: int | None) -> PageLimits:
+        share = 0 if gpu.whole else gpu.cores
+        return PageLimits(
+            uuid=gpu.uuid,
+            memory_bytes=0 if gpu.whole else gpu.memory_bytes,
+            share_percent=share,
+            ceiling_percent=max(share, core_limit or 0) if share else CORES_PER_GPU,
+            quantum_microseconds=self._quantum_microseconds,
+            context_bytes=self._context_bytes.get(gpu.uuid, 0),
+        )

@@ -1,0 +1,77 @@
+"""What a CUDA context takes on a GPU, measured once: a program makes one, and the driver says what the program uses."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+import structlog
+
+from gpumgr.common.errors import NvmlError
+from gpumgr.enforcement import cuda_client
+from gpumgr.placement.topology.devices import GpuProcess
+
+_TIMEOUT_SECONDS: Final = 15.0
+
+log = structlog.get_logger(__name__)
+
+
+class ContextSizes:
+    """`processes` lists the processes of a GPU with their memory; None: not known. It raises NvmlError. `library`: the name or path of
+    libcuda."""
+
+    def __init__(
+        self, processes: Callable[[str], Awaitable[Sequence[GpuProcess] | None]], *, library: str = "libcuda.so.1"
+    ) -> None:
+        self._processes, self._library = processes, library
+        self._sizes: dict[str, int] = {}
+        self._measuring = asyncio.Lock()
+        self._pid: int | None = None
+
+    async def of(self, uuid: str) -> int:
+        """The size in bytes; 0 where it can't be measured. Then a context counts when the driver's figure has it, within a second."""
+        async with self._measuring:
+            if uuid not in self._sizes:
+                size_bytes, reason = 0, "the driver does not report it"
+                try:
+                    async with asyncio.timeout(_TIMEOUT_SECONDS):
+                        size_bytes = await self._measure(uuid)
+                except TimeoutError:
+                    reason = f"it took more than {_TIMEOUT_SECONDS:g} s"
+                except (NvmlError, OSError) as error:
+                    reason = str(error)
+                self._sizes[uuid] = size_bytes
+                log.info("context_measured", gpu=uuid, bytes=size_bytes or None, reason=None if size_bytes else reason)
+            return self._sizes[uuid]
+
+    def own_pids(self) -> Collection[int]:
+        return () if self._pid is None else (self._pid,)
+
+    async def _measure(self, uuid: str) -> int:
+        """Raises NvmlError, OSError."""
+        program = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            cuda_client.__file__,
+            self._library,
+            "wait",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": uuid},
+        )
+        assert program.stdout is not None
+        self._pid = program.pid
+        try:
+            if (said := (await program.stdout.readline()).decode(errors="replace").strip()) != cuda_client.READY:
+                raise OSError(said or "the program that makes a context ended")
+            used = [process.memory_bytes for process in await self._processes(uuid) or () if process.pid == program.pid]
+            return (used[0] or 0) if used else 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                program.kill()
+            await program.wait()
+            self._pid = None

@@ -1,0 +1,94 @@
+"""The files of a container's pages. Blocks for some microseconds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, Self
+
+from gpumgr.enforcement.limiter import pages
+from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
+from gpumgr.enforcement.shared_file import FOR_ALL, SharedFile
+
+#: The limits are read-only in the container; its processes run as any user.
+_MODES: Final = {"limits": 0o644, "use": FOR_ALL, "turn": FOR_ALL}
+
+
+def page_path(folder: Path, page: str) -> Path:
+    return folder / f"{page}.{pages.VERSION}"
+
+
+class PageFiles:
+    """The open pages of one start of a container. For one thread at a time. All methods raise OSError: also if the container has spoilt a
+    file, with a text that says how."""
+
+    def __init__(self, files: dict[str, SharedFile], gpus: int) -> None:
+        """Owns the files."""
+        self.limits, self.use, self.turn = (files[page] for page in pages.SIZES)
+        self._files, self._gpus = files, gpus
+
+    @classmethod
+    def create(cls, folder: Path, limits: Sequence[PageLimits]) -> Self:
+        """Replaces the files in the folder. Raises ValueError as `encode_limits` does."""
+        heads = {"limits": pages.encode_limits(limits), "use": pages.HEAD, "turn": pages.HEAD}
+        return cls._of(
+            lambda page, size: SharedFile.create(page_path(folder, page), size, {0: heads[page]}, mode=_MODES[page]), len(limits)
+        )
+
+    @classmethod
+    def open(cls, folder: Path, gpus: int) -> Self:
+        """The files that an earlier process of the agent made."""
+        return cls._of(lambda page, size: SharedFile.open(page_path(folder, page), size), gpus)
+
+    @classmethod
+    def _of(cls, make: Callable[[str, int], SharedFile], gpus: int) -> Self:
+        files: dict[str, SharedFile] = {}
+        with ExitStack() as on_error:
+            for page, size_bytes in pages.SIZES.items():
+                files[page] = make(page, size_bytes)
+                on_error.callback(files[page].close)
+            on_error.pop_all()
+        return cls(files, gpus)
+
+    def close(self) -> None:
+        """May be called again."""
+        for file in self._files.values():
+            file.close()
+
+    def mend(self) -> Iterator[str]:
+        """Restores size and head of the pages `limits` and `use`; yields what was wrong. The arbiter restores `turn`."""
+        for page, file in (("limits", self.limits), ("use", self.use)):
+            if less := file.extend():
+                yield f"{less} bytes of the page {page!r} were cut off"
+            if more := file.cut():
+                yield f"the page {page!r} was {more} bytes longer"
+            if file.read_at(0, len(pages.HEAD)) != pages.HEAD:
+                file.write(0, pages.HEAD[:4])
+                file.write(4, pages.HEAD[4:])
+                yield f"the head of the page {page!r} was changed"
+
+    def put_limits(self, wanted: Sequence[PageLimits]) -> list[str]:
+        """Writes the limits that differ; returns their names."""
+        words = pages.limits_words(self.limits.read_at(0, self.limits.size_bytes), wanted)
+        for _, offset, data in words:
+            self.limits.write(offset, data)
+        return [name for name, _, _ in words]
+
+    def counts(self) -> Sequence[CountedOnGpu]:
+        """For each GPU."""
+        return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), self._gpus)
+
+    def slots(self) -> Sequence[Slot]:
+        used = pages.slots_in_use(self.use.read_at(0, pages.USE_HEAD_BYTES))
+        data = self.use.read_at(pages.slot_offset(0), pages.slot_offset(used) - pages.slot_offset(0))
+        return pages.decode_slots(data, self._gpus)
+
+    def free(self, slot: Slot) -> None:
+        """Frees the slot of a process that has ended. Its memory is credited by the next reservation that would fail."""
+        at = pages.slot_offset(slot.index)
+        if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
+            return
+        self.use.write(at, pages.HALF_FREED)  # keeps others from the slot until it is empty
+        for gpu in range(self._gpus):
+            self.turn.write(pages.word_offset(gpu, slot.index), bytes(4))
+        self.use.write(at + 8, pages.empty_slot())
+        self.use.write(at, bytes(8))

@@ -1,0 +1,237 @@
+"""The content of a container's pages: the layout of pages.h, as values. Pure.
+
+The container writes `use` and `turn`: their bytes can be anything, so nothing in them is believed about limits.
+"""
+
+import ctypes
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+#: In the names of the files, too: a container that restarts after an update of the agent gets pages of its library's version.
+VERSION: Final = 1
+MAGIC: Final = 0x4D475047
+GPUS: Final = 16
+SLOTS: Final = 1024
+#: The order of enum gm_kind.
+KINDS: Final = ("alloc", "managed", "array", "vmm", "pool", "graph", "context")
+#: The pid of a slot that is being emptied.
+HALF_FREED: Final = b"\xff\xff\xff\xff"
+_DISABLED: Final = 2
+_U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
+
+
+class _LimitsGpu(ctypes.LittleEndianStructure):
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16),
+        ("memory_bytes", _U64),
+        ("uncounted_bytes", _U64),
+        ("context_bytes", _U64),
+        ("share", _U32),
+        ("ceiling", _U32),
+        ("quantum_us", _U32),
+        ("passes", _U32),
+        ("reserved", _U64 * 8),
+    )
+
+
+class _Limits(ctypes.LittleEndianStructure):
+    _fields_ = (
+        ("magic", _U32),
+        ("version", _U32),
+        ("gpus", _U32),
+        ("pad", _U32),
+        ("heartbeat_ns", _U64),
+        ("reserved", _U64 * 5),
+        ("gpu", _LimitsGpu * GPUS),
+    )
+
+
+class _UseSlotGpu(ctypes.LittleEndianStructure):
+    _fields_ = (
+        ("bytes", _U64 * 8),
+        ("launches", _U64),
+        ("spare", _U64),
+        ("waited_ns", _U64),
+        ("unknown", _U64),
+        ("pending_bytes", _U64),
+        ("reserved", _U64 * 3),
+    )
+
+
+class _UseSlot(ctypes.LittleEndianStructure):
+    _fields_ = (
+        ("pid", _U32),
+        ("state", _U32),
+        ("pid_namespace", _U64),
+        ("fault", ctypes.c_char * 48),
+        ("gpu", _UseSlotGpu * GPUS),
+    )
+
+
+class _UseGpu(ctypes.LittleEndianStructure):
+    _fields_ = (("reserved_bytes", _U64), ("refused", _U64), ("changes", _U64), ("reserved", _U64 * 5))
+
+
+class _UseHead(ctypes.LittleEndianStructure):
+    _fields_ = (
+        ("magic", _U32),
+        ("version", _U32),
+        ("slots", _U32),
+        ("pad", _U32),
+        ("reserved", _U64 * 6),
+        ("gpu", _UseGpu * GPUS),
+    )
+
+
+_HEAD_BYTES: Final = 64
+#: In `turn`, before the words of the processes on one GPU.
+_TURN_GPU_HEAD_BYTES: Final = 64
+_TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
+_SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)
+USE_HEAD_BYTES: Final = ctypes.sizeof(_UseHead)
+SIZES: Final = {
+    "limits": ctypes.sizeof(_Limits),
+    "use": USE_HEAD_BYTES + SLOTS * _SLOT_BYTES,
+    "turn": _HEAD_BYTES + GPUS * _TURN_GPU_BYTES,
+}
+#: What each page begins with.
+HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLimits:
+    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `context_bytes`: what a context takes there; 0 is not
+    known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
+
+    uuid: str
+    memory_bytes: int
+    share_percent: int
+    ceiling_percent: int
+    quantum_microseconds: int
+    context_bytes: int = 0
+    uncounted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOnGpu:
+    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS."""
+
+    bytes_by_kind: tuple[int, ...]
+    launches: int
+    waited_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One process. `pid` is the container's, in its own pid namespace. `fault`: why the library limits it no longer; None: it does."""
+
+    index: int
+    pid: int
+    fault: str | None
+    gpus: tuple[SlotOnGpu, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedOnGpu:
+    """The container's count on one GPU. `changes` counts the changes of `reserved_bytes`."""
+
+    reserved_bytes: int
+    refused: int
+    changes: int
+
+
+def encode_limits(gpus: Sequence[PageLimits]) -> bytes:
+    """A new page. Raises ValueError for more GPUs than a page has, and for a UUID that is none."""
+    if len(gpus) > GPUS:
+        raise ValueError(f"the limiter serves at most {GPUS} GPUs in one container, and this one has {len(gpus)}")
+    page = _Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
+    for entry, gpu in zip(page.gpu, gpus, strict=False):
+        ctypes.memmove(entry.uuid, _uuid_bytes(gpu.uuid), 16)
+        for name, value in _words(gpu):
+            setattr(entry, name, value)
+    return bytes(page)
+
+
+def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
+    """The words of `page` that differ from these limits: (name, offset, the bytes to write)."""
+    found = _Limits.from_buffer_copy(page)
+    words = [
+        (name, getattr(_Limits, name), value, getattr(found, name))
+        for name, value in (("magic", MAGIC), ("version", VERSION), ("gpus", len(wanted)))
+    ]
+    differing = [(name, at.offset, value.to_bytes(at.size, "little")) for name, at, value, seen in words if seen != value]
+    for index, gpu in enumerate(wanted):
+        start = _Limits.gpu.offset + index * ctypes.sizeof(_LimitsGpu)
+        if bytes(found.gpu[index].uuid) != _uuid_bytes(gpu.uuid):
+            raw = _uuid_bytes(gpu.uuid)
+            differing += [("uuid", start, raw[:8]), ("uuid", start + 8, raw[8:])]
+        for name, value in _words(gpu):
+            at = getattr(_LimitsGpu, name)
+            if getattr(found.gpu[index], name) != value:
+                differing.append((name, start + at.offset, value.to_bytes(at.size, "little")))
+    return differing
+
+
+def decode_counts(head: bytes, gpus: int) -> tuple[CountedOnGpu, ...]:
+    """`head`: the first USE_HEAD_BYTES of `use`."""
+    found = _UseHead.from_buffer_copy(head)
+    return tuple(
+        CountedOnGpu(reserved_bytes=each.reserved_bytes, refused=each.refused, changes=each.changes) for each in found.gpu[:gpus]
+    )
+
+
+def slots_in_use(head: bytes) -> int:
+    """How many slots may be in use; `head` as for `decode_counts`."""
+    return min(int(_UseHead.from_buffer_copy(head).slots), SLOTS)
+
+
+def slot_offset(index: int) -> int:
+    return USE_HEAD_BYTES + index * _SLOT_BYTES
+
+
+def word_offset(gpu: int, slot: int) -> int:
+    """The place of a process's word on one GPU, in `turn`."""
+    return _HEAD_BYTES + gpu * _TURN_GPU_BYTES + _TURN_GPU_HEAD_BYTES + 4 * slot
+
+
+def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
+    """`data`: of `use`, from slot_offset(0). Without free slots."""
+    slots = []
+    for index in range(len(data) // _SLOT_BYTES):
+        if not any(data[index * _SLOT_BYTES : index * _SLOT_BYTES + 4]):
+            continue
+        slot = _UseSlot.from_buffer_copy(data, index * _SLOT_BYTES)
+        on_gpus = tuple(
+            SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches, waited_ns=each.waited_ns)
+            for each in slot.gpu[:gpus]
+        )
+        fault = _printable(slot.fault) if slot.state == _DISABLED else None
+        slots.append(Slot(index=index, pid=slot.pid, fault=fault, gpus=on_gpus))
+    return tuple(slots)
+
+
+def empty_slot() -> bytes:
+    """Everything of a slot behind its pid and state."""
+    return bytes(_SLOT_BYTES - 8)
+
+
+def _words(gpu: PageLimits) -> Sequence[tuple[str, int]]:
+    return (
+        ("memory_bytes", gpu.memory_bytes),
+        ("uncounted_bytes", gpu.uncounted_bytes),
+        ("context_bytes", gpu.context_bytes),
+        ("share", gpu.share_percent),
+        ("ceiling", gpu.ceiling_percent),
+        ("quantum_us", gpu.quantum_microseconds),
+    )
+
+
+def _uuid_bytes(text: str) -> bytes:
+    """As cuDeviceGetUuid answers. Raises ValueError."""
+    return uuid.UUID(text.removeprefix("GPU-").removeprefix("MIG-")).bytes
+
+
+def _printable(text: bytes) -> str:
+    return "".join(character for character in text.decode("ascii", "replace") if character.isprintable())

@@ -1,0 +1,389 @@
+"""The backend with real tenants on a fake GPU: they have the pages that it made, and its arbiter runs in the test."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.common.errors import InputError, Refusal
+from gpumgr.enforcement.limiter.backend import Limiter
+from gpumgr.enforcement.limiter.monitor import CHECKS_UNREGISTERED
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.response import ContainerResponse, Mount
+from gpumgr.ledger.usage.containers import Container as RuntimeContainer
+from gpumgr.ledger.usage.node_use import TurnUse
+from tests.component.enforcement.hami_core.harness import number_in_container
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Node, Tenant
+from tests.shares import gpu_share, shared_gpu
+
+ID = "00112233445566ff"
+#: That of the fake GPU.
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+GPU = shared_gpu(UUID, cores=50, memory_bytes=4096 * MIB)
+SHARE = gpu_share(ID, GPU)
+
+
+class Contexts:
+    """What a context takes is known."""
+
+    async def of(self, _uuid: str) -> int:
+        return CONTEXT_BYTES
+
+    def own_pids(self) -> Sequence[int]:
+        return ()
+
+
+@dataclass
+class Place:
+    """A node with the folders of an agent. `tenants`: the processes in the container."""
+
+    node: Node
+    programs: Path
+    folder: Path
+    backend: Limiter
+    #: What the agent's clock says.
+    seconds: float = 100.0
+    tenants: list[Tenant] = field(default_factory=list)
+
+    def agent(self) -> Limiter:
+        """Another process of the agent."""
+
+        return Limiter(
+            library_dir=self.folder / "lib",
+            run_dir=self.folder / "run",
+            nspid_of=number_in_container,
+            quantum_milliseconds=20,
+            contexts=Contexts(),  # type: ignore[arg-type]
+            find_library=lambda name: self.programs / name,
+            clock=lambda: self.seconds,
+        )
+
+    async def start(self, share: GpuShare = SHARE) -> None:
+        await self.backend.start(share)
+
+    def page(self, name: str) -> Path:
+        return self.folder / "run/limiter" / ID / f"{name}.1"
+
+    @contextmanager
+    def tenant(self) -> Iterator[Tenant]:
+        """A process of the container that has a context."""
+        work = self.folder / "container"
+        work.mkdir(exist_ok=True)
+        if not (pages := work / "pages").exists():
+            pages.symlink_to(self.page("use").parent)
+        tenant = self.node.start(work)
+        self.tenants.append(tenant)
+        assert tenant.ask("init 0")[0] == 0
+        yield tenant
+        self.tenants.remove(tenant)
+        tenant.kill()
+
+    async def check(
+        self, share: GpuShare = SHARE, *, others: Sequence[int] = (), driver_bytes: int | None = None
+    ) -> Sequence[Finding]:
+        pids = sorted([tenant.pid for tenant in self.tenants] + [*others] + [os.getpid()])
+        running = RunningContainer(
+            tenant=share,
+            container=RuntimeContainer(id="c", pod=("team", "p"), pod_uid="u", name="main"),
+            pids=tuple(pids),
+            gpu_pids=frozenset([tenant.pid for tenant in self.tenants] + [*others]),
+            memory_bytes={GPU.name: driver_bytes},
+        )
+        return await self.backend.observe([running])
+
+    def turns(self) -> TurnUse:
+        return self.backend.turns()[ID, GPU.name]
+
+
+@pytest.fixture
+async def place(node: Node, programs: Path, tmp_path: Path) -> AsyncIterator[Place]:
+    made = Place(node, programs, tmp_path, backend=None)  # type: ignore[arg-type]
+    made.backend = made.agent()
+    yield made
+    await made.backend.close()
+
+
+def content(path: str | Path) -> bytes:
+    return Path(path).read_bytes()
+
+
+# -- what the container gets ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_core_call_brings_library_and_pages(place: Place) -> None:
+    assert place.backend.prepare(SHARE, "memory") == ContainerResponse()
+    answer = place.backend.prepare(SHARE, "core")
+    await place.start()
+    library, preload, *pages = answer.mounts
+    assert (library.container_path, library.read_only) == ("/etc/gpumgr/libgpumgr.so", True)
+    assert content(library.host_path) == content(place.programs / "libgpumgr.so")
+    assert (preload.container_path, preload.read_only) == ("/etc/ld.so.preload", True)
+    assert content(preload.host_path) == b"/etc/gpumgr/libgpumgr.so\n"
+    assert pages == [
+        Mount(container_path=f"/etc/gpumgr/{name}.1", host_path=str(place.page(name)), read_only=name == "limits")
+        for name in ("limits", "use", "turn")
+    ]
+    assert [place.page(name).stat().st_mode & 0o777 for name in ("limits", "use", "turn")] == [0o644, 0o666, 0o666]
+    assert place.agent().prepare(SHARE, "core") == answer
+
+
+async def test_without_its_libraries_it_is_unavailable_and_refuses(tmp_path: Path) -> None:
+    def find(name: str) -> Path:
+        raise InputError(f"this installation has no {name}")
+
+    bare = Limiter(
+        library_dir=tmp_path, run_dir=tmp_path, nspid_of=number_in_container, quantum_milliseconds=20, find_library=find
+    )
+    assert await bare.unavailable() == "this installation has no libgpumgr.so"
+    with pytest.raises(Refusal, match=r"the limiter can't limit team/p \(main\): this installation has no libgpumgr\.so"):
+        bare.prepare(SHARE, "core")
+    with pytest.raises(Refusal, match=r"this installation has no libgpumgr\.so"):
+        await bare.start(SHARE)
+    await bare.close()
+
+
+async def test_a_gpu_that_the_pages_can_not_name_is_refused(place: Place) -> None:
+    with pytest.raises(Refusal, match="the limiter can't limit"):
+        await place.start(gpu_share(ID, replace(GPU, uuid="GPU-1")))
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_memory_that_was_granted_is_the_limit(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        result, granted, _ = tenant.ask(f"grab alloc {64 * MIB} {8192 * MIB}")
+        assert (result, granted) == (2, (GPU.memory_bytes - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB)
+        assert await place.check() == []
+        assert place.turns().memory_bytes_by_kind == {"alloc": granted, "context": CONTEXT_BYTES}
+
+
+async def test_what_the_driver_uses_beyond_the_count_is_taken_from_the_limit(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB)
+        free = tenant.ask("info")[1]
+        assert free == GPU.memory_bytes - CONTEXT_BYTES
+        await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB)
+        assert tenant.ask("info")[1] == free - 100 * MIB
+        await place.check(driver_bytes=None)  # not known: as before
+        assert tenant.ask("info")[1] == free - 100 * MIB
+        await place.check(driver_bytes=CONTEXT_BYTES)
+        assert tenant.ask("info")[1] == free
+
+
+async def test_memory_that_was_freed_after_the_drivers_figure_is_not_taken_twice(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        for _ in range(2):
+            await place.check(driver_bytes=CONTEXT_BYTES)
+        tenant.ask(f"grab alloc {64 * MIB} {1024 * MIB}")
+        tenant.ask("free")
+        await place.check(driver_bytes=CONTEXT_BYTES + 1024 * MIB)
+        assert tenant.ask("info")[1] == GPU.memory_bytes - CONTEXT_BYTES
+
+
+async def test_the_slot_of_a_process_that_was_killed_is_freed(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        assert tenant.ask(f"grab alloc {64 * MIB} {1024 * MIB}")[0] == 0
+        await place.check()
+        assert place.turns().memory_bytes_by_kind == {"alloc": 1024 * MIB, "context": CONTEXT_BYTES}
+    for _ in range(3):
+        await place.check()
+    assert place.turns().memory_bytes_by_kind == {}
+    with place.tenant() as tenant:
+        most = (GPU.memory_bytes - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB
+        assert tenant.ask(f"grab alloc {64 * MIB} {most}")[:2] == (0, most)
+
+
+# -- cores -----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_turns_are_counted_and_outlive_their_process(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        result, _, _ = tenant.ask("work products 300 1")
+        assert result == 0
+        await place.check()
+        first = place.turns()
+        assert (first.launches > 0, first.held_seconds > 0) == (True, True)
+    for _ in range(3):
+        await place.check()
+    assert place.turns().launches == first.launches
+
+
+async def test_the_time_held_is_that_of_the_last_ten_seconds(place: Place) -> None:
+    await place.start()
+    await place.check()
+    assert (place.turns().held_ratio, place.turns().waited_ratio) == (None, None)
+    with place.tenant() as tenant:
+        assert tenant.ask("work products 100 1")[0] == 0
+        place.seconds += 1
+        await place.check()
+        held = place.turns().held_seconds
+        assert place.turns().held_ratio == pytest.approx(held)
+        place.seconds += 1
+        await place.check()
+        assert place.turns().held_ratio == pytest.approx(place.turns().held_seconds / 2)
+        for _ in range(11):
+            place.seconds += 1
+            await place.check()
+        assert place.turns().held_ratio == 0
+
+
+async def test_the_annotation_raises_the_ceiling_also_while_the_container_runs(place: Place) -> None:
+    def share_and_ceiling() -> tuple[int, int]:
+        content = place.page("limits").read_bytes()[64 + 40 :]
+        return int.from_bytes(content[:4], "little"), int.from_bytes(content[4:8], "little")
+
+    await place.start()
+    assert share_and_ceiling() == (50, 50)
+    for limit, ceiling in ((80, 80), (20, 50), (100, 100)):
+        assert await place.check(replace(SHARE, core_limit=limit)) == []
+        assert share_and_ceiling() == (50, ceiling)
+
+
+async def test_a_share_without_cores_and_a_whole_gpu_wait_for_no_turn(place: Place) -> None:
+    await place.start(gpu_share(ID, replace(GPU, cores=0)))
+    assert place.page("limits").read_bytes()[64 + 40 : 64 + 48] == bytes([0, 0, 0, 0, 100, 0, 0, 0])
+    assert place.page("limits").read_bytes()[64 + 16 : 64 + 24] == GPU.memory_bytes.to_bytes(8, "little")
+    await place.start(gpu_share(ID, replace(GPU, cores=100)))
+    assert place.page("limits").read_bytes()[64 + 40 : 64 + 48] == bytes([0, 0, 0, 0, 100, 0, 0, 0])
+    assert place.page("limits").read_bytes()[64 + 16 : 64 + 24] == bytes(8)
+
+
+# -- findings --------------------------------------------------------------------------------------------------------------------
+
+
+def _overwrite(offset: int, data: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with path.open("r+b") as page:
+            page.seek(offset)
+            page.write(data)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("page", "spoil", "found"),
+    [
+        ("use", lambda path: os.truncate(path, 100), "bytes of the page 'use' were cut off"),
+        ("use", lambda path: os.truncate(path, 1 << 23), "bytes longer"),
+        ("use", _overwrite(0, b"\xff" * 8), "the head of the page 'use' was changed"),
+        ("limits", _overwrite(64 + 16, b"\xff" * 8), "the limit 'memory_bytes' was changed"),
+        ("limits", _overwrite(64 + 40, b"\x64"), "the limit 'share' was changed"),
+    ],
+)
+async def test_a_page_that_was_changed_is_restored_and_reported_once(
+    place: Place, page: str, spoil: Callable[[Path], object], found: str
+) -> None:
+    await place.start()
+    assert await place.check() == []
+    before = {name: (place.page(name).stat().st_size, place.page(name).read_bytes()[:8]) for name in ("limits", "use", "turn")}
+    spoil(place.page(page))
+    [finding] = await place.check()
+    assert (finding.code, found in finding.message) == ("tampered", True)
+    assert {name: (place.page(name).stat().st_size, place.page(name).read_bytes()[:8]) for name in before} == before
+    assert await place.check() == []
+    with place.tenant() as tenant:
+        assert tenant.ask(f"grab alloc {64 * MIB} {8192 * MIB}")[0] == 2
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1 << 20])
+async def test_a_damaged_turn_is_restored_by_the_arbiter_and_reported(place: Place, size_bytes: int) -> None:
+    await place.start()
+    assert await place.check() == []
+    before = place.page("turn").stat().st_size
+    os.truncate(place.page("turn"), size_bytes)
+    found: Sequence[Finding] = ()
+    for _ in range(1000):
+        if found := await place.check():
+            break
+        await asyncio.sleep(0.01)
+    assert [(each.code, "the page 'turn' was damaged" in each.message) for each in found] == [("tampered", True)]
+    assert place.page("turn").stat().st_size == before
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.link(path, path.with_name("other"))])
+async def test_a_page_that_can_not_be_used_is_reported_once(place: Place, spoil: Callable[[Path], object]) -> None:
+    await place.start()
+    spoil(place.page("use"))
+    [finding] = await place.check()
+    assert (finding.code, "its pages can't be used (its file" in finding.message) == ("broken", True)
+    assert await place.check() == []
+
+
+@pytest.mark.parametrize("fill", [b"\xff", b"\x41"])
+async def test_no_bytes_stop_the_agent(place: Place, fill: bytes) -> None:
+    await place.start()
+    for name in ("use", "turn"):
+        path = place.page(name)
+        path.write_bytes(fill * path.stat().st_size)
+    for _ in range(4):
+        assert {finding.code for finding in await place.check(driver_bytes=MIB)} <= {"tampered", "broken"}
+    assert await place.check() == []
+
+
+async def test_a_process_without_the_library_is_reported_after_some_checks(place: Place) -> None:
+    await place.start()
+    found = [await place.check(others=[os.getpid()]) for _ in range(CHECKS_UNREGISTERED + 2)]
+    assert [len(each) for each in found] == [0] * (CHECKS_UNREGISTERED - 1) + [1, 0, 0]
+    assert (found[CHECKS_UNREGISTERED - 1][0].code, f"process {os.getpid()}" in found[CHECKS_UNREGISTERED - 1][0].message) == (
+        "unregistered",
+        True,
+    )
+
+
+async def test_a_library_that_gave_up_is_reported_with_its_reason(place: Place) -> None:
+    await place.start()
+    with place.tenant():
+        at = 64 + 16 * 64
+        _overwrite(at + 4, (2).to_bytes(4, "little"))(place.page("use"))
+        _overwrite(at + 16, b"no memory\x1b\0")(place.page("use"))
+        [finding] = await place.check()
+        assert (finding.code, ": no memory; restart the container" in finding.message) == ("broken", True)
+        assert await place.check() == []
+
+
+# -- the agent's end and start ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_restarted_agent_takes_the_pages_over(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        tenant.ask(f"grab alloc {64 * MIB} {1024 * MIB}")
+        before = place.page("limits").stat().st_ino
+        await place.backend.close()
+        place.backend = place.agent()
+        await place.backend.recover([SHARE])
+        assert await place.check() == []
+        assert place.turns().memory_bytes_by_kind == {"alloc": 1024 * MIB, "context": CONTEXT_BYTES}
+        assert place.page("limits").stat().st_ino == before
+        assert tenant.ask("work products 100 1")[0] == 0
+    assert place.backend.remains() == [ID]
+    await place.backend.cleanup(ID)
+    assert place.backend.remains() == []
+
+
+async def test_pages_that_are_gone_after_a_restart_are_reported(place: Place) -> None:
+    await place.backend.recover([SHARE])
+    [finding] = await place.check()
+    assert (finding.code, "No such file or directory" in finding.message) == ("broken", True)
+    assert await place.check() == []
+
+
+async def test_a_container_that_starts_again_gets_new_pages(place: Place) -> None:
+    await place.start()
+    first = place.page("use").stat().st_ino
+    await place.check()
+    await place.start(gpu_share(ID, replace(GPU, memory_bytes=1024 * MIB)))
+    assert place.page("use").stat().st_ino != first
+    with place.tenant() as tenant:
+        assert tenant.ask(f"grab alloc {64 * MIB} {4096 * MIB}")[1] == (1024 * MIB - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB
