@@ -11,10 +11,9 @@ from gpumgr.driver.health import Observation
 from gpumgr.driver.memory_limits import find_obstacle, read_limit, set_limit
 from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
 from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
-from gpumgr.driver.sampling import failed, read_health, read_processes, read_sample
+from gpumgr.driver.sampling import ProcessUtilization, failed, read_health, read_processes, read_sample
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
-from gpumgr.driver.utilization import ProcessUtilization
 from gpumgr.driver.worker import GpuBusy, GpuHangs
 from gpumgr.placement.topology.devices import (
     GpuFailure,

@@ -20,8 +20,7 @@ from gpumgr.cluster.claims.shapes import DRIVER
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, homogeneous
 from gpumgr.cluster.core.quota import GpuKind, Quotas
-from gpumgr.cluster.scheduler.objects import QuotaLabels
-from gpumgr.cluster.scheduler.pod_spec import CpuPod
+from gpumgr.cluster.scheduler.objects import CpuPod, QuotaLabels
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import CORES_PER_GPU

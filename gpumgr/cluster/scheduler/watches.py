@@ -13,8 +13,15 @@ import structlog
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
-from gpumgr.cluster.scheduler.pod_spec import CpuPod, decode_pod
+from gpumgr.cluster.scheduler.objects import (
+    CpuPod,
+    QuotaLabels,
+    WatchedNode,
+    WatchedPod,
+    decode_pod,
+    parse_node,
+    parse_watched_pod,
+)
 from gpumgr.cluster.scheduler.quota_objects import WatchedResourceQuota, parse_resource_quota
 from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
 from gpumgr.common.aio import run_until

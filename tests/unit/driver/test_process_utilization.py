@@ -1,6 +1,6 @@
 """From the driver's samples to each process' utilization, with any behaviour of the driver and the clock."""
 
-from gpumgr.driver.utilization import UtilizationState, advance
+from gpumgr.driver.sampling import UtilizationState, advance
 
 SECOND = 1_000_000
 NOW = 1_700_000_000 * SECOND

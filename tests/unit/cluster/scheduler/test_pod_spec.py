@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpumgr.cluster.scheduler.pod_spec import CpuPod, decode_pod
+from gpumgr.cluster.scheduler.objects import CpuPod, decode_pod
 
 
 def container(cpu: object, **more: Any) -> dict[str, Any]:

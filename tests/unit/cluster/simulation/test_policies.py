@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Shape
-from gpumgr.cluster.simulation.policies import POLICIES, Placer
-from gpumgr.cluster.simulation.reference_policies import sample_size
+from gpumgr.cluster.simulation.policies import POLICIES, Placer, sample_size
 
 
 def spec(name: str, gpus: int, cpus: int = 64, blocks: int = 0, model: str = "A100") -> NodeSpec:
@@ -111,8 +110,7 @@ def test_models_and_memory() -> None:
 def test_what_is_not_kept_of_a_request_is_computed_again(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for bound in (512, 2):
-        for module in ("policies", "reference_policies"):
-            monkeypatch.setattr(f"gpumgr.cluster.simulation.{module}.MAX_SHAPES", bound)
+        monkeypatch.setattr("gpumgr.cluster.simulation.policies.MAX_SHAPES", bound)
         run = Run(policy, [spec("a", 4), spec("b", 4, cpus=8)], TRACE)
         found.append([where and len(where.gpus) for where in map(run.add, [share(300, cpus) for cpus in (1, 2, 3, 4)] * 7)])
     assert found[0].count(None) == found[1].count(None) > 0

@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators import partition
 from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.link import choose_set
+from gpumgr.placement.evaluators.link import PartitionSearch, TooManySets, choose_set
 from gpumgr.placement.evaluators.select import check_request, place
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.placement.topology.scores import score_matrix
@@ -151,8 +150,8 @@ def unlike(n: int) -> Topology:
 def test_a_search_that_is_too_long_ends_in_grown_sets() -> None:
     topology = unlike(40)
     free = tuple(range(40))
-    with pytest.raises(partition.TooManySets):
-        partition.PartitionSearch(((0,) * 40,) * 40, free, 8, (), {gpu: gpu for gpu in free})
+    with pytest.raises(TooManySets):
+        PartitionSearch(((0,) * 40,) * 40, free, 8, (), {gpu: gpu for gpu in free})
     chosen = choose_set(topology, free, 8, (5, 11), (320,) * 40, 0)
     assert chosen is not None
     assert (len(chosen), {5, 11} <= set(chosen), chosen == tuple(sorted(chosen))) == (8, True, True)
@@ -160,8 +159,8 @@ def test_a_search_that_is_too_long_ends_in_grown_sets() -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(18, 6), (20, 5), (24, 4)])
 def test_the_search_over_unlike_gpus_is_bounded(n: int, k: int) -> None:
-    search = partial(partition.PartitionSearch, score_matrix(unlike(n)), range(n), k, (), {gpu: gpu for gpu in range(n)})
-    with pytest.raises(partition.TooManySets):
+    search = partial(PartitionSearch, score_matrix(unlike(n)), range(n), k, (), {gpu: gpu for gpu in range(n)})
+    with pytest.raises(TooManySets):
         search().best_sets()
 
 
