@@ -118,8 +118,8 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|"
     p99 = f"{eight['dgx1_v100']['p99']} / {eight['hgx_nvswitch']['p99']}"
     yield f"| link decision, 8 GPUs (DGX-1 / NVSwitch), p99 of all sizes | < 1 ms | {p99} ms |"
-    for name, what in _LINK_16.items():
-        yield f"| link decision, 16 GPUs, {what}, slowest size | < 50 ms | {sixteen[name]['p50_of_slowest_size']} ms |"
+    slow = "; ".join(str(sixteen[name]["p50_of_slowest_size"]) for name in _LINK_16)
+    yield f"| link decision, 16 GPUs, slowest size: {'; '.join(_LINK_16.values())} | < 50 ms | {slow} ms |"
     worst = list(figures["evaluators"].get("link_worst_case", {}).values())
     if worst:
         slowest = [max(size[f"{each}_of_slowest_size"] for size in worst) for each in ("p50", "p99")]
@@ -140,9 +140,8 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "| what is shown | goal | gpumgr | floor |", "|---|---|---|---|")
     for key, goal in {"metrics_8x25": 3, "metrics_8x200": 10}.items():
         row = metrics[key]
-        for name, what in (("classic", "plain"), ("openmetrics_gzip", "OpenMetrics, gzip")):
-            times = f"{_pair(row[f'scrape_{name}'])} | {_pair(row[f'floor_{name}'])}"
-            yield f"| scrape of /metrics with {row['containers']} containers, {what} | p99 < {goal} ms | {times} |"
+        times = " | ".join(_pairs(row[f"{who}_classic"], row[f"{who}_openmetrics_gzip"]) for who in ("scrape", "floor"))
+        yield f"| scrape of /metrics with {row['containers']} containers, plain; OpenMetrics, gzip | p99 < {goal} ms | {times} |"
     row = metrics["metrics_8x25"]
     percents = f"{row['cpu_percent']} % | {row['floor_cpu_percent']} %"
     yield f"| CPU of 10 scrapes a second, {row['containers']} containers | < 3 % of a core | {percents} |"
@@ -185,13 +184,12 @@ def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
         shown = f"{_pair(row['first'])}; again {_pair(row['again'])}{also}"
         yield f"| PreStartContainer with {starts['containers']} shares, {what} | {goal} | {shown} | {_pair(starts['floor']['first'])} |"
     for name, where in _CALLERS.items():
-        for key, goal in _AT_ONCE.items():
-            shown, floor = _pair(registrations[name]["light"][key]), _pair(registrations["floor"]["light"][key])
-            yield f"| RegisterVDevice, {key.removeprefix('at_once_')} at once, {where} | {goal} | {shown} | {floor} |"
+        shown, floor = (_pairs(*(registrations[who]["light"][key] for key in _AT_ONCE)) for who in (name, "floor"))
+        numbers = "; ".join(key.removeprefix("at_once_") for key in _AT_ONCE)
+        yield f"| RegisterVDevice, {numbers} at once, {where} | {'; '.join(_AT_ONCE.values())} | {shown} | {floor} |"
     for name, what in _MIXES.items():
         row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
-        yield f"| {sample}: loop held | < 15 ms | {_pair(row['loop'])} | |"
-        yield f"| {sample}: loop lag during it | p99 < 10 ms | {_pair(row['loop_lag'])} | |"
+        yield f"| {sample}: loop held; lag | < 15 ms; p99 < 10 ms | {_pairs(row['loop'], row['loop_lag'])} | |"
     yield f"| pass over {regions['regions']} regions | < 30 ms | {_pair(regions['pass'])} | |"
 
 
@@ -336,6 +334,10 @@ def _crowd(row: Mapping[str, Any]) -> str:
     running = row["running_seconds"]
     late = f"{row['running']:g} after 20"
     return f"{row['bound_seconds'] or 'not all'} / {late if running is None else running}"
+
+
+def _pairs(*rows: Mapping[str, Any]) -> str:
+    return "; ".join(map(_pair, rows))
 
 
 def _pair(row: Mapping[str, Any]) -> str:

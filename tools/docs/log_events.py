@@ -199,15 +199,16 @@ MEANINGS: Final = {
 
 
 def log_events_table() -> str:
-    """The events that need an explanation, by name, with their meaning. An error or a warning without a meaning has an empty cell, which a
-    test reports."""
+    """The events that need an explanation, by name, with their meaning, and their level unless it is warning. An error or a warning without
+    a meaning has an empty cell, which a test reports."""
     rows = [
-        (code(name), level, MEANINGS.get(name, ""))
+        (code(name), ("" if level == "warning" else f"*{level}:* ") + MEANINGS.get(name, ""))
         for name, level in events().items()
         if name in MEANINGS or needs_meaning(level)
     ]
-    rest = "Report bugs with the traceback in the log. Events of level info that are not listed need no action."
-    return f"{table(('event', 'level', 'meaning, and what to do'), rows)}\n\n{rest}"
+    rest = "The level is warning, unless the row begins with another one. Report bugs with the traceback in the log. Events of level info "
+    rest += "that are not listed need no action."
+    return f"{table(('event', 'meaning, and what to do'), rows)}\n\n{rest}"
 
 
 def needs_meaning(level: str) -> bool:

@@ -178,7 +178,7 @@ static bool start_helper(void) {
     bool made = !pthread_create(&thread, NULL, help, NULL);
     sigprocmask(SIG_SETMASK, &old, NULL);
     if (made) pthread_detach(thread);
-    else gm_disable("it can't start a thread"), atomic_store(&helper, 3);
+    else gm_disable("no thread can be started", "raise the container's limit of processes"), atomic_store(&helper, 3);
     if (!atomic_exchange(&registered, true)) atexit(stop_at_exit);
     return made;
 }

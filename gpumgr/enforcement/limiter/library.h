@@ -69,7 +69,7 @@ int gm_gpu_of_device(CUdevice device);
 /* The device of the thread's current context; -1 without one. */
 CUdevice gm_current_device(void);
 /* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
-void gm_disable(const char *why);
+void gm_disable(const char *why, const char *remedy);
 /* Credits and frees the slots of processes of this PID namespace that died; the number of freed slots. For memory.c: call it
  * before a reservation is refused, then try once more. */
 int gm_reap_slots(void);

@@ -247,11 +247,12 @@ void gm_pools_settle(bool trim) {
         pool_settle((pool_t)pools[i].key);
     }
 }
-static void nothing(struct gm_record *r, void *gpu) { *(int *)gpu = r->gpu; }
+static void copy(struct gm_record *r, void *out) { *(struct gm_record *)out = *r; }
 /* The index of the pool's GPU; -1: it is not limited, or another process's. Devices' own pools become known by their first use. */
 static int pool_gpu(pool_t pool) {
+    struct gm_record known;
     int gpu = -1, count = 0;
-    if (gm_record_change(GM_POOL_OF, (uint64_t)pool, nothing, &gpu)) return gpu;
+    if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &known)) return known.gpu;
     CUresult (*number)(int *) = (CUresult(*)(int *))gm_driver_function("cuDeviceGetCount");
     CUresult (*own)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetDefaultMemPool");
     if (!number || !own || number(&count) != CUDA_SUCCESS) return -1;
@@ -259,9 +260,15 @@ static int pool_gpu(pool_t pool) {
         pool_t found = NULL;
         if (own(&found, d) != CUDA_SUCCESS || found != pool) continue;
         gpu = gm_gpu_of_device(d);
-        if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu});
+        if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu, .references = 1});
     }
     return gpu;
+}
+/* Pointers from a pool that the program can destroy; a device's own has a reference, which it keeps. */
+static void remember(pool_t pool, uint64_t at, uint64_t size) {
+    struct gm_record from;
+    if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &from) && !from.references)
+        gm_record_add((struct gm_record){.key = at, .size = size, .pool = from.key, .type = GM_POINTER, .kind = GM_POOL, .gpu = from.gpu});
 }
 static bool graph_memory; /* has this process put allocations into graphs? */
 static bool capturing(CUstream stream, bool per_thread) {
@@ -288,9 +295,10 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
     do {                                                                                                                           \
         pool_t from = (out) && gm_process() && !capturing(stream, per_thread) ? (pool) : NULL;                                     \
         int gpu = from ? pool_gpu(from) : -1;                                                                                      \
-        uint64_t bytes = gpu < 0 ? 0 : rounded(size, POOL_STEP);                                                                 \
+        uint64_t bytes = gpu < 0 ? 0 : rounded(size, POOL_STEP);                                                                   \
         if (bytes && !reserve(gpu, GM_POOL, bytes)) return refuse(gpu);                                                            \
         CUresult result = call;                                                                                                    \
+        if (gpu >= 0 && result == CUDA_SUCCESS) remember(from, *(out), size);                                                      \
         if (gpu >= 0) pool_settle(from);                                                                                           \
         gm_release(gpu, GM_POOL, bytes);                                                                                           \
         return result;                                                                                                             \
@@ -317,8 +325,8 @@ GM_EXPORT CUresult cuMemPoolDestroy(pool_t pool) {
     struct gm_record record;
     bool known = gm_record_take(GM_POOL_OF, (uint64_t)pool, &record);
     CUresult r = CALL(cuMemPoolDestroy, pool);
-    if (known && r == CUDA_SUCCESS) gm_release(record.gpu, record.kind, record.bytes);
-    else if (known) gm_record_add(record);
+    if (known && r != CUDA_SUCCESS) gm_record_add(record);
+    else if (known) gm_records_outlive((uint64_t)pool), gm_release(record.gpu, record.kind, record.bytes);
     return r;
 }
 GM_EXPORT CUresult cuMemPoolTrimTo(pool_t pool, size_t keep) {
@@ -327,7 +335,9 @@ GM_EXPORT CUresult cuMemPoolTrimTo(pool_t pool, size_t keep) {
     return r;
 }
 
-/* -- memory of graphs: known only after it was taken ---------------------------------------------------------------------------- */
+/* -- memory of graphs: known only after it was taken ---------------------------------------------------------------------------- *
+ * The driver says what a graph needs when it has it: at instantiation, upload or launch. So a graph may pass the limit; then all later
+ * requests are refused until it is within the limit again. */
 enum { GRAPH_RESERVED_CURRENT = 2 }; /* CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT */
 void gm_graph_memory(void) {
     static uint64_t charged[64];

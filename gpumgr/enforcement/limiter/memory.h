@@ -18,9 +18,10 @@ void gm_ledger_settle(int gpu);
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
 enum gm_record_type { GM_POINTER, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
 struct gm_record {
-    uint64_t key, size; /* size: of a mapping's range */
+    uint64_t key, size; /* size: of a mapping's range, of a pointer from a pool */
     uint64_t bytes;     /* charged */
     uint64_t block;     /* of a pointer: the key of the block that is charged instead; 0: none */
+    uint64_t pool;      /* of a pointer: the pool that is charged instead, as long as it exists; 0: none */
     enum gm_record_type type;
     enum gm_kind kind;
     int gpu, references, mappings;
@@ -37,6 +38,8 @@ bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(str
 bool gm_record_hold(struct gm_record block);
 /* Removes and credits what ends with a context. */
 void gm_records_end(CUcontext context);
+/* A pool was destroyed: the driver keeps the memory of pointers that were not freed, so each is charged for itself. */
+void gm_records_outlive(uint64_t pool);
 /* Virtual memory: a range was mapped to a handle, ranges were unmapped. */
 void gm_record_map(uint64_t at, uint64_t size, uint64_t handle);
 void gm_record_unmap(uint64_t at, uint64_t size);

@@ -31,15 +31,17 @@ uint64_t gm_now(void) {
     return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
 }
 
-static void say(const char *why) {
+/* What, where, and what to do. */
+static void say(const char *what, const char *where, const char *why, const char *remedy) {
     if (atomic_exchange(&said, true)) return;
-    char line[160];
-    int n = snprintf(line, sizeof line, "libgpumgr: this process is not limited: %s\n", why);
+    char line[320];
+    int n = snprintf(line, sizeof line, "libgpumgr: process %d %s: %s: %s; %s\n", (int)getpid(), what, where, why, remedy);
     if (write(2, line, (size_t)n) < 0) return;
 }
 
-void gm_disable(const char *why) {
-    say(why);
+static const char unlimited[] = "runs without gpumgr's limits";
+void gm_disable(const char *why, const char *remedy) {
+    say(unlimited, PLACE "limits", why, remedy);
     if (process.slot) {
         snprintf(process.slot->fault, sizeof process.slot->fault, "%s", why);
         __atomic_store_n(&process.slot->state, GM_DISABLED, __ATOMIC_RELEASE);
@@ -51,7 +53,7 @@ void gm_disable(const char *why) {
 static void *map(const char *path, size_t bytes, bool writable) {
     int fd = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
-        say(errno == ENOENT ? "it has no pages in " PLACE : "its pages in " PLACE " can't be opened");
+        say(unlimited, path, strerror(errno), "start the container anew; if it comes again, ask for the log of gpumgr on this node");
         return NULL;
     }
     void *at = MAP_FAILED;
@@ -59,7 +61,7 @@ static void *map(const char *path, size_t bytes, bool writable) {
     close(fd);
     const uint32_t *head = at;
     if (at != MAP_FAILED && head[0] == GM_MAGIC && head[1] == GM_VERSION) return at;
-    say("a page in " PLACE " is damaged or of another version");
+    say(unlimited, path, "damaged, or of another version than the library's", "start the container anew");
     if (at != MAP_FAILED) munmap(at, bytes);
     return NULL;
 }
@@ -92,9 +94,9 @@ int gm_reap_slots(void) {
     for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
         uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
-        if (!pid || pid == UINT32_MAX || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
-        /* The mark keeps others from the slot until it is empty. */
-        if (!__atomic_compare_exchange_n(&s->pid, &pid, UINT32_MAX, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
+        if (!pid || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
+        /* It is ours until it is empty, and of a dead process again if we are killed before. */
+        if (!__atomic_compare_exchange_n(&s->pid, &pid, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
         empty_slot(i);
         __atomic_store_n(&s->pid, 0, __ATOMIC_RELEASE);
         freed++;
@@ -153,6 +155,8 @@ static struct gm_process *start(void) {
         process.pid = (uint32_t)getpid();
         claim_slot();
         if (!process.slot && gm_reap_slots()) claim_slot();
+        if (!process.slot)
+            say("gets no GPU memory that is limited", PLACE "use", "all slots of the container are taken", "end other processes that use CUDA");
         atomic_store(&state, GM_ACTIVE);
     }
     atomic_store(&starting, 0);

@@ -136,6 +136,17 @@ bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_rec
     return last != NULL;
 }
 
+void gm_records_outlive(uint64_t pool) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < BUCKETS; i++)
+        for (struct gm_record *r = buckets[i]; r; r = r->next) {
+            if (r->pool != pool) continue;
+            r->pool = 0, r->bytes = r->size;
+            gm_charge(r->gpu, r->kind, r->bytes);
+        }
+    pthread_mutex_unlock(&lock);
+}
+
 void gm_record_map(uint64_t at, uint64_t size, uint64_t handle) {
     struct gm_record *r = malloc(sizeof *r);
     pthread_mutex_lock(&lock);

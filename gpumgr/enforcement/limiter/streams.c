@@ -90,7 +90,9 @@ static bool record(struct gm_stream *s, uint32_t most) {
         if (pushed) cuda.pop(&popped);
     }
     if (r != CUDA_SUCCESS) {
-        atomic_store(&s->state, GM_UNUSED); /* the context is broken, or the handle is another stream's now */
+        /* The context is broken, or the handle is another stream's now; the events serve another stream of the context. */
+        s->first = s->next_marker;
+        atomic_store(&s->state, GM_DESTROYED);
         return true;
     }
     s->covers[s->next_marker % GM_RING] = covers;
@@ -168,8 +170,11 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     int mode = gm_relax();
     bool pushed = cuda.push(context) == CUDA_SUCCESS, good = pushed && cuda.get_device(&device) == CUDA_SUCCESS;
     struct gm_gate *gate = good ? gm_gate_of(gm_gpu_of_device(device)) : NULL;
-    if (atomic_load(&s->state) == GM_UNUSED)
-        for (int i = 0; gate && good && i < GM_RING; i++) good = cuda.event_create(&s->event[i], 0) == CUDA_SUCCESS;
+    int events = 0;
+    while (atomic_load(&s->state) == GM_UNUSED && gate && good && events < GM_RING)
+        if (cuda.event_create(&s->event[events], 0) == CUDA_SUCCESS) events++;
+        else good = false;
+    while (!good && events) cuda.event_destroy(s->event[--events]);
     if (pushed) cuda.pop(&popped);
     gm_unrelax(mode);
     s->handle = handle, s->context = context, s->device = device, s->thread = thread, s->gate = gate;

@@ -35,10 +35,10 @@ enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED }
 /* Requests of up to 1 MiB share blocks of 2 MiB; a block is freed with the last of them, and no hole in it is used again. */
 struct block { P at; uint64_t used; int live, kind; struct ctx *ctx; struct block *next; };
 struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct ctx *ctx; struct block *block; struct pool *pool; struct memory *of, *next; };
-struct pool { uint64_t reserved, used, high, threshold; int device, host; };
+struct pool { uint64_t reserved, used, high, threshold; int device, host, destroyed; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int started, captures_global;
+static int started, captures_global, events, record_failures;
 static __thread struct ctx *stack[16];
 static __thread int depth, capture_mode, captures_own;
 static __thread struct stream *per_thread;
@@ -366,16 +366,21 @@ API(cuEventCreate, (V *e, unsigned flags)) {
     (void)flags;
     if (!current()) return BAD_CONTEXT;
     struct event *x = calloc(1, sizeof *x);
-    x->ctx = current();
+    x->ctx = current(), events++;
     *e = x;
     return OK;
 }
-API(cuEventDestroy_v2, (V e)) { free(e); return OK; }
+API(cuEventDestroy_v2, (V e)) { free(e); events--; return OK; }
+/* How many events there are; the next `failures` records of one fail, as in a broken context. */
+API(cuFakeEvents, (unsigned failures)) { record_failures = failures; return events; }
 API_PTSZ(cuEventRecord, (V e, V stream), (e, S)) {
     struct event *x = e;
     struct stream *s = stream;
     if (!s) return BAD_CONTEXT;
-    if (x->ctx != s->ctx) return BAD_HANDLE;
+    if (x->ctx != s->ctx || record_failures) {
+        record_failures -= record_failures > 0;
+        return BAD_HANDLE;
+    }
     x->capture = s->capture ? s : NULL;
     if (s->capture) return OK;
     R r = submit(s, 0, 0, 0);
@@ -768,11 +773,17 @@ API_PTSZ(cuMemAllocAsync, (P *at, size_t n, V stream), (at, n, S)) {
     if (s) cuDeviceGetMemPool(&pool, s->ctx->device);
     return from_pool(at, n, pool, s);
 }
+/* A destroyed pool ends with its last allocation. */
+static void end_pool(struct pool *p) {
+    if (!p->destroyed || p->used) return;
+    if (!p->host) give(p->device, p->reserved, DATA);
+    p->reserved = 0;
+}
 static R free_pooled(P at) {
     struct memory m;
     if (!removed(at, POOLED, POOLED, &m)) return INVALID;
     pthread_mutex_lock(&lock);
-    if (m.pool) m.pool->used -= m.bytes;
+    if (m.pool) m.pool->used -= m.bytes, end_pool(m.pool);
     pthread_mutex_unlock(&lock);
     return OK;
 }
@@ -793,8 +804,10 @@ API(cuMemPoolDestroy, (V pool)) {
     for (int d = 0; d < GPUS; d++)
         if (p == &default_pool[d]) return INVALID;
         else if (p == current_pool[d]) current_pool[d] = NULL;
-    if (!p->host) give(p->device, p->reserved, DATA);
-    p->reserved = p->used = 0;
+    pthread_mutex_lock(&lock);
+    p->destroyed = 1;
+    end_pool(p);
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 API(cuMemPoolGetAttribute, (V pool, int attribute, V value)) {

@@ -19,6 +19,8 @@
  *   close                       dlclose of the driver
  *   exec                        the program anew
  *   child                       a child by fork that launches and ends; its status
+ *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
+ *   events N                    launches while N records of events fail; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first; how many
  *   captures MILLISECONDS       launches in one thread, captures in global mode in another; how many captures */
@@ -202,6 +204,18 @@ static R second(N step, N *used) {
 }
 
 static V context;
+static R orphan(N step, N *before, N *after) {
+    V pool;
+    P at;
+    size_t n, total;
+    R r = cuMemPoolCreate(&pool, &(struct pool_property){.type = 1, .location = 1});
+    if (!r) r = cuMemAllocFromPoolAsync(&at, (size_t)step, pool, NULL);
+    if (!r) r = cuMemPoolDestroy(pool) || cuMemGetInfo(&n, &total);
+    *before = (N)(total - n);
+    if (!r) r = cuMemFreeAsync(at, NULL) || cuMemGetInfo(&n, &total);
+    *after = (N)(total - n);
+    return r;
+}
 static V launched(const char *kernel) {
     static V module;
     V function;
@@ -327,6 +341,18 @@ static V launches_until(V end) {
     V kernel = launched("work_2000000");
     while (!r && !__atomic_load_n((int *)end, __ATOMIC_RELAXED)) r = launch(KERNEL, kernel, NULL);
     return NULL;
+}
+static int events(int failures, R *r) {
+    R (*fake)(unsigned) = (R(*)(unsigned))dlsym(library, "cuFakeEvents");
+    V kernel = launched("work_1000");
+    int n = 0;
+    fake(1);
+    for (int i = 0; i < failures * 200 && !*r; i++) {
+        *r = launch(KERNEL, kernel, NULL);
+        if (i % 200 == 0) fake(1);
+    }
+    n = fake(0);
+    return n;
 }
 /* Forks while four threads launch, and wait for the turn. */
 static R forks(int number) {
@@ -486,6 +512,8 @@ int main(int argc, char **argv) {
             r = execv("/proc/self/exe", argv);
         }
         else if (!strcmp(word, "child")) r = child_launches();
+        else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
+        else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
         else if (!strcmp(word, "reduce")) {

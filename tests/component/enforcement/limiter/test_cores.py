@@ -119,6 +119,15 @@ def test_captures_in_another_thread_are_not_disturbed(node: Node, tmp_path: Path
     assert captures > 0
 
 
+def test_markers_that_can_not_be_recorded_are_used_again(node: Node, tmp_path: Path) -> None:
+    """As in a broken context: no event is lost."""
+    containers = _containers(tmp_path, [50, 50])
+    node.arbitrate(containers)
+    result, events, _ = _started(node, containers[0]).ask("events 20")
+    assert result == 0
+    assert 0 < events <= 16
+
+
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
 def test_turns_of_different_gpus_are_independent(node: Node, tmp_path: Path) -> None:
     """Each of two tenants that share both GPUs works on one, up to its ceiling."""

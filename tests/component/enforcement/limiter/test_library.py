@@ -8,7 +8,7 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
-from tests.component.enforcement.limiter.harness import Target
+from tests.component.enforcement.limiter.harness import Container, Node, Target
 from tools.limiter import LIBRARY, SOURCES, compile_program
 
 
@@ -84,3 +84,41 @@ def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp
     library = target.programs / LIBRARY
     compile_program(tmp_path / "main", [tmp_path / "main.c"], (f'-DLIBRARY="{library}"',), target.command)
     assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
+
+
+def _break(pages: Path, how: str) -> None:
+    if how == "missing":
+        (pages / "use").unlink()
+    elif how == "unreadable":
+        (pages / "use").unlink()
+        (pages / "use").mkdir()
+    elif how == "truncated":
+        (pages / "use").write_bytes(b"")
+    elif how == "version":
+        with (pages / "use").open("r+b") as page:
+            page.seek(4)
+            page.write(b"\xff")
+
+
+@pytest.mark.parametrize("how", ["missing", "unreadable", "truncated", "version", "slots"])
+def test_a_fault_is_said_in_one_line_and_the_program_goes_on(programs: Path, tmp_path: Path, how: str) -> None:
+    Node(programs, tmp_path)
+    container = Container(tmp_path / "0", share_percent=50)
+    container.take_all_slots() if how == "slots" else _break(container.folder / "pages", how)
+    environment = {
+        "LD_PRELOAD": str(programs / "libgpumgr.so"),
+        "LD_LIBRARY_PATH": str(programs),
+        "FAKE_GPU": str(tmp_path / "gpu"),
+    }
+    commands = "init 0\ngrab alloc 1048576 3145728\n"
+    run = subprocess.run(
+        [programs / "tenant", "proc"],
+        input=commands,
+        env=environment,
+        cwd=container.folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == "0 0 0\n0 3145728 0\n"
+    assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use: [^:\n]+; [^:\n]+\n", run.stderr)

@@ -134,6 +134,16 @@ def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, t
     assert tenant.ask(f"second {MIB}")[0] == _OUT_OF_MEMORY
 
 
+def test_what_outlives_its_pool_stays_charged(node: Node, tmp_path: Path) -> None:
+    """A program may destroy a pool before it frees what it took from it; the driver keeps that memory."""
+    container = Container(tmp_path / "0", _LIMIT)
+    tenant = _started(node, container)
+    before = tenant.ask("info")
+    result, used, freed = tenant.ask(f"orphan {100 * MIB}")
+    assert result == 0
+    assert (used - freed, before[2] - before[1]) == (100 * MIB, freed)
+
+
 @pytest.mark.parametrize("kind", ["async", "pool"])
 def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: Path, kind: str) -> None:
     container = Container(tmp_path / "a", 8192 * MIB)
