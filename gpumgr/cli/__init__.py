@@ -23,7 +23,7 @@ _COMMANDS: Final = {
     "usage": "Show what containers hold and use of this node's GPUs.",
     "why": "Explain why a pod has its GPUs, was refused, or waits.",
     "history": "Show what happened on this node.",
-    "gpu": "Take a GPU out of service for maintenance, and bring it back.",
+    "gpu": "Take a GPU out of service for maintenance, and return it.",
     "doctor": "Check this node or the cluster, and name remedies.",
     "healthy": "Check whether the agent responds.",
     "install": "Install the agent as a service, or HAMi-core's library.",
@@ -37,7 +37,7 @@ _COMMANDS: Final = {
 }
 #: Commands that run for months; their modules are imported without the parts of libraries that they never use.
 _DAEMONS: Final = ("run", "scheduler", "claims")
-#: No space, by disk, quota or limit, or a broken disk.
+#: The disk, a quota or a limit has no space left, or the disk is broken.
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -92,7 +92,7 @@ def main() -> None:
         _end(error, code=2)
     except GpumgrError as error:
         _end(error, code=1)
-    except OSError as error:  # click itself handles the closed reader of a pipe
+    except OSError as error:  # click itself handles a pipe that its reader has closed
         if running:
             raise  # in the agent it is a bug, and its traceback belongs in the log
         _end(f"the output can't be written: {error.strerror}" if error.errno in _UNWRITABLE else error, code=1)

@@ -54,7 +54,7 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
     """
     folder = folder or effective_settings(file).checkpoint.dir
     loaded = read_checkpoint(folder)
-    if loaded.lost and not folder.is_dir():  # not an empty checkpoint, but probably a wrong path
+    if loaded.lost and not folder.is_dir():  # probably a wrong path, not an empty checkpoint
         raise CheckpointError(f"there is no folder {folder}: name the agent's settings with --config, or the folder with --dir")
     if output == "json":
         click.echo(json.dumps({"lost": loaded.lost, **document(loaded.ledger)}))

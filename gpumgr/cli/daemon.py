@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
-#: structlog imports them wherever they are installed, for tracebacks in colours and for threads that gpumgr does not have. It has no
-#: option against that.
+#: structlog imports them if they are installed, for coloured tracebacks and for threads that gpumgr does not have. It has no option to
+#: prevent this.
 _UNUSED: Final = ("rich", "greenlet")
 #: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, the validators of attrs, betterproto's
 #: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), and prometheus_client's server
@@ -21,7 +21,7 @@ _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     "prometheus_client.exposition",
 )
-#: OpenSSL reads the system's certificates from the file that the first one names. The second is frozenlist's option against its extension,
+#: OpenSSL reads the system's certificates from the file that the first one names. The second makes frozenlist work without its extension,
 #: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 
@@ -30,19 +30,18 @@ class _StandIn(ModuleType):
     """A module in which every name is the class `object`, so that a library can derive classes from it."""
 
     def __getattr__(self, name: str) -> type:
-        if name == "__path__":  # only packages have it
+        if name == "__path__":  # only packages have this attribute
             raise AttributeError(name)
         return object
 
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Imports inside it need less time and memory. Afterwards the process is as before, except for the imported modules.
+    """A block in which imports need less time and memory. Afterwards the process is as before, except for the imported modules.
 
     aiohttp makes two TLS contexts with all of the system's certificates when it is imported. gpumgr makes a context for each API server
     itself, so those two get none. It also reads the system's lists of file types, and gpumgr serves no files. The garbage collector would
-    read all imported objects again and again, and finds next to nothing in them: it is off until they are there, and does not read them
-    later either.
+    read all imported objects again and again, and frees almost nothing: it is off during the imports, and ignores these objects later.
     """
     replaced = {name: _StandIn(name) for name in _STAND_INS if name not in sys.modules}
     hidden = [name for name in _UNUSED if name not in sys.modules]

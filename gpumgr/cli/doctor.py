@@ -87,7 +87,7 @@ def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: b
 
     Raises SettingsError for credentials that can't be used.
     """
-    from gpumgr.cli.examination import cluster  # only here: `gpumgr doctor` of a node needs none of it
+    from gpumgr.cli.examination import cluster  # imported here, since `gpumgr doctor` of a node does not need it
     from gpumgr.kube.client import ApiServer
 
     text = config.read() if config is not None else None
@@ -120,7 +120,7 @@ def _report(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, l
         show(lambda _width: table)
     if report.hung:
         sys.stdout.flush()
-        os._exit(report.exit_code)  # a normal exit waits for threads that hang
+        os._exit(report.exit_code)  # a normal exit would wait for threads that hang
     sys.exit(report.exit_code)
 
 
@@ -131,7 +131,7 @@ def _host(settings: Settings, sim: str | None) -> Iterator[HostLocations]:
         path = settings.nvml.library_path
         yield HostLocations(library_path=str(path) if path else None, in_pod=in_pod)
         return
-    from gpumgr.sim.library import prepare  # only here: not needed on a real node
+    from gpumgr.sim.library import prepare  # imported here, since a real node does not need it
 
     with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
         node = prepare(sim, Path(folder))

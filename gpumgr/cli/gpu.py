@@ -21,7 +21,7 @@ from gpumgr.cli.rendering.formats import clock_time, cores, memory_text
 from gpumgr.common.errors import GpumgrError
 
 WAIT_SECONDS: Final = 600.0
-#: A reset takes a minute at most, and a request waits for the one before it.
+#: A reset takes a minute at most, and a request waits for the previous one.
 RESPONSE_SECONDS: Final = 150.0
 POLL_SECONDS: Final = 1.0
 
@@ -42,7 +42,7 @@ def reason_text(ctx: click.Context, param: click.Parameter, text: str) -> str:
 
 def gpu_word(ctx: click.Context, param: click.Parameter, text: str) -> str:
     """The name of a GPU, which the agent resolves."""
-    if not text.strip(" ."):  # a URL has another meaning for dots alone
+    if not text.strip(" ."):  # in a URL, names of dots alone have another meaning
         raise click.BadParameter("the GPU's name is empty: give its index (3 or GPU3), or its UUID or the beginning of it")
     return sendable(ctx, param, text)
 
@@ -58,7 +58,7 @@ _EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}
 
 @click.group("gpu")
 def command() -> None:
-    """Take a GPU out of service for maintenance, and bring it back. GPU is its index (3 or GPU3), or its UUID or the beginning of it.
+    """Take a GPU out of service for maintenance, and return it. GPU is its index (3 or GPU3), or its UUID or the beginning of it.
 
     All commands need a running agent, and root. A GPU stays out of service over restarts of the agent and of the node.
 

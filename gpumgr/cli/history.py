@@ -24,7 +24,7 @@ from gpumgr.ledger.pods import PodKey
 
 #: Without -n and --since.
 _SHOWN: Final = 20
-#: Requested in addition to the entries that a state has: more may have been recorded since.
+#: Requested in addition to the entries of a state: more may have been recorded in the meantime.
 _SPARE: Final = 50
 _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
@@ -46,7 +46,8 @@ _EXIT_CODES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryQuery:
-    """Only refusals, of one pod, about one GPU (by a name for people), since a time (unix seconds). None: no restriction."""
+    """Selects only refusals, or entries of one pod, about one GPU (as users name it), or since a time (unix seconds). None: no
+    restriction."""
 
     refused: bool = False
     pod: PodKey | None = None
@@ -82,8 +83,8 @@ class HistoryFilter:
 def choose(
     entries: Iterable[HistoryEntry], query: HistoryQuery, *, gpu: GpuName | None, known: Iterable[HistoryEntry]
 ) -> list[HistoryEntry]:
-    """The entries that match. An allocation's first entries may have neither name nor UID of the pod; `known` are all entries, one of
-    which may have it."""
+    """The entries that match. An allocation's first entries may have neither name nor UID of the pod, but another entry in `known`, which
+    has all entries, may have them."""
     ids = {entry.id for entry in known if entry.id and query.pod is not None and entry.pod == query.pod}
     return [
         entry
@@ -214,7 +215,7 @@ async def _follow(location: AgentLocation, query: HistoryQuery, name: PodName | 
         async for state in follow_states(agent, report_unavailable):
             newest = max((entry.number for entry in read_state(state).history), default=0)
             if newest < history.last:
-                history.last = newest  # the agent was killed before it saved the rest, and continues from this number
+                history.last = newest  # the agent was killed before it saved the last entries, and continues from this number
             elif newest > history.last:
                 try:
                     documents = await data.entries(min(newest - history.last + _SPARE, HISTORY_ENTRIES))

@@ -64,13 +64,13 @@ def install(place: Installation) -> list[str]:
     else:
         write(place.config, (SHIPPED / "gpumgr.yaml").read_bytes())
     systemctl("daemon-reload")
-    # Without waiting: the unit is READY only after the kubelet's registration.
+    # It does not wait, since the unit is READY only after the registration with the kubelet.
     start = f"systemctl {'restart' if is_running() else 'enable --now'} --no-block gpumgr"
     return [*_about_settings(settings, place), f"{place.program} doctor", start]
 
 
 def _about_settings(settings: Settings, place: Installation) -> Iterator[str]:
-    """What the settings need that neither they nor the unit provide."""
+    """The steps for what the settings need and neither they nor the unit provide."""
     if settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None:
         yield f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server"
     shipped = {path for _, path in (*folders_of(Settings()), *_socket_folders(Settings()))}

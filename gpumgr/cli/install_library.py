@@ -51,7 +51,7 @@ def install_library(place: Installation, source: Path, *, sha256: str | None, ve
 
 
 def _select(link: Path, target: str) -> None:
-    """Makes `link` lead to `target`, atomically, in the place of another link. Raises GpumgrError for another file there."""
+    """Points `link` to `target`, atomically; it may replace another link. Raises GpumgrError if another kind of file is there."""
     if link.is_symlink() and os.readlink(link) == target:
         click.echo(f"unchanged  {link} -> {target}")
         return
@@ -66,7 +66,7 @@ def _select(link: Path, target: str) -> None:
 
 
 def _about(settings: Settings, config: Path) -> Iterator[str]:
-    """What in the settings prevents the use of the installed library."""
+    """The steps for settings that prevent the use of the installed library."""
     if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
         yield f"remove hami_core.library_path and hami_core.library_sha256 from {config}: they take precedence over what is installed"
     if settings.enforcement.backend not in ("auto", "hami-core"):
@@ -75,7 +75,7 @@ def _about(settings: Settings, config: Path) -> Iterator[str]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits for other installations into the folder, those of the init container too. Raises OSError."""
+    """Waits for other installations into the folder, including the init container's. Raises OSError."""
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -18,8 +18,8 @@ SHIPPED: Final = Path(__file__).with_name("shipped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """`environment`: the unit's EnvironmentFile=. `program`: what the unit runs. `state`: folders on which running pods and the next agent
-    depend."""
+    """`environment`: the unit's EnvironmentFile=. `program`: the program that the unit runs. `state`: folders on which running pods and the
+    next agent depend."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = Path("/etc/gpumgr/gpumgr.yaml")

@@ -29,7 +29,7 @@ _NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
 
 
 def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
-    """With the objects that are not used as they are, each with reason and consequence."""
+    """The cluster, and a sentence about each object that is not used as it is, with reason and consequence."""
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
@@ -146,7 +146,7 @@ def _unchecked(spec: Json) -> list[str]:
 
 
 def _requests(spec: Json) -> dict[str, int]:
-    """As kube-scheduler adds them up: init containers run one after another, each beside the sidecars before it."""
+    """Adds requests as kube-scheduler does: init containers run one after another, each beside the sidecars before it."""
     sidecars, peak = Counter[str](), Counter[str]()
     for container in spec.get("initContainers") or ():
         own = Counter(_wanted(container))
@@ -159,7 +159,7 @@ def _requests(spec: Json) -> dict[str, int]:
 
 
 def _wanted(holder: Json) -> dict[str, int]:
-    """The API server fills missing requests in from the limits."""
+    """The API server sets missing requests to the limits."""
     resources = holder.get("resources") or {}
     return _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
 
@@ -177,7 +177,7 @@ def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
 
 
 def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """The objects with the texts by which messages name them; those of a file have their places."""
+    """The objects with the texts by which messages name them; for objects of a file the text has the place."""
     items = document.get(key) or ()
     for item, place in zip_longest(items, document.get("places", {}).get(key, ())):
         metadata = item.get("metadata") if isinstance(item, Mapping) else None

@@ -39,12 +39,12 @@ def read_cluster(kubeconfig: Path) -> Document:
 
 
 def load(file: Path) -> Document:
-    """With `places`: for each list the file and line of its objects. Raises InputError."""
+    """If `places` is set, it returns the file and line of each object in each list. Raises InputError."""
     text = JsonText(str(file), read_text(file))
     entries = {entry.key: entry for entry in text.entries("{")}
     for key, value in _FORMAT.items():
         if key not in entries:
-            raise InputError(f"{file}, line 1: the key {key} is missing, so it is no snapshot; {_REMEDY}")
+            raise InputError(f"{file}, line 1: the key {key} is missing, so it is not a snapshot; {_REMEDY}")
         if entries[key].value != value:
             found = short(json.dumps(entries[key].value))
             raise InputError(f"{text.place(entries[key].at)}: {key} is {found}, and {json.dumps(value)} is expected; {_REMEDY}")
@@ -92,7 +92,7 @@ async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
 
 
 def _kept(value: Any, path: str) -> Any:
-    """The value with the fields that are kept; None: none of them is."""
+    """The value with the fields that are kept; None if no field is kept."""
     if isinstance(value, dict):
         items = {key: new for key, each in value.items() if (new := _kept(each, f"{path}/{key}")) is not None}
         return items if items or not value else None

@@ -51,7 +51,7 @@ _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
 )
 _API_SERVER: Final = "the API server's answer"
-#: Files of HAMi on its nodes besides its library's folder.
+#: HAMi's other files on its nodes, besides its library's folder.
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
 
@@ -98,7 +98,7 @@ def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> 
         return convert(text, NodeName)
     except UnreadableText as error:
         raise click.BadParameter(
-            f"{printable(text)!r} is no node's name: lower-case letters, digits, '-' and '.', 253 at most"
+            f"{printable(text)!r} is not a node name: lower-case letters, digits, '-' and '.', 253 at most"
         ) from error
 
 
@@ -257,7 +257,7 @@ def migrate_hami(
 
 
 async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str, str]] | None:
-    """The containers that have devices of this resource; None: not known."""
+    """The containers that have devices of this resource; None if not known."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
     except (KubeletError, OSError):
@@ -322,7 +322,8 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints the plan, then carries it out. Names are read from files and are made printable; YAML escapes the settings itself."""
+    """Prints the plan, then carries it out. Names are read from files, so they are made printable; the YAML encoder escapes the
+    settings."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

@@ -68,7 +68,7 @@ def read_snapshot(sim: str | None) -> NodeSnapshot:
     Raises NvmlAbsent without a driver, NvmlError if it fails or hangs; for a simulated node SettingsError if its description is wrong,
     InputError without a C compiler.
     """
-    # Here, since a topology file needs no library of a driver.
+    # Imported here, since a topology file needs no library of a driver.
     from gpumgr.driver.driver import Nvml
     from gpumgr.sim.library import prepare
 

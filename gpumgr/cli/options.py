@@ -31,7 +31,7 @@ class ExitingCommand(click.Command):
 
 
 class FiniteRange(click.FloatRange):
-    """Without "nan", which is in every range of click's."""
+    """A range without "nan", which click accepts in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -61,8 +61,8 @@ kubeconfig_option = click.option(
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLocation:
-    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed: a command that asks
-    another process must not fail because of them. The properties raise InputError, which names every mistake in the settings."""
+    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that they do not fail a
+    command that only asks another process. The properties raise InputError, which names every mistake in the settings."""
 
     file: Path | None
     given_socket: Path | None
@@ -137,7 +137,7 @@ def effective_settings(
 
 
 def default_kubeconfig() -> Path | None:
-    """Only a file that exists."""
+    """The default file, only if it exists."""
     named = os.environ.get("KUBECONFIG", "").partition(":")[0]
     path = Path(named) if named else Path.home() / ".kube" / "config"
     return path if path.is_file() else None

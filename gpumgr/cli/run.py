@@ -78,7 +78,7 @@ def command(
     if output is not None:
         assignments = (*assignments, f"log.format={output}")
     if file is None and DEFAULT_CONFIG.exists():
-        file = DEFAULT_CONFIG  # named from now on: a reload reports an error if the file was removed
+        file = DEFAULT_CONFIG  # the file is now named explicitly, so that a reload reports an error if it was removed
 
     def load() -> Settings:
         return effective_settings(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
@@ -136,7 +136,7 @@ def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iter
         path = settings.nvml.library_path
         yield Hardware(library_path=str(path) if path else None)
         return
-    from gpumgr.sim.library import prepare  # here, since an agent on a real node does not need it
+    from gpumgr.sim.library import prepare  # imported here, since an agent on a real node does not need it
 
     with nullcontext(sim_dir) if sim_dir else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
         node = prepare(sim, Path(folder))

@@ -94,7 +94,7 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     names = [name.strip() for text in texts for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
-            raise click.BadParameter(f"'{name}' is no policy; there are {', '.join(POLICIES)}")
+            raise click.BadParameter(f"'{name}' is not a policy; there are {', '.join(POLICIES)}")
     return list(dict.fromkeys(names))
 
 
@@ -200,7 +200,7 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Is called once in each process, because a trace may be large."""
+    """Called once in each process, because a trace may be large."""
     _received[:] = [trace]
 
 
@@ -236,7 +236,7 @@ class _Column(NamedTuple):
     digits: int = 1
 
     def value(self, result: _Result) -> float:
-        """0 for a kind of pods that the result does not have."""
+        """The value; 0 for a kind of pods that the result does not have."""
         found: float | Mapping[int | str, float] = getattr(result, self.field)
         return found.get(self.key, 0) if isinstance(found, Mapping) else found
 
@@ -284,7 +284,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
     """The rows, the header first; the texts need not be printable."""
-    # Here, since each simulation is a process that imports this module.
+    # Imported here, since each simulation is a process that imports this module.
     from rich.text import Text
 
     from gpumgr.cli.rendering.tables import open_table, plain_text

@@ -38,7 +38,7 @@ _MOST_MOVES: Final = click.Option(
     ["--most-moves"], type=click.IntRange(0, 10), default=3, show_default=True, help="The longest plan to look for."
 )
 Json = dict[str, Any]
-#: As data, as text, and whether there is what was asked for.
+#: The answer as data and as text, and whether the pod fits or a plan was found.
 Answer = tuple[Json, str, bool]
 
 

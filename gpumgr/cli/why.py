@@ -88,7 +88,7 @@ def command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    # Here, since it loads the API server's client, which the agent's answers do not need.
+    # Imported here, since it loads the API server's client, which the agent's answers do not need.
     from gpumgr.cli.client.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)

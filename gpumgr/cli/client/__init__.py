@@ -1,1 +1,1 @@
-"""How commands reach the agent of this node, and what it answers."""
+"""How commands reach this node's agent, and its answers."""

@@ -181,7 +181,7 @@ def report_unavailable(reason: str) -> None:
 
 
 def read_state(document: Any) -> NodeState:
-    """Raises GpumgrError if it does not fit the schema, as the other functions."""
+    """Raises GpumgrError if it does not fit the schema, as the other functions do."""
     return _convert(cleaned(document), NodeState)
 
 
@@ -190,7 +190,7 @@ def read_pod(document: Any) -> PodDetails:
 
 
 def read_pods(documents: Any) -> frozenset[PodKey]:
-    """The names as they are, since requests contain them."""
+    """The names are not made printable, since requests contain them."""
     return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
 
 

@@ -1,7 +1,7 @@
 """Asks the scheduler about a pod through the API server, so that the command runs on any machine with a kubeconfig.
 
-The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. A port that `kubectl port-forward`
-forwards needs none, since the request arrives from the pod's own host.
+The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. Through a port of `kubectl
+port-forward` no token is needed, since the request arrives from the pod's own host.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.web.middleware import PROXIED_AUTHORIZATION
 
-#: The leader; else any replica of the chart's Deployment, which has the same data except for the leader's assumed GPUs.
+#: Selects the leader, else any replica of the chart's Deployment, which has the same data except for the leader's assumed GPUs.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
@@ -42,7 +42,8 @@ _KINDS: Final[dict[Kind, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLocation:
-    """`pod`: NAMESPACE/NAME of the scheduler's pod; None: it is found by its labels. `token`: of the scheduler's http.token_file."""
+    """`pod`: NAMESPACE/NAME of the scheduler's pod; None to find it by its labels. `token`: the content of the scheduler's
+    http.token_file."""
 
     kubeconfig: Path
     pod: str | None = None
@@ -81,7 +82,7 @@ async def _ask(server: ApiServer, location: SchedulerLocation, name: PodName, *,
 
 
 async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[str, Any]:
-    """Its pod. Raises GpumgrError."""
+    """The scheduler's pod. Raises GpumgrError."""
     if location.pod is not None:
         namespace, _, pod = location.pod.partition("/")
         if not (namespace and pod) or "/" in pod:
@@ -98,7 +99,7 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
 
 
 async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping[str, Any]]:
-    """In all namespaces. Raises GpumgrError."""
+    """The pods with these labels in all namespaces. Raises GpumgrError."""
     try:
         async with server.request("GET", "/api/v1/pods", {kind: selector}) as response:
             document = await response.json(content_type=None)
@@ -145,7 +146,7 @@ async def _through_proxy(
 
 
 def _address(scheduler: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Its namespace, pod and port."""
+    """The scheduler's namespace, pod and port."""
     ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
     port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
     return scheduler["metadata"]["namespace"], scheduler["metadata"]["name"], port
@@ -157,7 +158,7 @@ async def _through_forwarded_port(kubeconfig: Path, scheduler: Mapping[str, Any]
     async with _forwarded(kubeconfig, *_address(scheduler)) as port, aiohttp.ClientSession() as session:
         for scheme in ("http", "https"):
             try:
-                # The port is one of this machine, and kubectl has authenticated the API server.
+                # The port is on this machine, and kubectl has authenticated the API server.
                 async with session.get(f"{scheme}://127.0.0.1:{port}/api/why", params=query, ssl=False) as response:
                     document = decode_json(await response.read())
             except (aiohttp.ClientError, UnreadableText) as error:
@@ -172,7 +173,7 @@ async def _through_forwarded_port(kubeconfig: Path, scheduler: Mapping[str, Any]
 
 @asynccontextmanager
 async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> AsyncIterator[int]:
-    """A port of this machine that leads to the pod's. Raises GpumgrError."""
+    """A port of this machine that is forwarded to the pod's port. Raises GpumgrError."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise GpumgrError(

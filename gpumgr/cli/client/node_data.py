@@ -61,7 +61,7 @@ class AgentData:
 
 
 class CheckpointData:
-    """The same of a checkpoint that was last written at `at` (unix seconds)."""
+    """The same data from a checkpoint that was last written at `at` (unix seconds)."""
 
     live = False
 
@@ -142,7 +142,7 @@ def _report_of(loaded: Loaded, at: float) -> NodeReport:
 
 
 def _cordons(loaded: Loaded) -> Mapping[str, Cordon]:
-    """Empty if they cannot be decoded: the agent itself refuses to start then, with the reason."""
+    """Empty if they cannot be decoded: then the agent itself refuses to start, with the reason."""
     try:
         return decode_cordons(loaded.notes.get(CORDONS_NOTE, "{}"))
     except CheckpointError:

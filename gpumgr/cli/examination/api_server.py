@@ -1,4 +1,4 @@
-"""Checks that ask the API server: what it refuses or answers oddly is the result of the check that asked."""
+"""Checks that ask the API server. If it refuses, or its answer can't be used, this is the result of the check."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -13,7 +13,7 @@ _ACCOUNT: Final = "run it with an account that may read this, for example an adm
 
 
 async def judged(look: Awaitable[CheckResult]) -> CheckResult:
-    """What `look` finds, or its failure as an error."""
+    """The result of `look`, or its failure as an error."""
     try:
         return await look
     except GpumgrError as failure:
@@ -25,7 +25,7 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
 
 
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:
-    """`look` at the API server of the settings, judged."""
+    """Calls `look` with the API server of the settings, and returns the judged result."""
     try:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
     except GpumgrError as failure:

@@ -1,4 +1,4 @@
-"""All checks of a node, from the driver upwards."""
+"""All checks of a node."""
 
 import os
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
 
-#: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
+#: The time limit for a peer's answer. It is shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
 
 
@@ -43,7 +43,7 @@ class HostLocations:
 
 
 def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = False) -> tuple[Check, ...]:
-    """`before_start`: an agent with these settings is about to start on this node."""
+    """`before_start` means that an agent with these settings is about to start on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     driver_answers = Nvml(
         library_path=host.library_path,
@@ -58,7 +58,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     in_dra = settings.node.mode == "dra"
     uses_cdi = settings.enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
-    # Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them.
+    # Folders that must be mounted from the host: the kubelet, the runtime, other containers or the restarted agent read them.
     of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
     if in_dra:
         of_host |= {

@@ -29,7 +29,7 @@ LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
 _DAY: Final = 86400.0
 _EXPIRY_DAYS: Final = 30
-#: The beginning of the keys by which HAMi's scheduler hands over GPUs.
+#: The prefix of the annotations in which HAMi's scheduler writes the chosen GPUs.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
 
@@ -45,7 +45,7 @@ class Deployed(NamedTuple):
 
 
 class Cluster:
-    """What several checks read, as the API server has it."""
+    """The objects of the API server that several checks read."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -61,7 +61,7 @@ class Cluster:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def deployed(self, container: str) -> Deployed | None:
-        """The Deployment with this first container."""
+        """The Deployment that has this name for its first container."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
@@ -164,7 +164,7 @@ def _of_lease(namespace: str, name: str) -> Iterator[Right]:
 
 
 async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
-    with suppress(ValueError):  # the check of the configuration names it
+    with suppress(ValueError):  # the check of the configuration reports this
         return manages_hami(await cluster.config(given) or {})
     return False
 
@@ -198,7 +198,8 @@ async def _claims_policies(cluster: Cluster) -> CheckResult:
 
 
 async def _versions(cluster: Cluster) -> CheckResult:
-    """kube-scheduler has the minor version of the API server or the one before; agents and scheduler are at most one apart."""
+    """kube-scheduler must have the minor version of the API server or the one before; agents and scheduler may be at most one minor version
+    apart."""
     server = _minor(str((await cluster.get("/version"))["gitVersion"]))
     pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
     seen: dict[str, set[tuple[int, int]]] = {"gpumgr": set(), "scheduler": set(), "kube-scheduler": set()}
@@ -266,7 +267,7 @@ async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
         }
         if missing := sorted({"pods", "pods/status", "pods/binding", "bindings"} - protected):
             return warning(f"no policy protects {annotation} in requests to {', '.join(missing)}", gap)
-    return ok("placements can be written by the scheduler and by agents only")
+    return ok("with the policies only the scheduler and agents can write placements")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -286,7 +287,7 @@ async def _inventories(cluster: Cluster) -> CheckResult:
     if stale := [each.state.name for each in nodes if each.inventory == "outdated"]:
         return warning(
             f"inventory with more GPUs than {CORE_RESOURCE}: {_some(stale)}",
-            "look whether the agent runs there; else delete the annotation",
+            "check whether the agent runs there; else delete the annotation",
         )
     return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
 
@@ -321,9 +322,8 @@ FILES: Final = ("tls.crt", "tls.key", "ca.crt")
 
 
 def handshake(server: Mapping[str, str], client: Mapping[str, str], host: str) -> dict[str, float]:
-    """Connects with the data of two Secrets (base64). "server" and "client" -> when the certificate ends, in seconds of Unix time.
-
-    Raises ValueError that says which certificate is refused, and why.
+    """Connects with the data of two Secrets (base64). Returns "server" and "client" -> the end of the certificate, in seconds of Unix time.
+    Raises ValueError, which says which certificate is refused, and why.
     """
     ends = {
         "server": _context("the extender's", ssl.PROTOCOL_TLS_SERVER, server),
@@ -355,7 +355,7 @@ def _context(whose: str, protocol: int, data: Mapping[str, str]) -> ssl.SSLConte
     if missing := [name for name in FILES if not data.get(name)]:
         raise ValueError(f"{whose} Secret has no {', '.join(missing)}")
     context = ssl.SSLContext(protocol)
-    with tempfile.TemporaryDirectory(prefix="gpumgr-tls-") as folder:  # of mode 0700; OpenSSL loads files only
+    with tempfile.TemporaryDirectory(prefix="gpumgr-tls-") as folder:  # the folder has mode 0700; OpenSSL loads only files
         try:
             for name in FILES:
                 (Path(folder) / name).write_bytes(base64.b64decode(data[name], validate=True))

@@ -13,7 +13,7 @@ _ADMISSION: Final = "/apis/admissionregistration.k8s.io/v1"
 POLICIES_ANNOTATION: Final = "gpumgr.io/claims-policies"
 #: The version of config/claims/admission-policies.yaml. Each change of the policies needs the next number.
 POLICIES_VERSION: Final = "3"
-#: Kind -> the ends of the policies' names.
+#: Kind -> the suffixes of the policies' names.
 _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
     "mutating": ("vcuda", "quota"),
     "validating": ("pods", "classes", "requests", "quota"),
@@ -21,7 +21,7 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """In all namespaces, without the ConfigMap of the quotas, which has the name that the settings give it."""
+    """The rights in all namespaces. The ConfigMap of the quotas is not included, since the settings name it."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),

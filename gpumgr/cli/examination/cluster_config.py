@@ -25,7 +25,7 @@ def parse_config(text: str) -> Mapping[str, Any]:
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """What pods name in spec.schedulerName. Raises AttributeError or TypeError for another structure."""
+    """The names of the profiles, which pods have in spec.schedulerName. Raises AttributeError or TypeError for another structure."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 
@@ -66,14 +66,14 @@ def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tup
     for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
         yield True, f"ignoredByScheduler of {name} is false; no node has this resource, so its pods stay Pending"
     if extender.get("ignorable"):
-        yield True, "ignorable is true; while the extender is away, pods would start without a placement"
+        yield True, "ignorable is true; while the extender does not answer, pods would start without a placement"
     for key, verb in _VERBS.items():
         if extender.get(key) != verb:
             yield key != "preemptVerb", f"{key} is {extender.get(key)!r}; set it to {verb}"
     if str(extender.get("urlPrefix", "")).startswith("https:"):
         tls = extender.get("tlsConfig") or {}
         if missing := [key for key in ("caFile", "certFile", "keyFile") if not tls.get(key)]:
-            why = "it needs a CA to verify the extender, and a certificate to be answered"
+            why = "it needs a CA to verify the extender, and a certificate that the extender accepts"
             yield True, f"tlsConfig has no {', '.join(missing)}; {why}"
     if not extender.get("nodeCacheCapable"):
         yield False, "nodeCacheCapable is not true; each call sends whole nodes, which is slow"
@@ -86,7 +86,7 @@ def _managed(extender: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _seconds(text: str) -> float:
-    """The seconds of a Go duration with one unit; infinite if it is another text."""
+    """The seconds of a Go duration with one unit; infinite for any other text."""
     for unit, seconds in (("ms", 0.001), ("s", 1.0), ("m", 60.0)):
         if text.endswith(unit) and text.removesuffix(unit).replace(".", "", 1).isdigit():
             return float(text.removesuffix(unit)) * seconds

@@ -23,7 +23,7 @@ _START: Final = "start the agent, and look at its log for registration_failed, s
 _FOLDER: Final = "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders in its --root-dir"
 _STANDALONE: Final = "node.mode dra needs the API server"
 _ENABLE: Final = "set kubernetes.enabled to true, or node.mode to plugin"
-#: More claims are not read one by one.
+#: The most claims that are read one by one.
 _MAX_CLAIMS: Final = 100
 
 
@@ -53,7 +53,8 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
-    """What the API server stores of a ResourceSlice (asked by a dry run), and whether the node's has the GPUs that the driver lists."""
+    """What the API server stores of a ResourceSlice (found out by a dry run), and whether the node's slice has the GPUs that the driver
+    lists."""
     if not settings.kubernetes.enabled:
         return error(_STANDALONE, _ENABLE)
     return await ask(settings, partial(_slice, settings.node.name, gpus))
@@ -84,8 +85,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """`blocks`: UUID -> memory in blocks of 256 MiB, as the driver lists the GPUs; None: it reports none. GPUs with taints may be
-    missing there."""
+    """`blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the driver lists (None: it reports no memory). GPUs with taints may
+    be missing."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]

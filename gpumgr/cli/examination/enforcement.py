@@ -1,4 +1,4 @@
-"""Enforcement: asks each backend, as the agent does, whether this node can use it, and makes the agent's choice."""
+"""Enforcement: asks each backend whether this node can use it, and chooses one, as the agent does."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import VERSION, hami_core_library
 
-IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
 _BOUND: Final = (
     "run the agent as root; in a pod mount run_dir with Bidirectional propagation from a shared mount of the host (the chart does); then "
     "restart these containers"
@@ -51,7 +51,7 @@ class NodeBackends:
     async def _ask(self) -> MechanismChoice:
         # MPS records its protocol in its folder; a check must not do so in the real one.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
-            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result: the doctor starts none
+            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result, so the doctor starts none
                 shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
             backends = _backends(self._settings, self._gpus, Path(scratch), in_pod=self._in_pod)
             obstacles: dict[str, str | None] = dict(
@@ -134,7 +134,7 @@ def _listed(obstacles: Mapping[str, str]) -> str:
 
 
 def _version(library: Path) -> str:
-    """The version with which a library was installed; a library elsewhere has none."""
+    """The version that was given when the library was installed; a library in another folder has none."""
     try:
         text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:

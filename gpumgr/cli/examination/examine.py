@@ -59,7 +59,7 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """For an exception with the remedy in its text, after a semicolon; otherwise `remedy` is used."""
+    """An error with the text of an exception. If the text has a remedy, after a semicolon, it is used, otherwise `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)
@@ -102,7 +102,7 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 async def aside(fn: Callable[[], T]) -> T:
     """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
     answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()  # from here on, a caller that is cancelled does not cancel it
+    answer.set_running_or_notify_cancel()  # shielded, so that a caller that is cancelled does not cancel the call
 
     def work() -> None:
         try:

@@ -17,7 +17,7 @@ from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.settings import Settings
 
-IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
+IF_HUNG: Final = "check whether the file systems of the settings' folders answer (`df`)"
 _REMEDY: Final = "set them to folders on a file system that the agent may write to"
 
 
@@ -65,21 +65,21 @@ async def look_at_checkpoint(folder: Path) -> CheckResult:
         loaded = await aside(lambda: read_checkpoint(folder))
     except CorruptError as damaged:
         return warning(
-            str(damaged), "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
+            str(damaged), "nothing, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
         )
     except CheckpointError as exception:
         return error_of(exception, _READ)
     if loaded.lost:
-        return ok(f"{loaded.why}: the agent makes one")
+        return ok(f"{loaded.why}: the agent creates one")
     if broken := loaded.ledger.violations():
         return warning(
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",
-            "nothing: the agent sets the file aside and rebuilds from what the kubelet knows",
+            "nothing: the agent sets the file aside and rebuilds the ledger from the kubelet",
         )
     return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
 
 
-#: Part of the path of a volume that is deleted with its pod.
+#: A part of the path of every volume that is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SharedNvml:
-    """NVML for concurrent checks. A process has one NVML session at a time, so the checks use it one after another."""
+    """NVML for concurrent checks. A process can have only one NVML session, so the checks use it one after another."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
@@ -34,7 +34,7 @@ class SharedNvml:
         self._snapshot: asyncio.Task[NodeSnapshot] | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `question`, which may use `nvml`; it is open during the call. Raises NvmlError."""
+        """Returns the result of `question`, which gets the open session. Raises NvmlError."""
         async with self._asking:
             try:
                 await self.nvml.open()
@@ -68,7 +68,7 @@ def _driver(proc_root: Path) -> CheckResult:
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
-        devices = ["nvidia-uvm"]  # the versions are not available
+        devices = ["nvidia-uvm"]  # this file system does not have the versions
     if "nvidia-uvm" not in devices:
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)
@@ -94,7 +94,7 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
         )
         return (warning if snapshot.gpus else error)(f"{about}; {snapshot.unlisted_sentence}", remedy)
     if not snapshot.gpus:
-        return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
+        return error(f"{about}, but no GPU", "check whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
     without_memory = [f"GPU{gpu.index}: {NO_MEMORY}" for gpu in snapshot.gpus if gpu.memory_bytes is None]
     return ok("; ".join([f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}", *in_mig_mode, *without_memory]))
 

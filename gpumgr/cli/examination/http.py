@@ -12,7 +12,7 @@ from gpumgr.web.credentials import Certificates, TokenFile
 from gpumgr.web.listening import ListenError, listen_tcp
 
 IF_HUNG: Final = (
-    "look whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
+    "check whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
 )
 
 
@@ -32,7 +32,7 @@ async def look_at_http(http: HttpSettings) -> CheckResult:
     except ListenError as exception:
         in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
         if in_use and await aside(lambda: _answered(http.socket)):
-            return ok(f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
+            return ok(f"{place} is in use, probably by the agent that answers at {http.socket} ({scheme})")
         return error_of(exception, "set http.address and http.port")
     for listener in listeners:
         listener.close()

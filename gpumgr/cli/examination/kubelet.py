@@ -85,11 +85,11 @@ async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) ->
             return ok(f"it {running}")
         return error(
             f"another gpumgr {running}",
-            "let one go: `systemctl disable --now gpumgr`, or keep the DaemonSet off this node by its nodeSelector",
+            "stop one of them: `systemctl disable --now gpumgr`, or keep the DaemonSet off this node by its nodeSelector",
         )
     if await aside(lambda: holder(folder)) is not None:
         message = f"another gpumgr with another process.lock_path than {lock_path} serves {folder}"
         if before_start:
-            return error(message, "let one of the two go, or they would take the kubelet's sockets from one another")
+            return error(message, "stop one of them, or they replace each other's sockets")
         return warning(message, "ask with its settings: gpumgr doctor --config FILE")
     return ok("none runs on this node")

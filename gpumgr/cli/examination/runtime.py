@@ -68,7 +68,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
     version = (int(found[1]), int(found[2])) if found else None
     since = {"containerd": (1, 7), "cri-o": (1, 23)}.get(runtime.name)
     if version is None or since is None:
-        return warning(f"it can't be known whether {about} takes CDI devices", "look into its documentation")
+        return warning(f"it is unknown whether {about} supports CDI devices", "see its documentation")
     if version < since:
         return error(
             f"{about} has no CDI", f"use {runtime.name} {since[0]}.{since[1]} or newer, or set enforcement.injection to mounts"

@@ -1,4 +1,4 @@
-"""Whether it is recorded which GPUs gpu-manager's pods hold. The agent offers nothing while one without a record runs.
+"""Checks whether there is a record of the GPUs of each of gpu-manager's pods. The agent offers nothing while a pod without a record runs.
 
 Only the agent knows which of them still run: it calls List of PodResources, which makes the kubelet drop ended pods. A check must change
 nothing.
@@ -19,7 +19,7 @@ from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.rebuild import foreign
 from gpumgr.settings import Settings
 
-IF_HUNG: Final = "look whether the disks under kubelet.device_plugin_dir and checkpoint.gpu_manager_checkpoint answer (`df`)"
+IF_HUNG: Final = "check whether the disks under kubelet.device_plugin_dir and checkpoint.gpu_manager_checkpoint answer (`df`)"
 
 
 async def look_at_take_over(settings: Settings) -> CheckResult:
@@ -27,7 +27,9 @@ async def look_at_take_over(settings: Settings) -> CheckResult:
         entries = await read_kubelet_checkpoint(settings.kubelet.device_plugin_dir / FILE_NAME) or ()
     except KubeletError as exception:
         return error_of(
-            exception, "run this as root; the agent starts without it, and does not know which containers have GPUs", "warning"
+            exception,
+            "run this as root; without the file the agent starts, but does not know which containers have GPUs",
+            "warning",
         )
     held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in VCUDA_NAMES]
     return await aside(lambda: _judge(held, settings.checkpoint.gpu_manager_checkpoint, settings.checkpoint.dir))

@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.common.units import BLOCK_BYTES
 
-#: A reading that the driver does not give.
+#: A value that the driver does not report.
 UNKNOWN: Final = "unknown"
 _GIB: Final = 1 << 30
 #: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.

@@ -11,7 +11,7 @@ from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 
-#: Table cells for those of gpumgr.agent.node_report.REASONS that are not clear by themselves.
+#: Table cells for reasons (gpumgr.agent.node_report.REASONS) that are not clear by themselves.
 _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",
@@ -27,9 +27,8 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLabels:
-    """The known GPUs with NVML's index (None: not known), and their UUIDs as far as known.
-
-    `unreadable` maps the index of a GPU that the driver lists and cannot describe to the error.
+    """The known GPUs with NVML's index (None: not known), and their UUIDs where known. `unreadable` maps the index of a GPU that the driver
+    lists but cannot describe to the error.
     """
 
     indices: dict[GpuName, int | None] = field(default_factory=dict)
@@ -90,7 +89,8 @@ def gpu_status(row: GpuRow) -> str:
 
 
 def gpu_sentences(row: GpuRow, label: str) -> list[str]:
-    """Its cordon, and why it is unhealthy; empty for a healthy GPU in service. `label` is its name in the sentences."""
+    """Sentences about the GPU's cordon, and why it is unhealthy; empty for a healthy GPU in service. `label` is its name in the
+    sentences."""
     sentences = []
     if row.cordon is not None:
         verb = "is being drained" if row.cordon.draining else "is cordoned"

@@ -45,7 +45,7 @@ class Decision:
 
     def with_call(self, second: HistoryEntry) -> "Decision":
         """The first call placed the container: its reason and candidates are shown, since the candidates of the second call include the
-        container. What was not known at the first call is read by the second."""
+        container. What the first call did not know is taken from the second."""
         first = self.entry
         entry = replace(
             second,
@@ -61,7 +61,7 @@ class Decision:
 
 
 def decisions(entries: Iterable[HistoryEntry]) -> list[Decision]:
-    """In the order of the entries."""
+    """The decisions in the order of the entries."""
     found: list[Decision] = []
     for entry in entries:
         if found and found[-1].includes(entry):
@@ -188,7 +188,7 @@ def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]
 
 
 def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
-    """Why it was chosen or not, as far as the container's request is known (0: not known)."""
+    """Why the GPU was chosen or not, if the container's request is known (0: not known)."""
     if candidate.gpu in entry.gpus:
         return "chosen"
     if candidate.note is not None:
@@ -225,7 +225,7 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
     states = {row.name: row for row in pod.gpus}
     for row in pod.allocations:
         yield f"  {_holding(row, gpus)}"
-        if row.why and row.allocation not in explained:  # the reason is the same for all its GPUs
+        if row.why and row.allocation not in explained:  # the reason is the same for all GPUs of the allocation
             yield f"    why: {row.why}"
         explained.add(row.allocation)
         yield f"    {_limits(row)}"

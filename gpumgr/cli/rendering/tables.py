@@ -8,7 +8,7 @@ import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-#: The width in which plain text is laid out: nothing is folded or cut.
+#: The width for plain text, so large that nothing is folded or cut.
 UNBOUNDED: Final = 100_000
 #: A narrower terminal breaks the lines: columns of names would have no space.
 MIN_WIDTH: Final = 80

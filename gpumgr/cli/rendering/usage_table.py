@@ -17,7 +17,7 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120
-#: Words that a model's name is shown without.
+#: Words that are removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
@@ -150,7 +150,7 @@ def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]
 
 
 class Screen(Live):
-    """The latest state on the terminal's alternate screen, and whether the agent is available; what does not fit is cut at the end."""
+    """The latest state on the terminal's alternate screen, and whether the agent is available. Lines that do not fit are cut at the end."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, screen=True, auto_refresh=False)

@@ -244,7 +244,7 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
             "{}",
             ("fit", file, "--snapshot", snapshot),
             2,
-            "snapshot.json, line 1: the key kind is missing, so it is no snapshot; ",
+            "snapshot.json, line 1: the key kind is missing, so it is not a snapshot; ",
         ),
         (
             '{"kind": "gpumgr snapshot",\n"version": 2}',

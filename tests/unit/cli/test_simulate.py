@@ -65,7 +65,7 @@ def test_table(files: tuple[str, str]) -> None:
 
 
 def test_wrong_usage_and_input(files: tuple[str, str], tmp_path: Path) -> None:
-    assert "'best' is no policy; there are least-fragmentation, binpack" in simulate(files, "--policy", "best").stderr
+    assert "'best' is not a policy; there are least-fragmentation, binpack" in simulate(files, "--policy", "best").stderr
     nodes, _ = files
     no_gpus, binary = tmp_path / "none.csv", tmp_path / "binary.csv"
     no_gpus.write_text("name,gpus,cpu_milli,ram_mebibytes\nx,0,1,1\n")

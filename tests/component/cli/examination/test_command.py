@@ -79,7 +79,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {
             "check": "checkpoint",
             "state": "ok",
-            "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent makes one",
+            "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent creates one",
             "remedy": None,
         },
         {

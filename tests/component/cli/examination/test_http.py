@@ -53,7 +53,7 @@ async def test_a_port_that_the_running_agent_has_is_well(folder: Path, taken: in
     with listening(folder / "agent.sock"):
         found = await look(folder, port=taken)
     assert found.state == "ok"
-    assert found.message == f"the agent that answers at {folder}/agent.sock has 127.0.0.1:{taken}, or so it seems (HTTP)"
+    assert found.message == f"127.0.0.1:{taken} is in use, probably by the agent that answers at {folder}/agent.sock (HTTP)"
 
 
 async def test_an_address_that_is_not_ours_is_an_error_beside_a_running_agent_too(folder: Path) -> None:

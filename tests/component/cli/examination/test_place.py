@@ -49,7 +49,7 @@ async def look(folder: Path) -> CheckResult:
 
 async def test_a_checkpoint_that_can_be_used_or_made_is_well(folder: Path) -> None:
     found = await look(folder)
-    assert (found.state, found.message) == ("ok", f"there is no checkpoint at {folder}/{NAME}: the agent makes one")
+    assert (found.state, found.message) == ("ok", f"there is no checkpoint at {folder}/{NAME}: the agent creates one")
     found = await look(await made(folder))
     assert (found.state, found.message) == ("ok", f"{len(Ledger().allocations)} allocations in {folder}")
 
@@ -65,7 +65,7 @@ async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) ->
     (folder / NAME).write_bytes(b"no database" * 100)
     found = await look(folder)
     assert found.state == "warning"
-    assert found.remedy == "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
+    assert found.remedy == "nothing, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
 
 
 async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:

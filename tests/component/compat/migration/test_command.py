@@ -134,7 +134,7 @@ def test_pods_without_a_record_cause_a_warning(node: Path) -> None:
 def test_what_is_no_nodes_name_is_refused(source: tuple[str, ...], name: str) -> None:
     result = migrate(*source, "--node", name)
     assert result.exit_code == 2
-    assert f"Invalid value for '--node': '{name}' is no node's name: lower-case letters" in result.output
+    assert f"Invalid value for '--node': '{name}' is not a node name: lower-case letters" in result.output
 
 
 def test_a_kubelet_without_device_entries_has_no_running_pods_of_gpu_manager(node: Path) -> None:
