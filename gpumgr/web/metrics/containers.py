@@ -1,6 +1,6 @@
 """Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
 
-Only shares have limits; a container with whole GPUs has no series of limits.
+Only shares have limits; a container with whole GPUs has no series of limits. Turns have a series where the limiter limits the container.
 """
 
 import operator
@@ -9,11 +9,11 @@ from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
-from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, gauge, render
+from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, counter, gauge, render
 from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.holdings import holdings
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 
 #: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
@@ -24,6 +24,14 @@ Merge = Callable[[float, float], float]
 
 def _family(name: str, about: str) -> Family:
     return gauge(f"container_{name}", about, *CONTAINER_LABELS)
+
+
+def _counter(name: str, about: str) -> Family:
+    return counter(f"container_{name}_total", about, *CONTAINER_LABELS)
+
+
+def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
+    return lambda use: None if use.turns is None else read(use.turns)
 
 
 def _added_ratios(one: float, other: float) -> float:
@@ -64,9 +72,35 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
         ),
         max,
     ),
+    (
+        _counter("held_seconds", "Seconds for which the container held the GPU, with the backend limiter."),
+        _of_turns(lambda turns: turns.held_seconds),
+        operator.add,
+    ),
+    (
+        _counter("waited_seconds", "Seconds for which launches of the container waited for its turn, the sum over its threads."),
+        _of_turns(lambda turns: turns.waited_seconds),
+        operator.add,
+    ),
+    (
+        _counter("launches", "Launches of the container that the backend limiter counted: kernels, graphs, large copies."),
+        _of_turns(lambda turns: turns.launches),
+        operator.add,
+    ),
+    (
+        _counter("overruns", "Turns that passed to the next container although the work of this one had not ended."),
+        _of_turns(lambda turns: turns.overruns),
+        operator.add,
+    ),
+)
+_KINDS: Final = gauge(
+    "container_memory_by_kind_bytes",
+    "Memory that the backend limiter counts for the container, by the kind of the allocation.",
+    *CONTAINER_LABELS,
+    "kind",
 )
 
-FAMILIES: Final = (_CORES, _MEMORY, _OVER, *(family for family, _, _ in _READINGS))
+FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, *(family for family, _, _ in _READINGS))
 
 
 def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
@@ -77,6 +111,7 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     named = [(_labels(each, texts), each) for each in yielding_gil(use.containers.values() if use else ())]
     for family, read, merge in _READINGS:
         yield render(family, _merged(named, read, merge))
+    yield render(_KINDS, _by_kind(named))
     over = report.over
     yield render(
         _OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over, max)
@@ -95,6 +130,15 @@ def _merged(
     for labels, use in named:
         if (value := read(use)) is not None:
             series[labels] = value if (before := series.get(labels)) is None else merge(before, value)
+    return series
+
+
+def _by_kind(named: list[tuple[str, ContainerUse]]) -> dict[str, float]:
+    series: dict[str, float] = {}
+    for labels, use in named:
+        for kind, size in use.turns.memory_bytes_by_kind.items() if use.turns else ():
+            key = f'{labels},kind="{kind}"'
+            series[key] = series.get(key, 0) + size
     return series
 
 

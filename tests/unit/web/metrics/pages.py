@@ -1,6 +1,7 @@
 """A picture as a scraper reads it: the page's text, and what a parser finds there."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -11,6 +12,7 @@ from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests.unit.ledger.usage.samples import container, sample, used
@@ -81,7 +83,10 @@ def full_picture() -> NodeReport:
     """With one instance of each item that a report can contain."""
     share, train = allocation("a", ("team", "web"), cores={0: 0b11}, blocks={0: 0b11}), whole("t", ("team", "train"), 1)
     view = view_of(share, train, nvlinks=2, cordoned={uuid_of(0): "maintenance"})
+    turns = TurnUse(held_seconds=2.5, waited_seconds=7.5, launches=9, overruns=1, memory_bytes_by_kind={"alloc": 700})
     owners = {11: container("a", ("team", "web")), 12: container("t", ("team", "train")), 99: None}
+    use = used(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners)
+    containers = {place: replace(each, turns=turns if place[0] == "a" else None) for place, each in use.containers.items()}
     return NodeReport(
         view=view,
         node="node-1",
@@ -92,7 +97,7 @@ def full_picture() -> NodeReport:
         streams={"tencent.com/vcuda-core": 1},
         reasons={uuid_of(0): "operator"},
         cordons={uuid_of(0): Cordon(reason="a fan")},
-        use=used(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners),
+        use=replace(use, containers=containers),
         gpu_limits={uuid_of(0): GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")},
         vcuda_registrations={"ok": 1},
         mps_daemon_restarts={uuid_of(0): 1},

@@ -1,5 +1,6 @@
 """What containers hold and use: series, absent facts, names that recur, hostile names, and what vanishes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.containers import Container
-from gpumgr.ledger.usage.node_use import AllocationOnGpu
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from tests.unit.ledger.usage.samples import container, sample, used
 from tests.unit.web.metrics.pictures import name_of
 
@@ -29,6 +30,7 @@ USED = (
     "over_limit",
     "over_limit_ratio",
 )
+TURNS = ("held_seconds_total", "waited_seconds_total", "launches_total", "overruns_total", "memory_by_kind_bytes")
 
 
 def share(
@@ -68,6 +70,45 @@ def test_a_share_with_all_its_numbers() -> None:
     found = {name: ours(report, f"container_{name}") for name in numbers}
     assert found == {name: {SERIES: number} for name, number in numbers.items()}
     assert set(numbers) == {*HELD, *USED}
+
+
+def with_turns(report: NodeReport, turns: Mapping[str, TurnUse]) -> NodeReport:
+    """The limiter limits these allocations on the first GPU."""
+    assert report.use is not None
+    uses = report.use.containers
+    limited = {(letter, name_of(0)): replace(uses[letter, name_of(0)], turns=use) for letter, use in turns.items()}
+    return replace(report, use=replace(report.use, containers={**uses, **limited}))
+
+
+def turns(*, launches: int, **kinds: int) -> TurnUse:
+    return TurnUse(held_seconds=2.5, waited_seconds=7.5, launches=launches, overruns=3, memory_bytes_by_kind=kinds)
+
+
+def test_turns_of_the_limiter_have_series() -> None:
+    report = picture_of(share(), share("b", TRAIN), processes={}, owners={})
+    assert all(ours(report, f"container_{name}") == {} for name in TURNS)
+    report = with_turns(report, {"a": turns(launches=9, alloc=700, context=50)})
+    numbers = {"held_seconds_total": 2.5, "waited_seconds_total": 7.5, "launches_total": 9.0, "overruns_total": 3.0}
+    assert {name: ours(report, f"container_{name}") for name in numbers} == {name: {SERIES: n} for name, n in numbers.items()}
+    container, gpu, *pod = SERIES
+    by_kind = {(container, gpu, "alloc", *pod): 700.0, (container, gpu, "context", *pod): 50.0}
+    assert ours(report, "container_memory_by_kind_bytes") == by_kind
+
+
+def test_turns_that_have_not_been_used_are_0_and_not_absent() -> None:
+    unused = TurnUse(held_seconds=0, waited_seconds=0, launches=0, overruns=0)
+    report = with_turns(picture_of(share(), processes={}, owners={}), {"a": unused})
+    assert [ours(report, f"container_{name}") for name in TURNS] == [*[{SERIES: 0.0}] * 4, {}]
+
+
+def test_turns_of_two_pods_of_one_name_are_added() -> None:
+    report = picture_of(share("a"), share("b", blocks=0b100), processes={}, owners={})
+    report = with_turns(report, {"a": turns(launches=9, alloc=700, pool=1), "b": turns(launches=1, alloc=300)})
+    assert ours(report, "container_launches_total") == {SERIES: 10.0}
+    assert ours(report, "container_held_seconds_total") == {SERIES: 5.0}
+    container, gpu, *pod = SERIES
+    by_kind = {(container, gpu, "alloc", *pod): 1000.0, (container, gpu, "pool", *pod): 1.0}
+    assert ours(report, "container_memory_by_kind_bytes") == by_kind
 
 
 def test_a_whole_gpu_has_no_limits() -> None:
@@ -157,8 +198,9 @@ def test_series_of_ended_containers_vanish_with_the_next_snapshot() -> None:
 
 
 def test_an_old_sample_is_not_exported_while_the_driver_is_absent() -> None:
-    report = replace(picture_of(share(), processes={99: 1}, owners={99: None}), nvml_up=False)
-    for name in USED:
+    report = picture_of(share(), processes={99: 1}, owners={99: None})
+    report = replace(with_turns(report, {"a": turns(launches=9, alloc=700)}), nvml_up=False)
+    for name in (*USED, *TURNS):
         assert ours(report, f"container_{name}") == {}
     assert ours(report, "unaccounted_processes") == {}
 
