@@ -54,6 +54,11 @@ PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
+def _libcuda(nvml_library: Path | None) -> str:
+    """The driver has it beside NVML; a name is for the dynamic linker."""
+    return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
+
+
 class NodeEnforcement:
     """The enforcement of this node. `publisher` is None without an API server.
 
@@ -103,7 +108,7 @@ class NodeEnforcement:
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
             quantum_milliseconds=settings.limiter.quantum_milliseconds,
-            contexts=ContextSizes(nvml.processes),
+            contexts=ContextSizes(nvml.processes, library=_libcuda(settings.nvml.library_path)),
             volumes=volumes,
         )
         self._memory = DriverMemory(

@@ -291,7 +291,7 @@ def test_driver_capabilities_are_those_that_are_used(tmp_path: Path) -> None:
 
     toolkits = {"settings": {"container": {"driver_files": "toolkit"}}}
     vcuda = {"settings": {**toolkits["settings"], "vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}}
-    assert (asked({}), asked(toolkits), asked(vcuda)) == ("all", "utility", "all")
+    assert (asked({}), asked(toolkits), asked(vcuda)) == ("all", "compute,utility", "all")
     assert settings_of(render(SETS["most"]), tmp_path).vcuda.driver_roots == (Path("/driver-root"),)
 
 

@@ -1,8 +1,8 @@
-/* Makes the shared file of the fake GPUs: make_gpu FILE GPUS BYTES-OF-EACH. Their UUIDs end with their index. */
+/* Makes the shared file of the fake GPUs: make_gpu FILE GPUS BYTES-OF-EACH [UUID...]. Without one, a GPU's UUID ends with its index. */
 #include "gpu.h"
 
 int main(int argc, char **argv) {
-    if (argc != 4) return 2;
+    if (argc < 4) return 2;
     int fd = open(argv[1], O_RDWR | O_CREAT | O_TRUNC, 0666);
     if (fd < 0 || ftruncate(fd, sizeof(struct model))) return 1;
     struct model *m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -14,7 +14,8 @@ int main(int argc, char **argv) {
     m->gpus = atoi(argv[2]);
     for (int i = 0; i < m->gpus && i < GPUS; i++) {
         m->gpu[i].total_bytes = strtoull(argv[3], NULL, 10), m->gpu[i].reserved_bytes = 615 * MIB;
-        snprintf(m->gpu[i].uuid, sizeof m->gpu[i].uuid, "GPU-00000000-0000-0000-0000-%012d", i + 1);
+        if (i + 4 < argc) snprintf(m->gpu[i].uuid, sizeof m->gpu[i].uuid, "%s", argv[i + 4]);
+        else snprintf(m->gpu[i].uuid, sizeof m->gpu[i].uuid, "GPU-00000000-0000-0000-0000-%012d", i + 1);
     }
     return 0;
 }

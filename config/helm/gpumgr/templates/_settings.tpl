@@ -58,7 +58,7 @@
 {{/* Which of the driver's files the NVIDIA container runtime is to bring. */}}
 {{- define "gpumgr.driverCapabilities" -}}
 {{- if include "gpumgr.mirrors" . -}}all
-{{- else -}}utility
+{{- else -}}compute,utility
 {{- end -}}
 {{- end -}}
 

@@ -1,0 +1,146 @@
+"""Backend limiter in real containers: CUDA programs on a fake GPU, with the library that the agent put into the container."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumgr.sim.control import SimProcess
+from tests.component.enforcement.limiter.harness import compile_all
+
+from .agent import Agent
+from .cluster import Cluster
+from .manifests import SLEEP, Json
+from .node import Node
+from .places import RUN_DIR, STATE
+from .processes import wait_until
+from .tenants import BLOCK, allocation, control, gpu_index, limited, lines, pids, tenant, wait_line
+
+MIB = 1 << 20
+FAKE = STATE / "limiter"
+LIMIT = 16 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def limiter_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    FAKE.mkdir(parents=True, exist_ok=True)
+    compile_all(FAKE)
+    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter"}}) as node:
+        yield node
+
+
+@pytest.fixture
+def node(limiter_node: Node) -> Node:
+    limiter_node.clear()
+    return limiter_node
+
+
+def cuda(name: str, commands: str, cores: int = 30) -> Json:
+    """A pod in which a CUDA program gets the output of `commands`, a line each (tests/data/limiter/tenant.c), and answers each. It has a
+    GPU of its own, with the UUID of the granted one, and the host's C library."""
+    program = f"/fake/make_gpu /gpu 1 {140 << 30} $NVIDIA_VISIBLE_DEVICES; ({commands}) | /fake/tenant proc"
+    body = tenant(name, program, cores)
+    (main,) = body["spec"]["containers"]
+    main["env"] = [{"name": "FAKE_GPU", "value": "/gpu"}, {"name": "LD_LIBRARY_PATH", "value": "/fake"}]
+    for volume, (inside, outside) in {
+        "fake": ("/fake", FAKE),
+        "usr": ("/usr", Path("/usr")),
+        "lib": ("/lib64", Path("/lib64")),
+    }.items():
+        body["spec"]["volumes"].append({"name": volume, "hostPath": {"path": str(outside.resolve()), "type": "Directory"}})
+        main["volumeMounts"].append({"name": volume, "mountPath": inside, "readOnly": True})
+    main["env"][1]["value"] += ":/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu"
+    return body
+
+
+#: Takes 1 GiB, then works and asks for the free memory each second.
+WORK = "echo init 0; echo grab alloc 67108864 1073741824; while sleep 1; do echo work small 50 1; echo info; done"
+
+
+def page(node: Node, name: str, page: str) -> Path:
+    return RUN_DIR / "limiter" / allocation(node, name) / f"{page}.1"
+
+
+def answers(node: Node, name: str) -> list[list[int]]:
+    return [[int(word) for word in line.split()] for line in lines(node, name) if line]
+
+
+def row(node: Node, name: str) -> dict[str, object]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
+        (found,) = [each for each in json.load(answer)["containers"] if each["pod"] == name]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_container_is_limited_and_sees_its_share(node: Node) -> None:
+    everything = f"echo init 0; echo grab alloc 67108864 68719476736; echo info; {SLEEP}"
+    node.run([cuda("greedy", everything), cuda("modest", WORK)])
+    wait_until("the answers", lambda: len(answers(node, "greedy")) == 3)
+    # The simulated node has no CUDA, so the agent could not measure what a context takes.
+    assert answers(node, "greedy")[1:] == [[2, LIMIT, 0], [0, 0, LIMIT]]
+    wait_until("an answer", lambda: [0, LIMIT - 1024 * MIB, LIMIT] in answers(node, "modest"))
+    wait_until("time held", lambda: (row(node, "modest")["held_ratio"] or 0) != 0)
+    index, (pid, *_) = gpu_index(node, "modest"), [each for each in pids(node, "modest") if b"tenant" in cmdline(each)]
+    try:
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=1536 * MIB, sm_percent=10)])
+        wait_until("what the driver uses beyond the count", lambda: answers(node, "modest")[-1] == [0, LIMIT - 1536 * MIB, LIMIT])
+    finally:
+        control().set_processes(index, [])
+    assert not node.events("modest", "GpuLimitTampered") + node.events("modest", "GpuLimitBypassed")
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_limits_outlive_the_agent(node: Node) -> None:
+    node.run([cuda("lasting", WORK)])
+    wait_until("an answer", lambda: [0, LIMIT - 1024 * MIB, LIMIT] in answers(node, "lasting"))
+    before = page(node, "lasting", "use").stat()
+    node.agent.kill()
+    seen = len(answers(node, "lasting"))
+    wait_until("more answers", lambda: len(answers(node, "lasting")) > seen + 4)
+    assert answers(node, "lasting")[-2:][0][0] == 0
+    node.agent.start()
+    assert page(node, "lasting", "use").stat().st_ino == before.st_ino, "a running container keeps its pages"
+    wait_until("time held", lambda: (row(node, "lasting")["held_ratio"] or 0) != 0)
+    assert not node.events("lasting", "GpuLimitTampered") + node.events("lasting", "GpuLimitBroken")
+
+
+#: What a hostile tenant does -> the event that its pod gets.
+ATTACKS = {
+    "cuts": (": > /etc/gpumgr/turn.1; : > /etc/gpumgr/use.1", "GpuLimitTampered"),
+    "fills": (
+        "dd if=/dev/zero of=/etc/gpumgr/use.1 bs=1M count=64; dd if=/dev/urandom of=/etc/gpumgr/turn.1 bs=1k count=64",
+        "GpuLimitTampered",
+    ),
+    "replaces": ("rm /etc/gpumgr/limits.1; echo > /etc/gpumgr/limits.1; mv /etc/gpumgr/use.1 /x; echo tried", None),
+}
+
+
+def test_hostile_tenants_do_not_affect_others(node: Node) -> None:
+    node.run([cuda("honest", WORK), *(tenant(name, f"{attack}; {SLEEP}", 10, 8) for name, (attack, _) in ATTACKS.items())])
+    for name, (_, code) in ATTACKS.items():
+        if code is not None:
+            node.event(name, code)
+    wait_line(node, "replaces", "tried")
+    sizes = {each: page(node, "replaces", each).stat().st_size for each in ("use", "turn", "limits")}
+    for name in ("cuts", "fills"):
+        for each, size in sizes.items():
+            wait_until("its size", lambda name=name, each=each, size=size: page(node, name, each).stat().st_size == size)
+    seen = len(answers(node, "honest"))
+    wait_until("the neighbour goes on", lambda: len(answers(node, "honest")) > seen + 4)
+    assert answers(node, "honest")[-1][0] == 0
+    node.agent.ensure()
+
+
+def test_a_process_without_the_library_is_reported(node: Node) -> None:
+    node.run([tenant("static", SLEEP)])
+    index, pid = gpu_index(node, "static"), pids(node, "static")[-1]
+    try:
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=BLOCK, sm_percent=10)])
+        assert "without gpumgr's library" in node.event("static", "GpuLimitBypassed")
+    finally:
+        control().set_processes(index, [])
