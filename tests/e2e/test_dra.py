@@ -10,7 +10,7 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -20,19 +20,21 @@ from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
 from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
-from .api import PODS
+from .api import PODS, ApiError
 from .bench_cluster import node as api_node
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, SLEEP, Json, container, pod
 from .node import gpu_nodes, shown
-from .places import AGENT_STATE, CDI_SPECS, KUBELET_ROOT, NODE, PROJECT
+from .places import AGENT_STATE, CDI_SPECS, DEVICE_PLUGINS, KUBELET_ROOT, NODE, PROJECT
 from .processes import wait_until
 from .tenants import control
 from .test_dra_slices import devices as devices_of_a_slice
 
 #: The kubelet's record of claims: written before it calls the driver.
 RECORD = KUBELET_ROOT / "dra_manager_state"
+#: The kubelet's record of device plugins. It reads it when it starts, and writes it when devices change.
+DEVICE_CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
 #: The reason of the kubelet's event.
 FAILED = "FailedPrepareDynamicResources"
 #: Steps of tests.e2e.dying_agent, and those after a commit.
@@ -45,6 +47,8 @@ SAVED = ("grant-saved", "prepared", "release-saved", "unprepared")
 def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
     changes = {"enforcement": {"backend": "none"}, "node": {"unhealthy_taint_effect": "NoExecute"}}
     with in_mode_dra(cluster, running_agent, changes) as node:
+        # It has the ended pods of earlier tests: this first agent waited until it knew that they have ended, and each other one would, too.
+        DEVICE_CHECKPOINT.unlink(missing_ok=True)
         yield node
 
 
@@ -331,11 +335,11 @@ def test_a_stopped_agent_lets_pods_wait_and_serves_them_at_once(node: DraNode) -
 def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode) -> None:
     """What a step has saved holds afterwards, and what it has not saved is done anew: the kubelet repeats calls without an answer."""
     node.run([claiming("resident", "share")])
-    resident, former = node.agent.ledger(), "none"
+    resident, former = node.agent.ledger(), ""
     node.agent.kill()
     for prepare, unprepare in zip(PREPARE, UNPREPARE, strict=True):
         node.agent.start(wait=False, dies_at=prepare)
-        node.cluster.wait_gone([former])  # its Unprepare may be repeated, and must not be what ends the next agent
+        wait_unprepared(node, former)  # its Unprepare may be repeated, and must not be what ends the next agent
         node.cluster.create([claiming(prepare, "share")])
         node.agent.wait_died()
         saved = node.ledger_of(prepare)
@@ -353,8 +357,18 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
         assert bool(node.ledger_of(prepare)) == (unprepare not in SAVED)
         former = prepare
     node.agent.start(wait=False)
-    node.cluster.wait_gone([former])
+    wait_unprepared(node, former)
     assert node.agent.ledger() == resident
+
+
+def wait_unprepared(node: DraNode, former: str) -> None:
+    """Waits until this pod is gone ("": there is none). Its Unprepare had no answer: the kubelet repeats the call after 10 to 15 s, or when
+    the pod changes."""
+    if former:
+        wait_until("the agent registered", node.agent.is_ready, every=0.1)
+        with suppress(ApiError):  # it is gone
+            node.cluster.api.request("PATCH", f"{PODS}/{former}", {"metadata": {"annotations": {"tried": "again"}}})
+        node.cluster.wait_gone([former])
 
 
 def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> None:
