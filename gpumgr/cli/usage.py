@@ -25,6 +25,8 @@ _EPILOG = """
 Columns:
   CORES   granted, in hundredths of a GPU    BUSY  share of the last second in which kernels ran
   MEMORY  granted (GPU: of what it offers)   USED  memory in use
+  HELD    hundredths of the last ten seconds in which it had the GPU, of CORES
+  WAITED  share of these seconds in which its work waited for a turn
   LIMITS  whether the container stays within its memory, and what limits it
 
 \b

@@ -252,13 +252,13 @@ def _limits(row: ContainerRow) -> str:
 
 
 def _use(row: ContainerRow) -> str:
-    use = (row.utilization_ratio, row.memory_used_bytes, row.processes)
-    if use == (None, None, None):
-        return "what it uses is not known"
     facts = [
         f"busy {percent(row.utilization_ratio)} of the time" if row.utilization_ratio is not None else "",
+        f"held the GPU {percent(row.held_ratio)} of the time" if row.held_ratio is not None else "",
+        f"waited {percent(row.waited_ratio)} of the time for its turn" if row.waited_ratio is not None else "",
         f"uses {gibibytes(row.memory_used_bytes)} GiB" if row.memory_used_bytes is not None else "",
         f"{row.processes} process{'' if row.processes == 1 else 'es'}" if row.processes is not None else "",
         "over its memory" if row.over else "",
     ]
-    return "now: " + ", ".join(fact for fact in facts if fact)
+    known = ", ".join(fact for fact in facts if fact)
+    return f"now: {known}" if known else "what it uses is not known"

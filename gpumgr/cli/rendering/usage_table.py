@@ -17,6 +17,8 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120
+_OF_TURNS: Final = ("HELD", "WAITED")
+_NUMBERS: Final = ("CORES", *_OF_TURNS, "BUSY", "MEMORY", "USED", "PROCS")
 #: Words that are removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
@@ -97,24 +99,33 @@ def _model(model: str | None) -> str:
 
 
 def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
-    """A narrow table shows pod and container in one column, and limits and mechanisms in one column."""
+    """A narrow table shows pod and container in one column, and limits and mechanisms in one column. If the limiter limits one of the
+    containers, HELD has the cores too, and WAITED takes the room of the processes."""
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
-    numbers = ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
+    turns = any(row.held_ratio is not None for row in rows)
+    numbers = [name for name in _NUMBERS if turns or name not in _OF_TURNS]
+    if turns and not wide:
+        numbers = [name for name in numbers if name not in ("CORES", "PROCS")]
     table = open_table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
     for row in rows:
         container = f"{row.container or '?'}{', init' if row.init else ''}"
         names_cells = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
         mechanisms, limits = ", ".join(limiting(row.mechanisms)), limits_status(row)
         ends_cells = [mechanisms or "-", limits] if wide else [f"{limits}, {mechanisms}" if mechanisms else limits]
+        cells = {
+            "CORES": str(row.cores),
+            "HELD": f"{'-' if row.held_ratio is None else f'{row.held_ratio * CORES_PER_GPU:.0f}'}/{row.cores}",
+            "WAITED": "-" if row.waited_ratio is None else percent(row.waited_ratio),
+            "BUSY": percent(row.utilization_ratio),
+            "MEMORY": "-" if row.memory_bytes is None else _used(row.memory_bytes),
+            "USED": _used(row.memory_used_bytes),
+            "PROCS": "-" if row.processes is None else str(row.processes),
+        }
         table.add_row(
             *map(Text, names_cells),
             gpus.short(row.gpu),
-            str(row.cores),
-            percent(row.utilization_ratio),
-            "-" if row.memory_bytes is None else _used(row.memory_bytes),
-            _used(row.memory_used_bytes),
-            "-" if row.processes is None else str(row.processes),
+            *(cells[name] for name in numbers),
             *(Text(words, style="red" if row.over else "") for words in ends_cells),
         )
     return table

@@ -38,6 +38,22 @@ pod uid uid-unknown  ?            0     30  unknown    5.0G  unknown      -  -  
 team/bert            main         1    100      99%   79.5G    70.0G      1  -        whole GPU"""
 
 
+TURNS_NARROW = """\
+POD (CONTAINER)  GPU   HELD  WAITED     BUSY  MEMORY     USED  LIMITS
+team/resnet-0      0  24/30     61%      38%    5.0G     6.0G  within,
+(main)                                                         nvml-memory,
+                                                               limiter
+team/new (main)    0   0/30       -  unknown    5.0G  unknown  within, limiter
+team/bert          1  -/100       -      99%   79.5G    70.0G  whole GPU
+(main)"""
+
+TURNS_WIDE = """\
+POD            CONTAINER  GPU  CORES   HELD  WAITED     BUSY  MEMORY     USED  PROCS  KEPT BY               LIMITS
+team/resnet-0  main         0     30  24/30     61%      38%    5.0G     6.0G      2  nvml-memory, limiter  within
+team/new       main         0     30   0/30       -  unknown    5.0G  unknown      -  limiter               within
+team/bert      main         1    100  -/100       -      99%   79.5G    70.0G      1  -                     whole GPU"""
+
+
 def test_80_columns_show_everything_that_matters() -> None:
     assert usage_text(read_state(state()), width=80) == NARROW
 
@@ -47,10 +63,22 @@ def test_with_room_each_container_has_one_line(width: int | None) -> None:
     assert usage_text(read_state(state()), width=width).endswith("\n\n" + WIDE_CONTAINERS)
 
 
+@pytest.mark.parametrize(("width", "shown"), [(80, TURNS_NARROW), (140, TURNS_WIDE)])
+def test_a_container_that_the_limiter_limits_has_its_turns(width: int, shown: str) -> None:
+    used = {"utilization_ratio": 0.38, "memory_used_bytes": 6 * GIB, "processes": 2, "mechanisms": ["nvml-memory", "limiter"]}
+    rows = [
+        container("a", "resnet-0", NAMES[0], held_ratio=0.238, waited_ratio=0.61, **used),
+        container("b", "new", NAMES[0], held_ratio=0.0, mechanisms=["limiter"]),
+        next(row for row in state()["containers"] if row["pod"] == "bert"),
+    ]
+    assert usage_text(read_state({**state(), "containers": rows}), width=width).endswith("\n\n" + shown)
+
+
+@pytest.mark.parametrize("turns", [{}, {"held_ratio": 1.0, "waited_ratio": 1.0}])
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
-def test_the_longest_names_fit_any_width_and_are_not_cut(width: int) -> None:
-    long = {**state(), "containers": [container("a", "z" * 253, NAMES[0], container="q" * 63, mechanisms=["nvml-memory", "mps"])]}
-    text = usage_text(read_state(long), width=width)
+def test_the_longest_names_fit_any_width_and_are_not_cut(width: int, turns: dict[str, float]) -> None:
+    facts = {"container": "q" * 63, "mechanisms": ["nvml-memory", "mps"], **turns}
+    text = usage_text(read_state({**state(), "containers": [container("a", "z" * 253, NAMES[0], **facts)]}), width=width)
     assert max(map(len, text.splitlines())) <= max(width, 80)
     assert (text.count("z"), text.count("q")) == (253, 63)
 

@@ -80,6 +80,19 @@ def test_a_refused_pod_out_of_the_checkpoint() -> None:
     assert told(of("odd", entries()[4]), live=False) == REFUSED
 
 
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"held_ratio": 0.248, "waited_ratio": 0.41}, "now: held the GPU 25% of the time, waited 41% of the time for its turn"),
+        ({"held_ratio": 0.0, "waited_ratio": 0.0}, "now: held the GPU 0% of the time, waited 0% of the time for its turn"),
+        ({}, "what it uses is not known"),
+    ],
+)
+def test_turns_of_the_limiter_are_part_of_what_it_uses(facts: dict[str, float], sentence: str) -> None:
+    allocation = container("a", "p", NAMES[0], mechanisms=["limiter"], **facts)
+    assert told(of("p", allocations=[allocation], gpus=[])).endswith(f"\n    {sentence}")
+
+
 def test_without_the_agent_use_is_not_known() -> None:
     text = told(story(), live=False)
     assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not respond.")
