@@ -23,7 +23,7 @@ from gpumgr.runtime.codec import InitProcess
 
 _log = structlog.get_logger(__name__)
 
-#: A change, or an announced start, makes polls frequent for so long.
+#: How long polls are frequent after a change or an announced start.
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0

@@ -1,5 +1,4 @@
-"""The simulated PodResources service: List and Get, as far as the kubelet's version has them, with its rate limit for all clients
-together."""
+"""The simulated PodResources service: List and Get, if the kubelet's version has them, with its rate limit for all clients together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping

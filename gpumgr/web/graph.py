@@ -111,7 +111,7 @@ def _sentences(gpu: dict[str, Any]) -> Iterator[str]:
 
 
 def _holder_name(holder: dict[str, Any]) -> str:
-    """namespace/pod/container, as far as they are known."""
+    """namespace/pod/container, where they are known."""
     if holder["pod"] is None:
         return f"pod uid {holder['uid']}" if holder["uid"] else f"allocation {holder['allocation']}"
     return "/".join(part for part in (holder["namespace"], holder["pod"], holder["container"]) if part)

@@ -66,7 +66,7 @@ class Pages:
             case "driver":
                 return probe_response(request, self._sources.no_driver())
             case other:
-                return failure(400, f"only {other!r} is none of: driver")
+                return failure(400, f"only={other} is not known; allowed: driver")
 
     async def version(self, _request: web.Request) -> web.Response:
         snapshot = self._sources.view().inventory.snapshot
@@ -91,7 +91,7 @@ class Pages:
             case "json":
                 return json_response(graph_data(view))
             case other:
-                return failure(400, f"format {other!r} is none of: text, json")
+                return failure(400, f"format={other} is not known; allowed: text, json")
 
     async def usage(self, _request: web.Request) -> web.Response:
         return json_response(self._sources.usage())

@@ -17,7 +17,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.web.state import container_rows, gpu_rows
 
-#: The pod of an allocation or entry: name and UID, as far as they are known.
+#: The pod of an allocation or entry: name and UID, where they are known.
 Holder = tuple[PodKey | None, str | None]
 
 
@@ -86,7 +86,7 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """The GPUs of each allocation, with its begin and end (unix seconds), as far as they are known."""
+    """The GPUs of each allocation, with its begin and end (unix seconds), where they are known."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.at) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [

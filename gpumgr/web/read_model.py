@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Enforcement(Protocol):
-    """The node's enforcement, as far as it is shown."""
+    """The parts of the node's enforcement that are shown."""
 
     vcuda: VcudaBackend
     mps: Mps

@@ -95,11 +95,11 @@ class NodeBackends:
         run_dir = self._settings.enforcement.run_dir
         with contextlib.suppress(OSError):  # only root may list it
             if plain := unbounded(run_dir / FOLDER):
-                return f"the regions of {len(plain)} containers lie in plain folders, such as {run_dir / FOLDER / plain[0]}"
+                return f"the regions of {len(plain)} containers are in plain folders, such as {run_dir / FOLDER / plain[0]}"
         if self._in_pod:
             mount = mount_of((self._proc_root / "self/mountinfo").read_text(), run_dir)
             if mount is None or not mount.shared:
-                return f"mounts below {run_dir} do not reach the host, so regions lie in plain folders"
+                return f"mounts below {run_dir} do not reach the host, so regions are in plain folders"
         return None
 
     async def look_at_choice(self) -> CheckResult:

@@ -124,8 +124,8 @@ def _notes(found: HamiState) -> Iterator[str]:
     if found.library is not None:
         path, sha256 = found.library
         yield (
-            f"{path} (HAMi 2.8.2 or newer) can go on keeping the limits: run `gpumgr install library {path} --sha256 {sha256}` on the "
-            "node; without it, MPS or the driver keeps them where they can"
+            f"{path} (HAMi 2.8.2 or newer) can continue to limit containers (enforcement.backend hami-core): run `gpumgr install library "
+            f"{path} --sha256 {sha256}` on the node; without it gpumgr's own limiter does"
         )
 
 

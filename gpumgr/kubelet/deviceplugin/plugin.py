@@ -158,7 +158,7 @@ class PluginServer(UnixServer):
                     SERVICE + "GetDevicePluginOptions", b"", bytes, timeout_seconds=_PROBE_TIMEOUT_SECONDS
                 )
             except CALL_FAILURES as error:
-                raise kubelet_error("reach the own device plugin", self.path, error) from error
+                raise kubelet_error("reach gpumgr's own device plugin", self.path, error) from error
         if options != OPTIONS:
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 

@@ -167,7 +167,7 @@ class DraLink:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     def _remove_leftovers(self) -> None:
-        """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
+        """Removes the sockets on which nothing listens, since the kubelet would never stop trying them."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in server.path.parent.glob(pattern):
                 if _is_leftover(path):

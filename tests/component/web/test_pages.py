@@ -64,7 +64,7 @@ async def test_one_part_of_readiness_can_be_requested(client: aiohttp.ClientSess
     async with client.get("/readyz?only=driver") as answer:
         assert answer.status == 200
     async with client.get("/readyz?only=luck") as answer:
-        assert (answer.status, (await answer.json())["error"]) == (400, "only 'luck' is none of: driver")
+        assert (answer.status, (await answer.json())["error"]) == (400, "only=luck is not known; allowed: driver")
 
 
 async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
@@ -86,7 +86,7 @@ async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
 async def test_an_unknown_graph_format_is_refused(client: aiohttp.ClientSession) -> None:
     async with client.get("/graph?format=svg") as answer:
         assert answer.status == 400
-        assert await answer.json() == {"error": "format 'svg' is none of: text, json"}
+        assert await answer.json() == {"error": "format=svg is not known; allowed: text, json"}
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ async def test_a_library_without_the_drivers_functions(node: Node, empty_library
     ("plain", "in_pod", "mount", "fault"),
     [
         (False, True, SHARED, None),
-        (True, True, SHARED, "the regions of 1 containers lie in plain folders, such as {}/hami-core/00112233445566ff"),
-        (True, False, "", "the regions of 1 containers lie in plain folders"),
+        (True, True, SHARED, "the regions of 1 containers are in plain folders, such as {}/hami-core/00112233445566ff"),
+        (True, False, "", "the regions of 1 containers are in plain folders"),
         (False, True, SHARED.replace("shared", "master"), "mounts below {} do not reach the host"),
         (False, True, SHARED.replace("shared:5 ", ""), "mounts below {} do not reach the host"),
         (False, False, "", None),
