@@ -20,7 +20,9 @@ from tests.lab.hami_core import WRONG
 from tests.lab.mps import SERVER
 
 _OBSTACLE = obstacle()
-_NODE = "hgx-h100-8"
+_SHIPPED_NODE = ROOT / "gpumgr/sim/nodes/hgx-h100-8.yaml"
+#: What the fake libcuda answers for its GPU.
+_UUID = "GPU-07070707-0707-0707-0707-070707070707"
 _STAND_INS = Path(__file__).parents[1] / "data" / "hardware"
 
 pytestmark = pytest.mark.skipif(_OBSTACLE is not None, reason=f"the lab can't run: {_OBSTACLE}")
@@ -33,10 +35,12 @@ def files() -> LabFiles:
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory, files: LabFiles) -> Path:
-    """The fake GPU, compiled, with its state in `state`."""
+    """The fake GPU, compiled, with its state in `state`, and the node that has it in node.yaml."""
     folder = tmp_path_factory.mktemp("fake")
     subprocess.run([files.fake / "build.sh", folder], check=True, capture_output=True)
-    FakeGpu(folder / "state", load_node(_NODE), 0)
+    node = folder / "node.yaml"
+    node.write_text(_SHIPPED_NODE.read_text().replace("{card: h100,", f"{{card: h100, uuid: {_UUID},", 1))
+    FakeGpu(folder / "state", load_node(str(node)), 0)
     return folder
 
 
@@ -49,7 +53,7 @@ def measured(
 ) -> tuple[int, Mapping[str, Any]]:
     """Exit status, and the result of the one mechanism. `driver`: the folder of the fake libcuda."""
     environ = (f"LD_LIBRARY_PATH={fake / driver}", f"FAKEGPU_STATE={fake}/state")
-    options: list[str | Path] = ["--sim", _NODE, "--seconds", "1", "--out", out]
+    options: list[str | Path] = ["--sim", str(fake / "node.yaml"), "--seconds", "1", "--out", out]
     options += [word for each in environ for word in ("--environ", each)]
     path = os.pathsep.join((str(_STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])))
     done = subprocess.run([*command, *words, *options], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
@@ -59,7 +63,7 @@ def measured(
     return done.returncode, result
 
 
-@pytest.mark.parametrize(("mechanism", "refusal"), [("none", 0), ("mps", 0), ("hami-core", 2)])
+@pytest.mark.parametrize(("mechanism", "refusal"), [("none", 0), ("limiter", 2), ("mps", 0), ("hami-core", 2)])
 def test_each_mechanism_is_measured_to_the_end(mechanism: str, refusal: int, fake: Path, files: LabFiles, tmp_path: Path) -> None:
     words: list[str | Path] = [mechanism]
     if mechanism in files.binaries:

@@ -47,7 +47,8 @@ def cuda(name: str, commands: str, cores: int = 30) -> Json:
     for volume, (inside, outside) in {
         "fake": ("/fake", FAKE),
         "usr": ("/usr", Path("/usr")),
-        "lib": ("/lib64", Path("/lib64")),
+        "lib": ("/lib", Path("/lib")),
+        "lib64": ("/lib64", Path("/lib64")),
     }.items():
         body["spec"]["volumes"].append({"name": volume, "hostPath": {"path": str(outside.resolve()), "type": "Directory"}})
         main["volumeMounts"].append({"name": volume, "mountPath": inside, "readOnly": True})

@@ -23,9 +23,8 @@ from tests.hardware.measure import TORCH_LOADS, MechanismResult, launches_per_se
 from tests.hardware.node import TENANT, TORCH_TENANT, open_hardware_node
 from tests.hardware.report import as_json, as_markdown
 
-#: In the order in which they are measured until the time is over. nvml-memory alone would leave cores to MPS, so it is measured with a
-#: control program that does not exist.
-MECHANISMS = ("mps", "hami-core", "nvml-memory", "none")
+#: In the order in which they are measured until the time is over. nvml-memory leaves cores to the limiter.
+MECHANISMS = ("limiter", "mps", "hami-core", "nvml-memory", "none")
 #: How long a tenant works at least, where a library regulates its share slowly.
 SLOW_SECONDS = {"hami-core": 20}
 _SECONDS = 4

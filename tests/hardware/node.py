@@ -18,6 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
+from gpumgr.enforcement.limiter.backend import PAGES_IN_CONTAINER
+from gpumgr.enforcement.limiter.libraries import LIBRARY
 from gpumgr.ledger.response import ContainerResponse
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
@@ -41,7 +43,7 @@ Answer = dict[str, Any]
 class TenantProcesses(SimProcesses):
     """The tenants, each in a cgroup of its own where cgroups can be written; the simulated container runtime starts and ends them.
 
-    The next one runs `program` with `environ`, and has the folder `shm` at /dev/shm (None: the host's).
+    The next one runs `program` with `environ`, and has other folders or files of the host at the paths of `binds`.
     """
 
     def __init__(self, cgroup_root: Path) -> None:  # the processes are real, so the base class makes no files
@@ -50,7 +52,7 @@ class TenantProcesses(SimProcesses):
         self._hierarchy = memory if memory.is_dir() else cgroup_root
         self.program = TENANT
         self.environ: Mapping[str, str] = {}
-        self.shm: Path | None = None
+        self.binds: Mapping[Path, Path] = {}
         self._running: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 
     def start(self, cgroup: str = "/") -> int:
@@ -58,9 +60,18 @@ class TenantProcesses(SimProcesses):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(self.program)]
-        if self.shm is not None:
-            bind = 'mount --bind "$0" /dev/shm && exec "$@"'
-            command = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", bind, str(self.shm), *command]
+        if self.binds:
+            words = [word for inside, host in self.binds.items() for word in ("mount", "--bind", host, inside)]
+            script = "while [ $1 = mount ]; do $1 $2 $3 $4 || exit; shift 4; done; exec $@"
+            for inside in self.binds:
+                inside.mkdir(parents=True, exist_ok=True)
+            command = [
+                *["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c"],
+                script,
+                "sh",
+                *map(str, words),
+                *command,
+            ]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self.environ}, start_new_session=True
         )
@@ -151,7 +162,7 @@ class HardwareNode:
         if status.phase != "Running":
             raise RuntimeError(f"{status.reason}: {status.message}")
         answer = await self.kubelet.start_container(pod, "main")
-        answered, self.tenants.shm = host_environment(answer, several_gpus=self.several_gpus)
+        answered, self.tenants.binds = host_environment(answer, several_gpus=self.several_gpus)
         self.tenants.program, self.tenants.environ = program, {**answered, **environ}
         started = self.runtime.run(pod, "main")
         assert started.pid is not None
@@ -193,8 +204,9 @@ class Tenant:
         self.node.kubelet.delete(self.pod.uid)
 
 
-def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[Mapping[str, str], Path | None]:
-    """The environment of a process that has no mounts of its own, and its /dev/shm: paths in the container become the host's."""
+def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[Mapping[str, str], Mapping[Path, Path]]:
+    """The environment of a process with only the mounts that the library or driver needs at fixed paths, and these mounts (path -> the
+    host's): other paths in the container become the host's."""
     envs = dict(answer.envs)
     hosts = {mount.container_path: mount.host_path for mount in answer.mounts}
     for name, value in envs.items():
@@ -206,8 +218,12 @@ def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[
         envs |= {"LD_PRELOAD": library, "CUDA_REDIRECT": library}
     if several_gpus and "CUDA_MPS_PIPE_DIRECTORY" not in envs:
         envs["CUDA_VISIBLE_DEVICES"] = envs["NVIDIA_VISIBLE_DEVICES"]
-    shm = hosts.get("/dev/shm")
-    return envs, Path(shm) if shm else None
+    binds = {Path("/dev/shm"): Path(hosts["/dev/shm"])} if "/dev/shm" in hosts else {}
+    if (library := hosts.get(f"{PAGES_IN_CONTAINER}/{LIBRARY}")) is not None:
+        envs["LD_PRELOAD"] = library
+        pages = next(Path(host) for path, host in hosts.items() if path.startswith(f"{PAGES_IN_CONTAINER}/limits"))
+        binds[Path(PAGES_IN_CONTAINER)] = pages.parent  # of the same names
+    return envs, binds
 
 
 @contextlib.asynccontextmanager
