@@ -92,6 +92,7 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
         Check("driver-files", files, runtime.IF_HUNG),
+        Check("limiter", backends.look_at_limiter, enforcement.IF_HUNG),
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),

@@ -17,8 +17,11 @@ from gpumgr.common.proc import mount_of
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.backend import Backend, Unlimited
 from gpumgr.enforcement.driver_memory import DriverMemory
-from gpumgr.enforcement.hami_core.backend import FOLDER, HamiCore
+from gpumgr.enforcement.hami_core.backend import FOLDER as HAMI_CORE_FOLDER
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.limiter.backend import FOLDER as LIMITER_FOLDER
 from gpumgr.enforcement.limiter.backend import Limiter
+from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
@@ -80,26 +83,37 @@ class NodeBackends:
             return error(sentence, remedy or "repair that, or choose another enforcement.backend")
         return skipped(f"this node can't use it: {obstacle}")
 
+    async def look_at_limiter(self) -> CheckResult:
+        """The package's libraries, and whether a container can fill enforcement.run_dir through its pages."""
+        found = await self.look_at("limiter")
+        if found.state != "ok":
+            return found
+        return await self._bounded(f"{LIBRARY} and {ARBITER} in {library_path(LIBRARY).parent}", LIMITER_FOLDER, "pages")
+
     async def look_at_hami_core(self) -> CheckResult:
         """The library, and whether a container can fill enforcement.run_dir through its region."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
         about = f"{path}, SHA-256 {sha256[:12]}…{await aside(lambda: _version(path))}"
-        if (fault := await aside(self._region_fault)) is None:
+        return await self._bounded(about, HAMI_CORE_FOLDER, "regions")
+
+    async def _bounded(self, about: str, folder: str, files: str) -> CheckResult:
+        """ok with `about`, unless a container can fill enforcement.run_dir through its files there."""
+        if (fault := await aside(lambda: self._unbounded(folder, files))) is None:
             return ok(about)
         run_dir = self._settings.enforcement.run_dir
         return warning(f"{about}; {fault}: a container can take all room of {run_dir} (enforcement.run_dir)", _BOUND)
 
-    def _region_fault(self) -> str | None:
+    def _unbounded(self, folder: str, files: str) -> str | None:
         run_dir = self._settings.enforcement.run_dir
         with contextlib.suppress(OSError):  # only root may list it
-            if plain := unbounded(run_dir / FOLDER):
-                return f"the regions of {len(plain)} containers are in plain folders, such as {run_dir / FOLDER / plain[0]}"
+            if plain := unbounded(run_dir / folder):
+                return f"the {files} of {len(plain)} containers are in plain folders, such as {run_dir / folder / plain[0]}"
         if self._in_pod:
             mount = mount_of((self._proc_root / "self/mountinfo").read_text(), run_dir)
             if mount is None or not mount.shared:
-                return f"mounts below {run_dir} do not reach the host, so regions are in plain folders"
+                return f"mounts below {run_dir} do not reach the host, so {files} are in plain folders"
         return None
 
     async def look_at_choice(self) -> CheckResult:

@@ -137,28 +137,41 @@ async def test_a_library_without_the_drivers_functions(node: Node, empty_library
     assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
 
 
+@pytest.mark.parametrize(("setting", "state"), [("auto", "skipped"), ("limiter", "error")])
+async def test_a_package_without_the_limiters_library_for_this_machine(
+    node: Node, monkeypatch: pytest.MonkeyPatch, setting: str, state: State
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    found = await node.backends(enforcement__backend=setting).look_at_limiter()
+    assert (found.state, "has no libgpumgr.so for riscv64" in found.message) == (state, True)
+
+
+@pytest.mark.parametrize(("backend", "files"), [("hami-core", "regions"), ("limiter", "pages")])
 @pytest.mark.parametrize(
     ("plain", "in_pod", "mount", "fault"),
     [
         (False, True, SHARED, None),
-        (True, True, SHARED, "the regions of 1 containers are in plain folders, such as {}/hami-core/00112233445566ff"),
-        (True, False, "", "the regions of 1 containers are in plain folders"),
-        (False, True, SHARED.replace("shared", "master"), "mounts below {} do not reach the host"),
-        (False, True, SHARED.replace("shared:5 ", ""), "mounts below {} do not reach the host"),
+        (True, True, SHARED, "the {1} of 1 containers are in plain folders, such as {0}/{2}/00112233445566ff"),
+        (True, False, "", "the {1} of 1 containers are in plain folders"),
+        (False, True, SHARED.replace("shared", "master"), "mounts below {0} do not reach the host, so {1} are in plain folders"),
+        (False, True, SHARED.replace("shared:5 ", ""), "mounts below {0} do not reach the host, so {1} are in plain folders"),
         (False, False, "", None),
     ],
 )
-async def test_regions_that_can_fill_run_dir_are_shown(
-    node: Node, *, plain: bool, in_pod: bool, mount: str, fault: str | None
+async def test_files_of_containers_that_can_fill_run_dir_are_shown(
+    node: Node, *, backend: str, files: str, plain: bool, in_pod: bool, mount: str, fault: str | None
 ) -> None:
     run_dir, proc = node.folder / "run", node.folder / "proc"
-    for folder in (run_dir / "hami-core", proc / "self"):
+    for folder in (run_dir / backend, proc / "self"):
         folder.mkdir(parents=True)
     (proc / "self/mountinfo").write_text(f"640 1 0:53 / / rw - overlay overlay rw\n{mount.format(run_dir)}\n")
     if plain:
-        (run_dir / "hami-core/00112233445566ff").mkdir()
-    found = await node.backends(in_pod=in_pod, **node.library()).look_at_hami_core()
-    assert (found.state, (fault or "SHA-256").format(run_dir) in found.message) == ("warning" if fault else "ok", True)
+        (run_dir / backend / "00112233445566ff").mkdir()
+    backends = node.backends(in_pod=in_pod, **node.library())
+    found = await (backends.look_at_limiter() if backend == "limiter" else backends.look_at_hami_core())
+    library = {"limiter": "libgpumgr.so and libgpumgr-arbiter.so in ", "hami-core": "SHA-256"}[backend]
+    assert (found.state, library in found.message) == ("warning" if fault else "ok", True)
+    assert (fault or "").format(run_dir, files, backend) in found.message
     assert ("Bidirectional" in (found.remedy or "")) == (fault is not None)
 
 
