@@ -1,6 +1,5 @@
 """Which container holds what the kubelet allocates, in every order of calls and without the API server."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from gpumgr.enforcement.backend import BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
-from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import SimContainer
 from tests.allocations import block_count
-from tests.component.stage.stage import Clock, MemoryPods, Stage, app, snapshot, stage
+from tests.component.stage.stage import Clock, Stage, app, snapshot, stage
 
 
 def init(cores: int, blocks: int = 0, name: str = "fetch") -> SimContainer:
@@ -30,26 +28,6 @@ async def settle(node: Stage) -> None:
         node.clock.now += 5
 
 
-@pytest.mark.peer_bug("B2: it waits for the API server without end, with its lock held")
-async def test_an_api_server_that_never_answers_blocks_no_admission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod that the cache lacks is waited for a bounded time; then PodResources gives its name."""
-    waited: list[float] = []
-
-    async def in_vain(self: MemoryPods, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG001
-        waited.append(timeout_seconds)
-        await asyncio.sleep(timeout_seconds)
-        return None
-
-    monkeypatch.setattr(MemoryPods, "wait_for", in_vain)
-    async with stage(folder) as node:
-        pods = [node.pod(f"p{n}", app(20, 3), known=False) for n in range(6)]
-        for pod in pods:
-            status = await node.kubelet.run(pod)
-            assert status.phase == "Running", status.message
-        node.check_agreement(*pods)
-    assert set(waited) == {0.01}
-
-
 @pytest.mark.peer_bug("B3: it kills a pod if the kubelet's choice differs from its own")
 async def test_the_kubelets_own_choice_is_kept(folder: Path) -> None:
     """Allocate takes valid ids that no preference named."""
@@ -58,21 +36,6 @@ async def test_the_kubelets_own_choice_is_kept(folder: Path) -> None:
         await node.agent.allocate("memory", [f"00000003-m{n}" for n in range(4)])
         (allocation,) = node.ledger.allocations.values()
         assert (tuple(allocation.gpus), allocation.cores, block_count(allocation)) == (("00000003",), 30, 4)
-
-
-@pytest.mark.peer_bug("B5: it frees a pod that its cache lacks, and grants the GPU twice")
-async def test_what_was_just_granted_is_not_freed_by_the_next_call(folder: Path) -> None:
-    """The kubelet lists every pod; the API server has none of them yet."""
-    async with stage(folder) as node:
-        pods = [node.pod(f"p{n}", app(50, 8), known=False) for n in range(8)]
-        for number, pod in enumerate(pods, start=1):
-            status = await node.kubelet.run(pod)
-            assert status.phase == "Running", status.message
-            node.clock.now += 2
-            await node.agent.reconciler.sweep()
-            assert len(node.ledger.allocations) == number
-        await settle(node)
-        node.check_agreement(*pods)
 
 
 @pytest.mark.peer_bug("B13: it refuses all pods until one that got cores and no memory has gone")

@@ -223,6 +223,7 @@ async def test_without_podresources_the_only_pod_that_waits_is_the_caller() -> N
     assert len(pods) == len(world.ledger.allocations)
 
 
+@pytest.mark.peer_bug("B3, B4: it guesses a pod by its number of cores and its age")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("numa", [False, True], ids=["preferred", "aligned"])
 def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> None:
