@@ -36,13 +36,19 @@ APART: Final = {
 }
 
 
-#: In this order: the cluster's tests take longest, and soon need the image.
+#: In this order: the cluster's tests take longest, and need the image at their end.
 UNITS: Final = ("cluster", "image", "nspawn", "lab", "chart", "page", "prometheus", "wire")
+#: Files of the cluster that need the image of the agent. The other process needs minutes to build it.
+WITH_IMAGE: Final = {"test_daemonset.py", "test_dra_daemonset.py", "test_installation_broken.py", "test_scheduler_installed.py"}
 
 
 def unit_of_work(path: Path) -> str:
     """What runs in one process: there are one cluster and one container of systemd-nspawn."""
     return APART.get(path.relative_to(HERE).parts[0], "cluster")
+
+
+def place_of(path: Path) -> tuple[int, bool]:
+    return UNITS.index(unit_of_work(path)), path.name in WITH_IMAGE
 
 
 class ClusterApart(LoadScopeScheduling):  # type: ignore[misc]
@@ -61,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: UNITS.index(unit_of_work(item.path)) if item.path.is_relative_to(HERE) else -1)
+    items.sort(key=lambda item: place_of(item.path) if item.path.is_relative_to(HERE) else (-1, False))
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
