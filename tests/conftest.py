@@ -4,10 +4,11 @@ With CI set, Hypothesis draws the same examples in each run, so that a result de
 The time that an example takes fails no test, since it depends on the machine.
 """
 
+import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "anywhere")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for another process most of the time."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The collection makes thousands of objects that all last: each search for garbage among them is in vain, then and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
