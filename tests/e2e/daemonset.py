@@ -7,6 +7,7 @@ and mounted. What else differs from the chart's defaults is said in `_values` an
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -288,6 +289,18 @@ def _on_this_machine(daemonset: Json) -> None:
 
 
 @contextmanager
+def shared_mount(folder: Path) -> Iterator[None]:
+    """The folder as a shared mount; systemd makes all mounts of a host shared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "--make-shared", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
+
+
+@contextmanager
 def installed(
     cluster: Cluster, process: Agent, changes: Mapping[str, Mapping[str, Any]] | None = None, *, wait: bool = True
 ) -> Iterator[Installed]:
@@ -304,9 +317,12 @@ def installed(
     agent.offer = dict(process.offer)
     try:
         agent.prepare()
-        agent.start(wait)
-        yield agent
+        with shared_mount(RUN):
+            try:
+                agent.start(wait)
+                yield agent
+            finally:
+                agent.stop()
     finally:
-        agent.stop()
         agent.close()
         agent.leave()

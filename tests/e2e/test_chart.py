@@ -123,9 +123,8 @@ def check_folders(text: str, settings: Mapping[str, Mapping[str, Any]]) -> None:
 
 def test_no_folder_of_the_host_beyond_the_few() -> None:
     spec = pod_spec(render())
-    assert not any(
-        "mountPropagation" in mount for mount in agent_container(render())["volumeMounts"]
-    )  # some hosts share no mounts
+    propagated = {mount["name"] for mount in agent_container(render())["volumeMounts"] if "mountPropagation" in mount}
+    assert propagated == {"run"}  # a host must share what is propagated
     assert {volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume} == {
         "/etc/gpu-manager/vdriver",
         "/var/lib/kubelet/device-plugins",
@@ -660,15 +659,32 @@ def test_a_packaged_chart_has_everything_in_it(tmp_path: Path) -> None:
     assert objects(render(values, chart=archive)) == objects(render(values))
 
 
+NONE = {"enforcement": {"backend": "none"}}
+
+
 @pytest.mark.parametrize(
     ("values", "propagation"),
     [
-        ({}, None),
-        ({"mps": {"enabled": True}}, "HostToContainer"),
-        ({"enforcement": {"hamiCore": {"image": "registry.example/hami-core:1"}}}, "Bidirectional"),
+        ({}, "Bidirectional"),
+        ({"settings": NONE}, None),
+        ({"mps": {"enabled": True}, "settings": {"enforcement": {"backend": "mps"}}}, "HostToContainer"),
+        (
+            {"mps": {"enabled": True}, "settings": {"enforcement": {"backend": "mps", "overrides": ["a=limiter"]}}},
+            "Bidirectional",
+        ),
+        ({"privileged": False}, None),
+        (
+            {
+                "settings": {"enforcement": {"backend": "none"}},
+                "enforcement": {"hamiCore": {"image": "registry.example/hami-core:1"}},
+            },
+            "Bidirectional",
+        ),
     ],
 )
-def test_mounts_of_run_dir_reach_the_host_only_where_a_library_needs_it(values: dict[str, Any], propagation: str | None) -> None:
+def test_mounts_of_run_dir_reach_the_host_only_where_a_mechanism_needs_it(
+    values: dict[str, Any], propagation: str | None
+) -> None:
     """Bidirectional needs a shared mount on the host, without which the pod would not start."""
     mounts = {each["name"]: each for each in agent_container(render(values))["volumeMounts"]}
     assert mounts["run"].get("mountPropagation") == propagation

@@ -297,47 +297,34 @@ def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Inst
         agent.start()
 
 
-@contextlib.contextmanager
-def shared_mount(folder: Path) -> Iterator[None]:
-    """The folder as a shared mount; systemd makes all mounts of a host shared."""
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    try:
-        subprocess.run(["mount", "--make-shared", folder], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
-
-
 def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Installed) -> None:
     """The chart asks for Bidirectional propagation. The agent's pod mounts a tmpfs of limited size for each container; the container
     gets the file that is on it, keeps it while the agent is replaced, and the host's mount goes with the pod."""
     tenants.build_programs()
     agent.configure({"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1}, "hami_core": tenants.library()})
     agent.stop()
-    with shared_mount(RUN):
-        try:
-            agent.start()
-            node.run([tenants.tenant("bounded", "while sleep 1; do /programs/region_client show; done")])
-            allocation = tenants.allocation(node, "bounded")
-            folder = RUN / "hami-core" / allocation
-            tenants.wait_line(node, "bounded", f"memory={16 * tenants.BLOCK} cores=30 ")
-            mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {folder} " in line]
-            assert len(mounts) == 1, mounts
-            assert f"tmpfs gpumgr-{allocation} " in mounts[0]
-            assert "size=2560k" in mounts[0]
-            agent.renew()
-            agent.wait_offered()
-            assert folder.is_mount()
-            seen = len(tenants.lines(node, "bounded"))
-            wait_until("more lines", lambda: len(tenants.lines(node, "bounded")) > seen + 1)
-            assert f"memory={16 * tenants.BLOCK} cores=30 " in tenants.lines(node, "bounded")[-1]
-            assert not [line for line in agent.log() if line["event"] == "container_files_not_bounded"]
-            node.delete(["bounded"])
-            wait_until("no mount of the region", lambda: str(folder) not in Path("/proc/self/mountinfo").read_text())
-        finally:
-            agent.stop()
-            agent.configure({})
+    try:
+        agent.start()
+        node.run([tenants.tenant("bounded", "while sleep 1; do /programs/region_client show; done")])
+        allocation = tenants.allocation(node, "bounded")
+        folder = RUN / "hami-core" / allocation
+        tenants.wait_line(node, "bounded", f"memory={16 * tenants.BLOCK} cores=30 ")
+        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {folder} " in line]
+        assert len(mounts) == 1, mounts
+        assert f"tmpfs gpumgr-{allocation} " in mounts[0]
+        assert "size=2560k" in mounts[0]
+        agent.renew()
+        agent.wait_offered()
+        assert folder.is_mount()
+        seen = len(tenants.lines(node, "bounded"))
+        wait_until("more lines", lambda: len(tenants.lines(node, "bounded")) > seen + 1)
+        assert f"memory={16 * tenants.BLOCK} cores=30 " in tenants.lines(node, "bounded")[-1]
+        assert not [line for line in agent.log() if line["event"] == "container_files_not_bounded"]
+        node.delete(["bounded"])
+        wait_until("no mount of the region", lambda: str(folder) not in Path("/proc/self/mountinfo").read_text())
+    finally:
+        agent.stop()
+        agent.configure({})
     agent.start()
 
 
