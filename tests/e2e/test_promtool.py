@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -83,18 +84,26 @@ SHOWN = {
 }
 
 
-def panel_query(title: str) -> str:
+def panel_queries(title: str) -> list[str]:
     (panel,) = (panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["title"] == title)
-    (target,) = panel["targets"]
-    query: str = target["expr"]
-    return query.replace("$instance", ".*")
+    queries = [str(target["expr"]) for target in panel["targets"]]
+    for variable, value in (("$instance", ".*"), ("$namespace", ".*"), ("$__rate_interval", "5m")):
+        queries = [query.replace(variable, value) for query in queries]
+    return queries
+
+
+def prove(case: dict[str, Any], folder: Path) -> None:
+    """Runs the case of promtool's unit tests, without rules."""
+    tests = {"rule_files": [], "evaluation_interval": "1m", "tests": [{"interval": "1m", **case}]}
+    (folder / "dashboard.yaml").write_text(yaml.safe_dump(tests))
+    assert "SUCCESS" in promtool("test", "rules", "dashboard.yaml", folder=folder)
 
 
 def test_the_first_xid_of_a_gpu_shows(tmp_path: Path) -> None:
     """Its series begins with it, at 1: to `increase` alone nothing happened."""
-    query = f"round({panel_query('XID errors')})"  # `increase` extrapolates to the ends of its window
+    (query,) = panel_queries("XID errors")
+    query = f"round({query})"  # `increase` extrapolates to the ends of its window
     case = {
-        "interval": "1m",
         "input_series": [
             {"series": f"gpumgr_gpu_xid_events_total{labels}", "values": values} for labels, values in SERIES.items()
         ],
@@ -109,5 +118,28 @@ def test_the_first_xid_of_a_gpu_shows(tmp_path: Path) -> None:
             for when, values in SHOWN.items()
         ],
     }
-    (tmp_path / "dashboard.yaml").write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": [case]}))
-    assert "SUCCESS" in promtool("test", "rules", "dashboard.yaml", folder=tmp_path)
+    prove(case, tmp_path)
+
+
+def test_turns_show_where_the_limiter_limits(tmp_path: Path) -> None:
+    """Nothing of the demo is limited by turns, so test_prometheus.py has no data for these panels."""
+    limited, other = (f'{{instance="n1", namespace="demo", pod="{pod}", container="main", gpu="GPU-a"}}' for pod in "ab")
+    (held, share), (waited,) = panel_queries("Time held against share"), panel_queries("Time waited for the turn")
+    share_of_a = f"gpumgr_container_core_limit_ratio{limited}"
+    case = {
+        "input_series": [
+            {"series": f"gpumgr_container_held_seconds_total{limited}", "values": "0+15x20"},
+            {"series": f"gpumgr_container_waited_seconds_total{limited}", "values": "0+30x10 300+120x10"},  # then in two threads
+            *({"series": f"gpumgr_container_core_limit_ratio{labels}", "values": "0.25x20"} for labels in (limited, other)),
+        ],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": when, "exp_samples": [{"labels": labels, "value": value}]}
+            for query, when, labels, value in (
+                (held, "10m", limited, 0.25),
+                (share, "10m", share_of_a, 0.25),
+                (waited, "10m", limited, 0.5),
+                (waited, "20m", limited, 1),
+            )
+        ],
+    }
+    prove(case, tmp_path)
