@@ -24,6 +24,7 @@ MODULES = {
     "evaluators": "tests.bench.bench_evaluators",
     "metrics": "tests.bench.bench_metrics",
     "limits": "tests.bench.bench_limits",
+    "launches": "tests.bench.bench_launches",
     "pages": "tests.bench.bench_pages",
     "paint": "tests.bench.bench_paint",
     "writer": "tests.bench.bench_writer",

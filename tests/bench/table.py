@@ -67,6 +67,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         "",
         *_process(figures),
         *_limits(limits),
+        *_launches(figures.get("launches")),
         *_dra(figures.get("dra")),
         *_replicas(figures.get("replicas")),
         *_replica_filter(figures.get("replica_filter")),
@@ -191,6 +192,18 @@ def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
         row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
         yield f"| {sample}: loop held; lag | < 15 ms; p99 < 10 ms | {_pairs(row['loop'], row['loop_lag'])} | |"
     yield f"| pass over {regions['regions']} regions | < 30 ms | {_pair(regions['pass'])} | |"
+
+
+def _launches(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    bare = found["launch"]["bare"]
+    yield from ("", "| backend limiter, on the fake GPU | goal | gpumgr | floor |", "|---|---|---|---|")
+    for name, what, goal in (("unlimited", "without a limit", 0.2), ("limited", "within a turn", 1)):
+        more = " / ".join(f"{(found['launch'][name][each] - bare[each]) / 1000:.2f}" for each in ("p50_ns", "p99_ns"))
+        floor = f"{bare['p50_ns'] / 1000:.2f} / {bare['p99_ns'] / 1000:.2f} \u00b5s"
+        yield f"| a launch, {what}: beyond the bare driver | p99 < {goal} \u00b5s | {more} \u00b5s | {floor} |"
+    yield f"| CPU of a process that waits for its turn | < 1 % | {found['waiting_cpu_percent']} % | |"
 
 
 def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:

@@ -69,6 +69,7 @@ static void set_busy(const struct gm_process *p, struct gm_gate *g, uint64_t now
     if (atomic_load(&g->busy)) return;
     word_set(p, g, GM_BUSY, 0, now);
     if (atomic_exchange(&g->busy, true)) return;
+    atomic_fetch_add(&g->periods, 1);
     atomic_fetch_add(&wake, 1);
     futex_wake(&wake);
 }

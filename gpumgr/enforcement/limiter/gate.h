@@ -12,6 +12,7 @@ struct gm_gate {
     atomic_int waiting;   /* threads that wait for the turn */
     atomic_uint launched; /* launches so far */
     atomic_bool busy;     /* as GM_BUSY in this process's word */
+    atomic_uint periods;  /* in which it was busy */
     _Atomic(uint64_t) last_ns;
     uint64_t ended_ns; /* the helper found all work ended, after ended_launched launches; 0: not yet */
     uint32_t ended_launched;
@@ -38,6 +39,7 @@ struct gm_stream {
     uint32_t first, next_marker;
     CUevent event[GM_RING];
     uint32_t covers[GM_RING]; /* launches since the marker before */
+    uint32_t period[GM_RING]; /* gm_gate.periods then */
 };
 
 struct gm_gate *gm_gate_of(int gpu);

@@ -59,10 +59,11 @@ static bool hold_soon(struct gm_stream *s) {
 }
 
 /* -- markers; each with the stream held ----------------------------------------------------------------------------------------- */
-/* After a marker ended: so many launches, and so many markers ahead, that each covers about a millisecond. */
+/* After a marker ended: so many launches, and so many markers ahead, that each covers about a millisecond. A pause counts for nothing. */
 static void adapt(struct gm_stream *s, uint32_t marker) {
     float ms = 0;
-    if (marker == 0 || cuda.elapsed(&ms, s->event[(marker - 1) % GM_RING], s->event[marker % GM_RING]) != CUDA_SUCCESS) return;
+    if (marker == 0 || s->period[(marker - 1) % GM_RING] != s->period[marker % GM_RING]) return;
+    if (cuda.elapsed(&ms, s->event[(marker - 1) % GM_RING], s->event[marker % GM_RING]) != CUDA_SUCCESS) return;
     uint32_t us = ms < 0.001f ? 1 : ms > 1e6f ? 1000000000 : (uint32_t)(ms * 1000), covers = s->covers[marker % GM_RING];
     uint32_t depth = AHEAD_US / us, spacing = (uint32_t)((uint64_t)MARKER_US * (covers ? covers : 1) / us), before = atomic_load(&s->spacing);
     s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
@@ -96,6 +97,7 @@ static bool record(struct gm_stream *s, uint32_t most) {
         return true;
     }
     s->covers[s->next_marker % GM_RING] = covers;
+    s->period[s->next_marker % GM_RING] = atomic_load(&s->gate->periods);
     s->next_marker++;
     return true;
 }

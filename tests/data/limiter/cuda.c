@@ -49,7 +49,11 @@ static struct memory *memories;
 static struct block *blocks;
 static P next_at = 0x7f0000000000ULL;
 static struct stream *capturing[64];
-static void spend(int64_t ns) { gpu_wait_until(gpu_now() + ns); }
+static void spend(int64_t ns) {
+    int64_t until = gpu_now() + ns;
+    if (model_wait_until || ns > 20000) gpu_wait_until(until);
+    else while (gpu_now() < until) {} /* a sleep lasts 50 us longer */
+}
 static struct ctx *current(void) { return depth ? stack[depth - 1] : NULL; }
 static int visible[GPUS], devices;
 

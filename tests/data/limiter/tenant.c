@@ -19,6 +19,7 @@
  *   close                       dlclose of the driver
  *   exec                        the program anew
  *   child                       a child by fork that launches and ends; its status
+ *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   events N                    launches while N records of events fail; how many events there are
  *   forks N                     N of them, while four threads launch
@@ -354,6 +355,27 @@ static int events(int failures, R *r) {
     n = fake(0);
     return n;
 }
+static int compare(const void *a, const void *b) { return *(const N *)a < *(const N *)b ? -1 : *(const N *)a > *(const N *)b; }
+static R latency(int bursts, N *p50, N *p99) {
+    enum { BURST = 250 };
+    N *took = calloc((size_t)bursts * BURST, sizeof *took), all = (N)bursts * BURST;
+    V kernel = launched("work_0");
+    R r = 0;
+    for (int i = 0; i < bursts && !r; i++) {
+        for (int k = 0; k < 50 && !r; k++) r = launch(KERNEL, kernel, NULL); /* the first one waits for the turn */
+        for (int k = 0; k < BURST && !r; k++) {
+            N begun = now();
+            r = launch(KERNEL, kernel, NULL);
+            took[i * BURST + k] = now() - begun;
+        }
+        r = r ? r : cuCtxSynchronize();
+        usleep(30000);
+    }
+    qsort(took, (size_t)all, sizeof *took, compare);
+    *p50 = took[all / 2], *p99 = took[all * 99 / 100];
+    free(took);
+    return r;
+}
 /* Forks while four threads launch, and wait for the turn. */
 static R forks(int number) {
     pthread_t thread[4];
@@ -512,6 +534,7 @@ int main(int argc, char **argv) {
             r = execv("/proc/self/exe", argv);
         }
         else if (!strcmp(word, "child")) r = child_launches();
+        else if (!strcmp(word, "latency")) r = latency((int)a, &x, &y);
         else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);

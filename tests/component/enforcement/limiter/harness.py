@@ -308,6 +308,11 @@ class Tenant:
         result, first, second = self.answer()
         return result, first, second
 
+    def cpu_seconds(self) -> float:
+        """That its threads have used."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
     def resume(self) -> None:
         """After a stop."""
         self._process.send_signal(signal.SIGCONT)
