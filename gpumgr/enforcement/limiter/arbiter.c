@@ -74,7 +74,7 @@ static int tenants_end; /* the tenants in use have lower numbers */
 static struct gpu {
     int holder; /* index of a tenant, or NONE */
     int64_t until;
-    bool draining; /* with another tenant waiting */
+    bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_t thread;
@@ -201,8 +201,13 @@ static struct tenant *next(int gpu, const struct tenant *but) {
     }
     return best;
 }
+/* A turn lasts until its bucket is empty, a quantum at most: a process that knows the end looks at once whether its work has ended. */
+static int64_t turn_ns(const struct tenant *t) {
+    int64_t ns = t->ceiling >= 100 ? t->quantum_ns : t->bucket_ns * 100 / (100 - t->ceiling);
+    return ns < t->quantum_ns ? ns : t->quantum_ns;
+}
 static void grant(struct gpu *g, struct tenant *t, int64_t now) {
-    g->holder = (int)(t - tenants), g->until = now + t->quantum_ns, g->draining = false;
+    g->holder = (int)(t - tenants), g->until = now + turn_ns(t), g->draining = false;
     write_since(t, now);
     write_until(t, g->until);
     wake(t);
@@ -221,9 +226,9 @@ static void release(struct gpu *g, struct tenant *t) {
 static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, int64_t now) {
     if (now < g->until) {
         if (h->bucket_ns <= 0 || (other && !h->flags)) end_turn(g, h, now);
-        else if (!other && g->until < now + h->quantum_ns - MS) write_until(h, g->until = now + h->quantum_ns);
+        else if (!other && g->until < now + turn_ns(h) - MS) write_until(h, g->until = now + turn_ns(h));
         else if (other && now + MS >= g->until && h->virtual_ns + (g->until - now) * 100 / h->share <= other->virtual_ns)
-            write_until(h, g->until += h->quantum_ns);
+            write_until(h, g->until += turn_ns(h));
     }
     if (now < g->until) return;
     if (!(h->flags & GM_BUSY)) release(g, h);
@@ -232,7 +237,7 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
         h->overran = true;
         release(g, h);
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
-    else g->draining = other != NULL;
+    else g->draining = true;
 }
 static bool has_gpu(const struct tenant *t, int gpu, const struct tenant *other) {
     return t->used && t->gpu == gpu && (gpus[gpu].holder == t - tenants ? t->flags & GM_BUSY || other : t->overran);
