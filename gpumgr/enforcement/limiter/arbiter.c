@@ -237,7 +237,7 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
         h->overran = true;
         release(g, h);
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
-    else g->draining = true;
+    else g->draining = other || now < g->until + 5 * MS; /* more is a long kernel */
 }
 static bool has_gpu(const struct tenant *t, int gpu, const struct tenant *other) {
     return t->used && t->gpu == gpu && (gpus[gpu].holder == t - tenants ? t->flags & GM_BUSY || other : t->overran);

@@ -23,7 +23,8 @@
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   events N                    launches while N records of events fail; how many events there are
  *   forks N                     N of them, while four threads launch
- *   reduce NUMBER FIRST MILLISECONDS N   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first; how many
+ *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
+ *                               how many
  *   captures MILLISECONDS       launches in one thread, captures in global mode in another; how many captures */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -387,25 +388,28 @@ static R forks(int number) {
     for (int i = 0; i < 4; i++) pthread_join(thread[i], NULL);
     return r;
 }
-static int reduce(int number, int first, N ms, int tenants) {
+static int reduce(int number, int first, N ms, int tenants, int together) {
     char name[64];
-    V contexts[2], kernels[2];
+    V contexts[2], streams[2], warm;
     int rounds = 0;
     R r = 0;
     snprintf(name, sizeof name, "meet_%d_2_200000", number);
     for (int d = 0; d < 2 && !r; d++) {
         r = cuDevicePrimaryCtxRetain(&contexts[d], d) || cuCtxSetCurrent(contexts[d]);
-        kernels[d] = launched("work_1000");
-        r = r || launch(KERNEL, kernels[d], NULL) || cuCtxSynchronize();
+        warm = launched("work_1000");
+        r = r || cuStreamCreate(&streams[d], 1) || launch(KERNEL, warm, streams[d]) || cuCtxSynchronize();
     }
     V meeting = launched(name);
+    struct cooperative both[2];
+    for (int i = 0; i < 2; i++) both[i] = (struct cooperative){.f = meeting, .grid = {1, 1, 1}, .stream = streams[(i + first) % 2]};
     if (model_enter) {
         do usleep(2000);
         while (model_threads() < own_threads());
         model_enter(tenants);
     }
     for (N begun = now(); !r && now() - begun < ms * 1000000; rounds++) {
-        for (int i = 0; i < 2 && !r; i++) r = cuCtxSetCurrent(contexts[(i + first) % 2]) || launch(KERNEL, meeting, NULL);
+        if (together) r = cuLaunchCooperativeKernelMultiDevice(both, 2, 0);
+        for (int i = 0; i < 2 && !r && !together; i++) r = launch(KERNEL, meeting, both[i].stream);
         for (int i = 0; i < 2 && !r; i++) r = cuCtxSetCurrent(contexts[i]) || cuCtxSynchronize();
     }
     if (model_leave) model_leave();
@@ -540,9 +544,9 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
         else if (!strcmp(word, "reduce")) {
-            int number, first, ms, tenants;
-            sscanf(line, "%*s %d %d %d %d", &number, &first, &ms, &tenants);
-            x = reduce(number, first, ms, tenants), r = x < 0;
+            int number, first, ms, tenants, together = 0;
+            sscanf(line, "%*s %d %d %d %d %d", &number, &first, &ms, &tenants, &together);
+            x = reduce(number, first, ms, tenants, together), r = x < 0;
         }
         else if (!strcmp(word, "trim")) r = cuDeviceGraphMemTrim(0);
         else if (!strcmp(word, "random")) x = operations((unsigned)a, (int)b, c);

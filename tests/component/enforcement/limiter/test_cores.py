@@ -79,6 +79,14 @@ def test_a_restarted_arbiter_wakes_processes_that_sleep(node: Node, tmp_path: Pa
     assert 0 < counts[0] < counts[1] < counts[2]
 
 
+def test_a_loop_of_small_kernels_reaches_its_share(node: Node, tmp_path: Path) -> None:
+    """The end of a turn costs no time: at once the process looks whether its work has ended."""
+    containers = _containers(tmp_path, [50])
+    node.arbitrate(containers)
+    [held] = _gpu_time_percent([_started(node, containers[0])], ["small"])
+    assert 100 * held / _UNLIMITED_PERCENT["small"] > 49
+
+
 def test_a_free_gpu_is_used_up_to_the_ceiling(node: Node, tmp_path: Path) -> None:
     container = Container(tmp_path / "0", share_percent=25, ceiling_percent=60)
     node.arbitrate([container, Container(tmp_path / "1", share_percent=75)])
@@ -139,13 +147,14 @@ def test_turns_of_different_gpus_are_independent(node: Node, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
-def test_collectives_over_two_shared_gpus_do_not_deadlock(node: Node, tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [0, 1], ids=["launches", "one-launch"])
+def test_collectives_over_two_shared_gpus_do_not_deadlock(node: Node, tmp_path: Path, together: int) -> None:
     """A kernel on one GPU waits for its partner on the other one, where the other tenant's kernel waits for its own partner."""
     containers = [Container(tmp_path / str(number), share_percent=50, gpus=2) for number in range(2)]
     node.arbitrate(containers)
     tenants = [_started(node, container) for container in containers]
     for number, tenant in enumerate(tenants):
-        tenant.send(f"reduce {number} {number} {_MS} 2")
+        tenant.send(f"reduce {number} {number} {_MS} 2 {together}")
     answers = [tenant.answer() for tenant in tenants]
     assert [result for result, _, _ in answers] == [0, 0]
     assert min(rounds for _, rounds, _ in answers) > 1000
