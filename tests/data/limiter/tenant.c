@@ -506,6 +506,7 @@ int main(int argc, char **argv) {
     char line[256], word[32], name[32];
     N a, b, c, x = 0, y = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
+    setvbuf(stdin, NULL, _IONBF, 0); /* what follows `exec` is the next program's */
     if (argc < 2 || !load(argv[1])) return 3;
     while (fgets(line, sizeof line, stdin)) {
         R r = 0;
