@@ -41,7 +41,7 @@ static void say(const char *what, const char *where, const char *why, const char
 
 static const char unlimited[] = "runs without gpumgr's limits";
 void gm_disable(const char *why, const char *remedy) {
-    say(unlimited, PLACE "limits", why, remedy);
+    say(unlimited, PLACE "limits" GM_SUFFIX, why, remedy);
     if (process.slot) {
         snprintf(process.slot->fault, sizeof process.slot->fault, "%s", why);
         __atomic_store_n(&process.slot->state, GM_DISABLED, __ATOMIC_RELEASE);
@@ -156,7 +156,7 @@ static struct gm_process *start(void) {
         claim_slot();
         if (!process.slot && gm_reap_slots()) claim_slot();
         if (!process.slot)
-            say("gets no GPU memory that is limited", PLACE "use", "all slots of the container are taken", "end other processes that use CUDA");
+            say("gets no GPU memory that is limited", PLACE "use" GM_SUFFIX, "all slots of the container are taken", "end other processes that use CUDA");
         atomic_store(&state, GM_ACTIVE);
     }
     atomic_store(&starting, 0);

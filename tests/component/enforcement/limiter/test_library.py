@@ -86,25 +86,25 @@ def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp
     assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
 
 
-def _break(pages: Path, how: str) -> None:
+def _break(page: Path, how: str) -> None:
     if how == "missing":
-        (pages / "use").unlink()
+        page.unlink()
     elif how == "unreadable":
-        (pages / "use").unlink()
-        (pages / "use").mkdir()
+        page.unlink()
+        page.mkdir()
     elif how == "truncated":
-        (pages / "use").write_bytes(b"")
+        page.write_bytes(b"")
     elif how == "version":
-        with (pages / "use").open("r+b") as page:
-            page.seek(4)
-            page.write(b"\xff")
+        with page.open("r+b") as file:
+            file.seek(4)
+            file.write(b"\xff")
 
 
 @pytest.mark.parametrize("how", ["missing", "unreadable", "truncated", "version", "slots"])
 def test_a_fault_is_said_in_one_line_and_the_program_goes_on(programs: Path, tmp_path: Path, how: str) -> None:
     Node(programs, tmp_path)
     container = Container(tmp_path / "0", share_percent=50)
-    container.take_all_slots() if how == "slots" else _break(container.folder / "pages", how)
+    container.take_all_slots() if how == "slots" else _break(container.page("use"), how)
     environment = {
         "LD_PRELOAD": str(programs / "libgpumgr.so"),
         "LD_LIBRARY_PATH": str(programs),
@@ -121,4 +121,4 @@ def test_a_fault_is_said_in_one_line_and_the_program_goes_on(programs: Path, tmp
         text=True,
     )
     assert run.stdout == "0 0 0\n0 3145728 0\n"
-    assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use: [^:\n]+; [^:\n]+\n", run.stderr)
+    assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use\.\d+: [^:\n]+; [^:\n]+\n", run.stderr)
