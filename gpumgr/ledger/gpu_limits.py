@@ -19,7 +19,7 @@ Strengths = Mapping[str, Mapping[Resource, Strength]]
 
 #: Mechanism -> how it limited cores when that was measured on a GPU; docs/benchmarks.md has the tables.
 _MEASURED_CORES: Final[Mapping[str, str]] = {
-    "limiter": "limiter at 25 and 75 cores held 24.9 and 72.9 % of the GPU's time (H200, driver 580.159.04, 2026-11-26)",
+    "limiter": "limiter at 25 and 75 cores held 24.9 and 72.9 % of the GPU's time (H200, driver 580.159.04, 2026-11-27)",
     "mps": "mps at 25 and 75 cores gave 24.6 and 69 % of an unlimited rate of matrix products (H200, driver 580.159.04, protocol 2, "
     "2026-11-26)",
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
