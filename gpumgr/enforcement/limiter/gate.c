@@ -35,13 +35,10 @@ static void futex_wait(const void *word, uint32_t seen, uint64_t ns) {
 }
 static void futex_wake(const void *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
 
-struct gm_gate *gm_gate_of(int gpu) {
-    if (gpu < 0) return NULL;
-    gates[gpu].gpu = gpu;
-    return &gates[gpu];
-}
-static const struct gm_limits_gpu *limits(const struct gm_process *p, const struct gm_gate *g) { return &p->limits->gpu[g->gpu]; }
-static struct gm_turn_gpu *turn(const struct gm_process *p, const struct gm_gate *g) { return &p->turn->gpu[g->gpu]; }
+struct gm_gate *gm_gate_of(int gpu) { return gpu < 0 ? NULL : &gates[gpu]; }
+static int gpu_of(const struct gm_gate *g) { return (int)(g - gates); } /* index into the pages */
+static const struct gm_limits_gpu *limits(const struct gm_process *p, const struct gm_gate *g) { return &p->limits->gpu[gpu_of(g)]; }
+static struct gm_turn_gpu *turn(const struct gm_process *p, const struct gm_gate *g) { return &p->turn->gpu[gpu_of(g)]; }
 static uint64_t granted_until(const struct gm_process *p, const struct gm_gate *g) {
     return __atomic_load_n(&turn(p, g)->granted_until_ns, __ATOMIC_SEQ_CST);
 }
@@ -220,7 +217,7 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
         else futex_wait(&turn(p, g)->grants, seen, 100 * MS);
     }
     end_wait(p, g, now);
-    if (p->slot) __atomic_fetch_add(&p->slot->gpu[g->gpu].waited_ns, now - begun, __ATOMIC_RELAXED);
+    if (p->slot) __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].waited_ns, now - begun, __ATOMIC_RELAXED);
 }
 
 struct gm_pass gm_enter(CUstream handle, bool per_thread) {
@@ -230,7 +227,7 @@ struct gm_pass gm_enter(CUstream handle, bool per_thread) {
     struct gm_stream *stream = gm_stream_of(handle, per_thread);
     struct gm_gate *g = stream ? stream->gate : NULL;
     if (!g) return none;
-    if (p->slot) __atomic_fetch_add(&p->slot->gpu[g->gpu].launches, 1, __ATOMIC_RELAXED);
+    if (p->slot) __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].launches, 1, __ATOMIC_RELAXED);
     const struct gm_limits_gpu *l = limits(p, g);
     if (__atomic_load_n(&l->pass, __ATOMIC_RELAXED) || !__atomic_load_n(&l->share, __ATOMIC_RELAXED)) return none;
     if (gm_stream_captures(handle, per_thread)) return none;

@@ -7,7 +7,6 @@ enum { GM_RING = 8 }; /* markers of a stream */
 
 /* This process's launches on one GPU. */
 struct gm_gate {
-    int gpu;              /* index into the pages */
     atomic_int inflight;  /* launches between the gate and the driver's answer */
     atomic_int waiting;   /* threads that wait for the turn */
     atomic_uint launched; /* launches so far */
@@ -28,11 +27,11 @@ struct gm_stream {
     struct gm_stream *next; /* never freed, so a thread may keep its address */
     atomic_int state;
     atomic_flag held; /* by the thread that records or reads markers */
-    CUstream handle;
-    CUcontext context;
-    CUdevice device;
-    uint32_t thread;      /* of a per-thread default stream; 0: others */
-    struct gm_gate *gate; /* NULL: the GPU is not limited */
+    _Atomic(CUstream) handle;
+    _Atomic(CUcontext) context;
+    atomic_int device;
+    atomic_uint thread;             /* of a per-thread default stream; 0: others */
+    _Atomic(struct gm_gate *) gate; /* NULL: the GPU is not limited */
     atomic_uint unmarked; /* launches behind the last marker */
     atomic_uint spacing;  /* launches between two markers */
     uint32_t depth;       /* markers that may be open while the program launches on */

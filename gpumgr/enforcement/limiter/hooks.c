@@ -24,7 +24,10 @@ typedef void *(*dlsym_t)(void *, const char *);
 __attribute__((visibility("hidden"))) dlsym_t gm_real_dlsym;
 __attribute__((visibility("hidden"))) void *gm_dlsym_pick(void *handle, const char *name, void *caller);
 
-static dlsym_t real_dlsym(void) {
+/* A sanitizer's runtime comes here while it starts, before its checks work. */
+#define EARLY __attribute__((no_sanitize("address"), no_sanitize("thread"), no_sanitize("undefined")))
+
+EARLY static dlsym_t real_dlsym(void) {
     dlsym_t found = __atomic_load_n(&gm_real_dlsym, __ATOMIC_ACQUIRE);
     if (found) return found;
     static const char *const versions[] = {"GLIBC_2.34", GM_FIRST};
@@ -65,10 +68,7 @@ static bool of_the_driver(void *caller) {
     return !strncmp(name, "libcuda.so", 10) || !strncmp(name, "libnvidia-", 10) || !strncmp(name, "libcudadebugger", 15);
 }
 
-/* The wrapper that dlsym answers, or NULL: then the C library answers. */
-void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
-    dlsym_t real = real_dlsym();
-    if (!name || (strncmp(name, "cu", 2) && strncmp(name, "nvml", 4))) return NULL;
+static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
     for (int i = 0; i < GM_HOOKS; i++) {
         if (strcmp(name, hooks[i].symbol)) continue;
         void *of_driver = gm_real(i);
@@ -77,6 +77,12 @@ void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
         return anywhere || real(handle, name) == of_driver ? hooks[i].wrapper : NULL;
     }
     return NULL;
+}
+/* The wrapper that dlsym answers, or NULL: then the C library answers. */
+EARLY void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
+    dlsym_t real = real_dlsym();
+    bool drivers = name && ((name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v'));
+    return drivers ? pick(real, handle, name, caller) : NULL;
 }
 
 /* Does the driver's cuGetProcAddress answer the addresses that dlsym finds? If so, an address that no hook has is an unknown version. */

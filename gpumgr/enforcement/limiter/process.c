@@ -183,13 +183,13 @@ int gm_gpu_of_device(CUdevice device) {
 }
 
 CUdevice gm_current_device(void) {
-    static CUresult (*ask)(CUdevice *);
+    static CUresult (*_Atomic ask)(CUdevice *);
     if (!ask) ask = (CUresult(*)(CUdevice *))gm_driver_function("cuCtxGetDevice");
     CUdevice device;
     return ask && ask(&device) == CUDA_SUCCESS ? device : -1;
 }
 
-static CUresult (*exchange)(int *);
+static CUresult (*_Atomic exchange)(int *);
 int gm_relax(void) {
     int mode = 2; /* CU_STREAM_CAPTURE_MODE_RELAXED */
     if (!exchange) exchange = (CUresult(*)(int *))gm_driver_function("cuThreadExchangeStreamCaptureMode");

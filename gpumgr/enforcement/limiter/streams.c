@@ -143,7 +143,7 @@ bool gm_streams_ended(struct gm_gate *gate) {
 /* -- the list -------------------------------------------------------------------------------------------------------------------- */
 static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t thread) {
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next)
-        if (s->handle == handle && s->thread == thread && (!context || s->context == context) && atomic_load(&s->state) == GM_LIVE) return s;
+        if (atomic_load(&s->state) == GM_LIVE && s->handle == handle && s->thread == thread && (!context || s->context == context)) return s;
     return NULL;
 }
 /* A stream that nothing is known of any longer, or a new one; held. */
@@ -179,7 +179,11 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     while (!good && events) cuda.event_destroy(s->event[--events]);
     if (pushed) cuda.pop(&popped);
     gm_unrelax(mode);
-    s->handle = handle, s->context = context, s->device = device, s->thread = thread, s->gate = gate;
+    s->handle = handle;
+    s->context = context;
+    s->device = device;
+    s->thread = thread;
+    s->gate = gate;
     s->first = s->next_marker = 0, s->depth = 2;
     atomic_store(&s->unmarked, 0);
     atomic_store(&s->spacing, thread ? 1 : 4);

@@ -65,7 +65,7 @@ struct node { struct pool_property pool; V access; size_t accesses, bytes; P at;
     X(cuLaunchKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *, V *)) \
     X(cuArray3DCreate, "_v2", (P *, const struct array3 *)) X(cuMipmappedArrayCreate, "", (P *, const struct array3 *, unsigned)) \
     X(cuMipmappedArrayDestroy, "", (P)) X(cuMemPoolCreate, "", (V *, const struct pool_property *)) X(cuMemPoolDestroy, "", (V)) \
-    X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v2", (V *, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
+    X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v4", (V *, V, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
     X(cuGraphCreate, "", (V *, unsigned)) X(cuGraphAddMemAllocNode, "", (V *, V, V, size_t, struct node *)) X(cuDeviceGraphMemTrim, "", (int)) \
     X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
     X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V)) \
@@ -199,7 +199,7 @@ static R second(N step, N *used) {
     V own;
     P at;
     size_t n = 0, total = 0;
-    R r = cuCtxCreate(&own, 0, 0);
+    R r = cuCtxCreate(&own, NULL, 0, 0);
     if (!r) r = cuMemAlloc(&at, (size_t)step) || cuMemAlloc(&at, 1000) ? 1 : cuMemGetInfo(&n, &total);
     *used = (N)(total - n);
     return r ? r : cuCtxDestroy(own);
@@ -233,7 +233,7 @@ static int own_threads(void) {
     DIR *tasks = opendir("/proc/self/task");
     while (tasks && readdir(tasks)) n++;
     if (tasks) closedir(tasks);
-    return n;
+    return n - !!getenv("TSAN_OPTIONS"); /* ThreadSanitizer's own thread */
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
 enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL };

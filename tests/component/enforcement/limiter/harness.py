@@ -19,6 +19,10 @@ CONTEXT_BYTES = 518 * MIB
 GPU_BYTES = 143_771 * MIB
 KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
 _SOURCES = Path(__file__).parents[3] / "data" / "limiter"
+ADDRESSES = "address,undefined"
+#: The libraries are compiled with these sanitizers of gcc: ADDRESSES or "thread".
+_SANITIZERS = os.environ.get("GPUMGR_SANITIZERS", "")
+_REPORT = "sanitizer"
 # Layouts of pages.h.
 _MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
 _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
@@ -35,8 +39,24 @@ def compile_all(folder: Path, command: Sequence[str] | None = None) -> None:
         ("tenant", "tenant.c", ()),
     ):
         compile_program(folder / name, [_SOURCES / source], options, command)
-    compile_library(LIBRARY, folder, ['-DPLACE="pages/"'], command)
-    compile_library(ARBITER, folder, command=command)
+    compile_library(LIBRARY, folder, ['-DPLACE="pages/"', *sanitized(_SANITIZERS)], command)
+    compile_library(ARBITER, folder, sanitized(_SANITIZERS), command)
+
+
+def sanitized(sanitizers: str) -> Sequence[str]:
+    """The compiler's options. ThreadSanitizer does not know fences; the arbiter's is for processes, not for threads."""
+    return (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-Wno-tsan") if sanitizers else ()
+
+
+def preloaded(libraries: Sequence[Path], folder: Path, sanitizers: str = _SANITIZERS) -> Mapping[str, str]:
+    """The environment of a process with these libraries. Its sanitizer writes what it finds into `folder`."""
+    # ThreadSanitizer would ask the model clock, which it observes, for the time at which it gives memory back. A child may use CUDA.
+    options = f"log_path={folder / _REPORT}:detect_leaks=0:allocator_release_to_os_interval_ms=-1:die_after_fork=0"
+    runtime, variable = {"": ("", ""), "thread": ("libtsan.so", "TSAN_OPTIONS")}.get(sanitizers, ("libasan.so", "ASAN_OPTIONS"))
+    if not runtime:
+        return {"LD_PRELOAD": ":".join(map(str, libraries))}
+    found = subprocess.run(["cc", f"-print-file-name={runtime}"], check=True, capture_output=True, text=True).stdout.strip()
+    return {"LD_PRELOAD": ":".join([found, *map(str, libraries)]), variable: options}
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class Node:
         folder = container.folder if isinstance(container, Container) else container
         preload = [self.programs / "libclock.so"] * clock + [self.programs / LIBRARY] * (container is not None)
         environment = {
-            "LD_PRELOAD": ":".join(map(str, preload)),
+            **preloaded(preload, self.folder),
             "LD_LIBRARY_PATH": str(self.programs),
             "FAKE_GPU": str(self.folder / "gpu"),
             "MODEL_CLOCK": str(self.folder / "clock"),
@@ -93,7 +113,7 @@ class Node:
 
     def arbitrate(self, containers: "Sequence[Container]", away_seconds: float = 0) -> "Arbiter":
         """Starts an arbiter for these containers; its time is the model clock's."""
-        self._arbiters.append(Arbiter(self.programs, self.folder / "clock", containers, away_seconds))
+        self._arbiters.append(Arbiter(self.programs, self.folder, containers, away_seconds))
         return self._arbiters[-1]
 
     def close(self) -> None:
@@ -101,6 +121,8 @@ class Node:
             arbiter.kill()
         for tenant in self._running:
             tenant.kill()
+        reports = [path.read_text(errors="replace") for path in self.folder.glob(f"{_REPORT}.*")]
+        assert not reports, "\n".join(reports)
 
 
 class Container:
@@ -245,14 +267,14 @@ class Arbiter:
     container and one more have begun to work, and is away for so long.
     """
 
-    def __init__(self, programs: Path, clock: Path, containers: Sequence[Container], away_seconds: float = 0) -> None:
+    def __init__(self, programs: Path, folder: Path, containers: Sequence[Container], away_seconds: float = 0) -> None:
         words = [str(programs / ARBITER), str(away_seconds)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ARBITER, *words, *(f"{container.gpus}:{container.folder}" for container in containers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "LD_PRELOAD": str(programs / "libclock.so"), "MODEL_CLOCK": str(clock)},
+            env={**os.environ, **preloaded([programs / "libclock.so"], folder), "MODEL_CLOCK": str(folder / "clock")},
         )
         self._answer()
 
