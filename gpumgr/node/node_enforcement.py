@@ -94,29 +94,22 @@ class NodeEnforcement:
             on_probed=self._choose_soon,
         )
         self.vcuda = self._make_vcuda(proc_root)
+        self._volumes = BoundedFolders()
         self._hami_core = HamiCore(
             library_path=None,
             library_sha256=None,
             library_dir=settings.checkpoint.library_dir,
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
-            volumes=(volumes := BoundedFolders()),
+            volumes=self._volumes,
             log_level=settings.hami_core.log_level,
-        )
-        self._limiter = Limiter(
-            library_dir=settings.checkpoint.library_dir,
-            run_dir=chosen.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-            quantum_milliseconds=settings.limiter.quantum_milliseconds,
-            contexts=ContextSizes(nvml.processes, library=_libcuda(settings.nvml.library_path)),
-            volumes=volumes,
         )
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
         self.limits = Enforcer(
-            [self._memory, self._limiter, self._hami_core, self.vcuda, self.mps, *unlimited],
+            [self._memory, self._make_limiter(nvml), self._hami_core, self.vcuda, self.mps, *unlimited],
             # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
@@ -130,6 +123,16 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
         self.nvml: Final = nvml
         self._next_choice = float("-inf")
+
+    def _make_limiter(self, nvml: Nvml) -> Limiter:
+        return Limiter(
+            library_dir=self._settings.checkpoint.library_dir,
+            run_dir=self._settings.enforcement.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+            quantum_milliseconds=self._settings.limiter.quantum_milliseconds,
+            contexts=ContextSizes(nvml.processes, library=_libcuda(self._settings.nvml.library_path)),
+            volumes=self._volumes,
+        )
 
     def _make_vcuda(self, proc_root: Path) -> VcudaBackend:
         return VcudaBackend(
