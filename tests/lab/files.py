@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from gpumgr.enforcement.limiter.libraries import LIBRARY, library_path
+
 LAB: Final = "GPUMGR_LAB"
 LAB_MPS: Final = "GPUMGR_LAB_MPS"
 CONTROL_PROGRAM: Final = "nvidia-cuda-mps-control"
@@ -32,6 +34,7 @@ class LabFiles:
         return cls(
             fake=folder / "fake",
             binaries={
+                "limiter": {"own": library_path(LIBRARY)},
                 "hami-core": {_name(path): path for path in sorted((folder / "bin").glob("libvgpu-*.so"))},
                 "vcuda": {path.stem: path for path in (folder / "bin").glob("libcuda-control.so")},
                 "mps": {path.parent.name: path for path in programs if path.parent.name.isdigit()},

@@ -276,16 +276,17 @@ async def until(condition: Callable[[], object], what: str, seconds: float = PAT
 
 @contextlib.asynccontextmanager
 async def lab_node(
-    run: Run, name: str, settings: Sections, *, environ: Mapping[str, str] | None = None
+    run: Run, name: str, settings: Sections, *, environ: Mapping[str, str] | None = None, description: str = "hgx-h100-8"
 ) -> AsyncIterator[LabNode]:
-    """The node with its agent running, in a folder of its own. `environ`: more for the agent. run_dir has 64 MiB."""
+    """The node with its agent running, in a folder of its own. `environ`: more for the agent. `description`: of the simulated
+    node. run_dir has 64 MiB."""
     folder = run.folder / name
     folder.mkdir()
     run.mount_tmpfs(folder / "run", "64m")
     runtime = LabRuntime(folder / "cri.sock", HostProcesses())
     with (folder / "agent.log").open("w") as file:
         log = AgentLog(lambda line: print(json.dumps(line), file=file, flush=True))
-        async with open_node(folder, settings=settings, runtime=runtime, agent_log=log) as sim:
+        async with open_node(folder, sim=description, settings=settings, runtime=runtime, agent_log=log) as sim:
             node = LabNode(run, folder, sim, environ or {})
             bridge = asyncio.create_task(node.bridge(), name="bridge")
             try:

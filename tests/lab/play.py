@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from . import hami_core, hami_core_hostile, installed_library, mps, vcuda
+from . import hami_core, hami_core_hostile, installed_library, limiter, mps, vcuda
 from .files import LAB_MPS, LabFiles
 from .run import Run
 from .scenario import SCENARIOS, Outcome, Scenario, Trial
 
-__all__ = ["SCENARIOS", "hami_core", "hami_core_hostile", "installed_library", "mps", "vcuda"]  # they register their scenarios
+__all__ = [
+    "SCENARIOS",
+    "hami_core",
+    "hami_core_hostile",
+    "installed_library",
+    "limiter",
+    "mps",
+    "vcuda",
+]  # they register their scenarios
 #: Scenarios wait most of their time.
 JOBS: Final = 4
 _LONGEST_SECONDS: Final = 600

@@ -1,0 +1,149 @@
+"""gpumgr's own limiter in containers: its limits, and the life of processes, containers and the agent."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+from gpumgr.sim import nodes
+
+from .container import PROGRAMS, TENANT
+from .gpu import CONTEXT_BYTES
+from .node import GIB, LIMIT_BYTES, MIB, PATIENCE_SECONDS, LabNode, Tenant, crowd, lab_node, until
+from .scenario import Trial, scenario
+
+#: What the fake libcuda answers for its GPU.
+FAKE_UUID: Final = "GPU-07070707-0707-0707-0707-070707070707"
+#: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
+_KINDS: Final = ("direct", "dlsym", "proc", "proc1")
+
+
+def node_with_fake_gpu(path: Path) -> str:
+    """Writes the description of a node with one GPU, which is the fake one; returns the path."""
+    text = (Path(nodes.__file__).with_name("nodes") / "hgx-h100-8.yaml").read_text()
+    head, gpus = text.split("gpus:\n")
+    first = gpus.splitlines(keepends=True)[0].replace("{card: h100,", f"{{card: h100, uuid: {FAKE_UUID},")
+    path.write_text(f"{head}gpus:\n{first}")
+    return str(path)
+
+
+@contextlib.asynccontextmanager
+async def limiter_node(trial: Trial) -> AsyncIterator[LabNode]:
+    description = node_with_fake_gpu(trial.run.folder / f"{trial.name}.yaml")
+    async with lab_node(trial.run, trial.name, {"enforcement": {"backend": "limiter"}}, description=description) as node:
+        yield node
+
+
+async def has_free(tenant: Tenant, free_bytes: int) -> None:
+    """Returns when the tenant sees so much free memory: once a second the agent adds what the driver uses beyond the library's count, here
+    the contexts, which it could not measure."""
+    seen, deadline = -1, time.monotonic() + PATIENCE_SECONDS
+    while seen != free_bytes:
+        assert time.monotonic() < deadline, f"{seen} bytes are free instead of {free_bytes}"
+        await asyncio.sleep(0.2)
+        seen = await tenant.main.number("info", "free")
+
+
+@scenario("limiter", limiter_node, e2e=True)
+async def basic(_trial: Trial, node: LabNode) -> None:
+    """The memory limit holds and the agent counts it."""
+    tenant = await node.tenant("basic")
+    assert await tenant.main.number("info", "total") == LIMIT_BYTES
+    assert await tenant.main.number("nvml", "total") == LIMIT_BYTES
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
+    await node.measures(tenant.pod, 4 * GIB + CONTEXT_BYTES)
+    await has_free(tenant, GIB - CONTEXT_BYTES)
+    assert not node.complaints(), f"the agent complains: {node.complaints()}"
+
+
+@scenario("limiter", limiter_node)
+async def limit(_trial: Trial, node: LabNode) -> None:
+    """The limit is exact for every way to find the driver, and nothing escapes it; the driver gives blocks of 2 MiB."""
+    for kind in _KINDS:
+        tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
+        await has_free(tenant, free := LIMIT_BYTES - CONTEXT_BYTES)
+        for command, result in (
+            (f"alloc {free + 1}", 2),
+            (f"alloc {free}", 0),
+            ("alloc 1", 2),
+            ("free", 0),
+            (f"alloc {free - 2 * MIB}", 0),
+            (f"alloc {2 * MIB}", 0),
+            ("alloc 1", 2),
+            ("free", 0),
+            ("free", 0),
+            (f"managed {free + 1}", 2),
+            (f"pitch 524288 {free // 524288 + 1}", 2),
+            (f"create {free + 1}", 2),
+            (f"async {free + 1}", 2),
+            (f"pool {8 * GIB}", 2),
+            ("array 65536 65536", 2),
+        ):
+            assert await tenant.main.result(command) == result, f"{kind}: {command} is not {result}"
+        await node.remove(tenant)
+
+
+@scenario("limiter", limiter_node)
+async def two(_trial: Trial, node: LabNode) -> None:
+    """Two processes of a container share its limit; forty at once get no byte more."""
+    tenant = await node.tenant("two")
+    assert await tenant.main.result(f"alloc {2 * GIB}") == 0
+    second = await tenant.another()
+    await has_free(tenant, 3 * GIB - 2 * CONTEXT_BYTES)
+    assert await second.result(f"alloc {2 * GIB}") == 0
+    assert await second.result(f"alloc {GIB}") == 2
+    assert await tenant.main.result(f"alloc {GIB}") == 2
+    await second.output()
+    await has_free(tenant, 3 * GIB - CONTEXT_BYTES)
+    processes = await crowd([tenant], 40)
+    granted = await asyncio.gather(*(process.result(f"alloc {256 * MIB}") for process in processes))
+    assert set(granted) == {0, 2}
+    assert granted.count(0) <= 12
+
+
+@scenario("limiter", limiter_node)
+async def env(_trial: Trial, node: LabNode) -> None:
+    """A program with a scrubbed or hostile environment keeps the limits."""
+    tenant = await node.tenant("env")
+    for words in (("-i",), ("LD_PRELOAD=",), ("LD_PRELOAD=/nothing", "CUDA_VISIBLE_DEVICES=0", "HOME=/x")):
+        other = await tenant.another("/usr/bin/env", *words, TENANT)
+        assert await other.result(f"alloc {6 * GIB}") == 2, f"env {words} lifts the limit"
+        await other.output()
+    assert not node.complaints(), f"the agent complains: {node.complaints()}"
+
+
+@scenario("limiter", limiter_node)
+async def kill9(_trial: Trial, node: LabNode) -> None:
+    """kill -9 of a process frees its slot and its memory; a container of another user has limits, too."""
+    tenant = await node.tenant("kill9", user=1000)
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    other = await tenant.another()
+    assert await other.result(f"alloc {3 * GIB}") == 0
+    victim = next(pid for inside, pid in tenant.container.host_pids().items() if inside != 1)
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
+    await has_free(tenant, 4 * GIB - CONTEXT_BYTES)
+    assert await tenant.main.result(f"alloc {3 * GIB}") == 0
+
+
+@scenario("limiter", limiter_node)
+async def restart(_trial: Trial, node: LabNode) -> None:
+    """A container that starts again gets fresh pages; while the agent is away, limits hold."""
+    tenant = await node.tenant("again")
+    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
+    await node.stop(tenant.container)
+    again = await node.start(tenant.pod)
+    assert again.answer == tenant.answer
+    await has_free(again, LIMIT_BYTES - CONTEXT_BYTES)
+    await node.kill_agent()
+    assert await again.main.result(f"alloc {6 * GIB}") == 2
+    assert await again.main.result(f"alloc {4 * GIB}") == 0
+    await again.main.ask("launch 2 1000")
+    await node.start_agent()
+    await has_free(again, GIB - CONTEXT_BYTES)
+    assert not [each for each in node.complaints() if "enforcement_finding" in each]
