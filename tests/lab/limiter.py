@@ -81,7 +81,6 @@ async def limit(_trial: Trial, node: LabNode) -> None:
             (f"pitch 524288 {free // 524288 + 1}", 2),
             (f"create {free + 1}", 2),
             (f"async {free + 1}", 2),
-            (f"pool {8 * GIB}", 2),
             ("array 65536 65536", 2),
         ):
             assert await tenant.main.result(command) == result, f"{kind}: {command} is not {result}"

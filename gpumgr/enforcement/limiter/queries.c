@@ -15,6 +15,7 @@ static bool share(int gpu, uint64_t *total, uint64_t *used) {
     if (!limit) return false;
     gm_pools_settle(false);
     gm_graph_memory();
+    gm_ledger_settle(gpu); /* what processes held that died, once the agent or a reservation freed their slots */
     *used = gm_memory_used(gpu);
     if (limit < *total) *total = limit;
     if (*used > *total) *used = *total;

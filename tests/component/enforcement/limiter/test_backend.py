@@ -199,6 +199,7 @@ async def test_the_slot_of_a_process_that_was_killed_is_freed(place: Place) -> N
         await place.check()
     assert place.turns().memory_bytes_by_kind == {}
     with place.tenant() as tenant:
+        assert tenant.ask("info")[1] == GPU.memory_bytes - CONTEXT_BYTES
         most = (GPU.memory_bytes - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB
         assert tenant.ask(f"grab alloc {64 * MIB} {most}")[:2] == (0, most)
 
