@@ -56,7 +56,7 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         ):
             await expect(health).to_contain_text(fact)
         whole = (await rows(page))[-2]
-        assert whole[:7] == ["team/train", "main", "GPU0", "whole", "5", "80.0 GiB", "4.5 GiB"]
+        assert whole[:9] == ["team/train", "main", "GPU0", "whole", "5", "", "", "80.0 GiB", "4.5 GiB"]
 
 
 async def test_a_node_without_problems(browser: Browser, stage: Stage) -> None:

@@ -94,6 +94,18 @@ async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> 
         assert seen.said == []
 
 
+async def test_details_have_the_turns_of_the_limiter(browser: Browser, stage: Stage) -> None:
+    limited = told(("team", "web"))
+    limited["allocations"][0].update(held_ratio=0.238, waited_ratio=0.61, mechanisms=["limiter"])
+    stage.remember(limited)
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await page.locator("#rows").get_by_role("link", name="team/web").click()
+        dialog = page.get_by_role("dialog", name="team/web")
+        sentence = "; held the GPU 24 % of the last seconds, waited 61 % for its turn; kept by limiter"
+        await expect(dialog.locator("ul.feed li")).to_contain_text(sentence)
+
+
 async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser, stage: Stage) -> None:
     stage.remember(told(LATE, refused(), phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"))
     stage.show(document(entries=[refused()]))
