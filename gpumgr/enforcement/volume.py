@@ -60,6 +60,8 @@ class BoundedFolders:
 
     def remove(self, folder: Path) -> None:
         """Unmounts what `renew` mounted. Raises OSError."""
+        if not folder.exists():  # another mechanism's folder may have the same name
+            return
         for _ in range(_MOST_MOUNTS):
             if not folder.is_mount():
                 break

@@ -337,7 +337,9 @@ EXPORT void gm_arbiter_remove(int number) {
     pthread_mutex_lock(&lock);
     struct tenant *t = in_use(number);
     if (t) {
+        uint32_t pass = 0;
         if (gpus[t->gpu].holder == number) release(&gpus[t->gpu], t);
+        put(t->limits_fd, &pass, sizeof pass, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, pass));
         if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
         t->used = false;
     }

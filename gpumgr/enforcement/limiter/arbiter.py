@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,16 +37,18 @@ class Arbiter:
         except OSError as error:
             raise ArbiterError(f"{library} can't be loaded: {error}") from error
         self._gpus: dict[str, int] = {}
-        self._running = False
+        self._lock = threading.Lock()
+        self._running = self._stopped = False
 
     def add(self, uuid: str, page: int, limits: int, turn: int) -> int:
         """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the pages'
         descriptors, which must stay open until `remove`. Raises ArbiterError."""
-        if not self._running:
-            if code := self._library.gm_arbiter_start():
-                raise ArbiterError(f"the arbiter's thread can't be started: {os.strerror(code)}")
-            self._running = True
-        number = int(self._library.gm_arbiter_add(self._gpus.setdefault(uuid, len(self._gpus)), page, limits, turn))
+        with self._lock:
+            if not self._running and not self._stopped:
+                if code := self._library.gm_arbiter_start():
+                    raise ArbiterError(f"the arbiter's thread can't be started: {os.strerror(code)}")
+                self._running = True
+            number = int(self._library.gm_arbiter_add(self._gpus.setdefault(uuid, len(self._gpus)), page, limits, turn))
         if number < 0:
             raise ArbiterError("the arbiter has no room for another container: it serves 1024 containers on 64 GPUs")
         return number
@@ -59,7 +62,9 @@ class Arbiter:
         return Turns(held_ns=figures.held_ns, overruns=figures.overruns, spoiled=figures.spoiled)
 
     def stop(self) -> None:
-        """Its tenants limit themselves from now on."""
-        if self._running:
-            self._library.gm_arbiter_stop()
-            self._running = False
+        """Its tenants limit themselves from now on. It does not start again."""
+        with self._lock:
+            self._stopped = True
+            if self._running:
+                self._library.gm_arbiter_stop()
+                self._running = False

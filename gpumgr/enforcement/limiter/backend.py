@@ -21,8 +21,9 @@ from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.files import names_in
 from gpumgr.common.units import CORES_PER_GPU, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.enforcement.limiter.arbiter import Arbiter
+from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
+from gpumgr.enforcement.limiter.identities import Identities
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.limiter.monitor import PageMonitor
 from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
@@ -72,9 +73,12 @@ class Limiter(Backend):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._library_dir, self._folder = library_dir, run_dir / FOLDER
-        self._nspid_of, self._contexts, self._volumes = nspid_of, contexts, volumes
+        self._identities, self._contexts, self._volumes = Identities(nspid_of), contexts, volumes
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
         self._monitors: dict[AllocationId, PageMonitor] = {}
+        #: Starts, checks and removals of one container replace its monitor one after the other.
+        self._locks: dict[AllocationId, threading.Lock] = {}
+        self._closed = False
         self._context_bytes: dict[str, int] = {}
 
     @cached_property
@@ -121,8 +125,7 @@ class Limiter(Backend):
     async def start(self, tenant: GpuShare) -> None:
         """Installs the library and makes new pages. The container that used the former ones has ended."""
         if self._contexts is not None:
-            for gpu in tenant.gpus:
-                self._context_bytes[gpu.uuid] = await self._contexts.of(gpu.uuid)
+            await asyncio.gather(*(self._measure(self._contexts, gpu.uuid) for gpu in tenant.gpus))
         try:
             await asyncio.to_thread(self._start, tenant)
         except (GpumgrError, ValueError) as error:
@@ -131,13 +134,17 @@ class Limiter(Backend):
             where = error.filename or self._folder
             raise Refusal("internal", f"the limiter's pages can't be made: {where}: {error.strerror or error}") from error
 
+    async def _measure(self, contexts: ContextSizes, uuid: str) -> None:
+        if size_bytes := await contexts.of(uuid):
+            self._context_bytes[uuid] = size_bytes
+
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """A check also restores what a container changed, and reports it."""
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         monitors = tuple(self._monitors.items())
-        return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses.items()}
+        return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses().items()}
 
     def remains(self) -> Collection[AllocationId]:
         return names_in(self._folder)
@@ -148,12 +155,13 @@ class Limiter(Backend):
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         """Containers limit themselves until the arbiter has them again."""
-        await asyncio.to_thread(lambda: [self._monitor_of(tenant) for tenant in tenants])
+        await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
         return () if self._contexts is None else [pid for pid in self._contexts.own_pids() if pid in started]
 
     async def close(self) -> None:
+        self._closed = True
         if "_arbiter" in self.__dict__:
             self._arbiter.stop()
         monitors, self._monitors = self._monitors, {}
@@ -166,39 +174,62 @@ class Limiter(Backend):
         wanted = self._limits(tenant)
         with _INSTALLING:
             install_preloaded(self._library, self._library_dir, LIBRARY, _LIBRARY_IN_CONTAINER)
-        if (old := self._monitors.pop(tenant.allocation, None)) is not None:
-            old.close()
         folder = self._folder / tenant.allocation
-        for each in (self._folder, folder):
-            make_folder(each, 0o711)
-        if self._volumes is not None:
-            self._volumes.renew(folder)
-        self._monitors[tenant.allocation] = self._monitor(tenant, PageFiles.create(folder, wanted))
+        with self._lock_of(tenant.allocation):
+            # It stays in its place until it is replaced: a check that comes now must not open other pages.
+            if (old := self._monitors.get(tenant.allocation)) is not None:
+                old.close()
+            for each in (self._folder, folder):
+                make_folder(each, 0o711)
+            if self._volumes is not None:
+                self._volumes.renew(folder)
+            self._monitors[tenant.allocation] = self._monitor(PageFiles.create(folder, wanted))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
-        return [finding for each in running for finding in self._monitor_of(each.tenant).check(each, self._limits(each.tenant))]
+        return [
+            finding
+            for each in running
+            if (monitor := self._monitor_of(each.tenant.allocation)) is not None
+            for finding in monitor.check(each, self._limits(each.tenant))
+        ]
 
     def _cleanup(self, allocation: AllocationId) -> None:
-        if (monitor := self._monitors.pop(allocation, None)) is not None:
-            monitor.close()
-        if self._volumes is not None:
-            self._volumes.remove(self._folder / allocation)
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self._folder / allocation)
+        with self._lock_of(allocation):
+            if (monitor := self._monitors.pop(allocation, None)) is not None:
+                monitor.close()
+            if self._volumes is not None:
+                self._volumes.remove(self._folder / allocation)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self._folder / allocation)
+        self._locks.pop(allocation, None)
 
-    def _monitor_of(self, tenant: GpuShare) -> PageMonitor:
-        """Returns the container's monitor. After a restart of the agent it opens the pages that an earlier process of the agent made."""
-        known = self._monitors.get(tenant.allocation)
-        return known or self._monitors.setdefault(tenant.allocation, self._monitor(tenant, self._opened(tenant)))
+    def _lock_of(self, allocation: AllocationId) -> threading.Lock:
+        return self._locks.setdefault(allocation, threading.Lock())
 
-    def _opened(self, tenant: GpuShare) -> PageFiles | str:
+    def _monitor_of(self, allocation: AllocationId) -> PageMonitor | None:
+        """Returns the container's monitor; None while the agent ends. After a restart of the agent it opens the pages that an earlier
+        process of the agent made; pages that could not be opened are tried again."""
+        with self._lock_of(allocation):
+            known = self._monitors.get(allocation)
+            if self._closed or (known is not None and known.usable):
+                return None if self._closed else known
+            files = self._opened(allocation)
+            if known is None or isinstance(files, PageFiles):
+                self._monitors[allocation] = known = self._monitor(files)
+            return known
+
+    def _opened(self, allocation: AllocationId) -> PageFiles | str:
         try:
-            return PageFiles.open(self._folder / tenant.allocation, len(tenant.gpus))
+            return PageFiles.open(self._folder / allocation)
         except OSError as error:
             return f"a file can't be opened: {error.strerror or error}"
 
-    def _monitor(self, tenant: GpuShare, files: PageFiles | str) -> PageMonitor:
-        return PageMonitor(tenant, files, self._arbiter, self._nspid_of, self._clock)
+    def _monitor(self, files: PageFiles | str) -> PageMonitor:
+        """Its reason is the arbiter's if that can't take the container."""
+        try:
+            return PageMonitor(files, self._arbiter, self._identities, self._clock)
+        except ArbiterError as error:
+            return PageMonitor(str(error), self._arbiter, self._identities, self._clock)
 
     def _limits(self, tenant: GpuShare) -> list[PageLimits]:
         return [self._limits_on(gpu, tenant.core_limit) for gpu in tenant.gpus]

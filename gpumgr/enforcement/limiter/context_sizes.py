@@ -13,7 +13,10 @@ from gpumgr.common.errors import NvmlError
 from gpumgr.enforcement import cuda_client
 from gpumgr.placement.topology.devices import GpuProcess
 
-_TIMEOUT_SECONDS: Final = 15.0
+_TIMEOUT_SECONDS: Final = 10.0
+_END_SECONDS: Final = 2.0
+#: A failure is tried again after this time.
+_RETRY_SECONDS: Final = 600.0
 
 log = structlog.get_logger(__name__)
 
@@ -27,27 +30,33 @@ class ContextSizes:
     ) -> None:
         self._processes, self._library = processes, library
         self._sizes: dict[str, int] = {}
-        self._measuring = asyncio.Lock()
-        self._pid: int | None = None
+        #: For each GPU: one measurement at a time, and when a failed one is repeated.
+        self._measuring: dict[str, asyncio.Lock] = {}
+        self._again: dict[str, float] = {}
+        self._pids: set[int] = set()
 
     async def of(self, uuid: str) -> int:
         """The size in bytes; 0 where it can't be measured. Then a context counts when the driver's figure has it, within a second."""
-        async with self._measuring:
-            if uuid not in self._sizes:
-                size_bytes, reason = 0, "the driver does not report it"
-                try:
-                    async with asyncio.timeout(_TIMEOUT_SECONDS):
-                        size_bytes = await self._measure(uuid)
-                except TimeoutError:
-                    reason = f"it took more than {_TIMEOUT_SECONDS:g} s"
-                except (NvmlError, OSError) as error:
-                    reason = str(error)
+        loop = asyncio.get_running_loop()
+        async with self._measuring.setdefault(uuid, asyncio.Lock()):
+            if uuid in self._sizes or loop.time() < self._again.get(uuid, 0.0):
+                return self._sizes.get(uuid, 0)
+            size_bytes, reason = 0, "the driver does not report it"
+            try:
+                async with asyncio.timeout(_TIMEOUT_SECONDS):
+                    size_bytes = await self._measure(uuid)
+            except TimeoutError:
+                reason = f"it took more than {_TIMEOUT_SECONDS:g} s"
+            except (NvmlError, OSError) as error:
+                reason = str(error)
+            if size_bytes:
                 self._sizes[uuid] = size_bytes
-                log.info("context_measured", gpu=uuid, bytes=size_bytes or None, reason=None if size_bytes else reason)
-            return self._sizes[uuid]
+            self._again[uuid] = loop.time() + _RETRY_SECONDS
+            log.info("context_measured", gpu=uuid, bytes=size_bytes or None, reason=None if size_bytes else reason)
+            return size_bytes
 
     def own_pids(self) -> Collection[int]:
-        return () if self._pid is None else (self._pid,)
+        return tuple(self._pids)
 
     async def _measure(self, uuid: str) -> int:
         """Raises NvmlError, OSError."""
@@ -64,7 +73,7 @@ class ContextSizes:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": uuid},
         )
         assert program.stdout is not None
-        self._pid = program.pid
+        self._pids.add(program.pid)
         try:
             if (said := (await program.stdout.readline()).decode(errors="replace").strip()) != cuda_client.READY:
                 raise OSError(said or "the program that makes a context ended")
@@ -73,5 +82,7 @@ class ContextSizes:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()
-            await program.wait()
-            self._pid = None
+            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end
+                async with asyncio.timeout(_END_SECONDS):
+                    await program.wait()
+            self._pids.discard(program.pid)

@@ -227,9 +227,14 @@ struct gm_pass gm_enter(CUstream handle, bool per_thread) {
     struct gm_stream *stream = gm_stream_of(handle, per_thread);
     struct gm_gate *g = stream ? stream->gate : NULL;
     if (!g) return none;
-    if (p->slot) __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].launches, 1, __ATOMIC_RELAXED);
+    uint64_t before = p->slot ? __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].launches, 1, __ATOMIC_RELAXED) : 0;
     const struct gm_limits_gpu *l = limits(p, g);
-    if (__atomic_load_n(&l->pass, __ATOMIC_RELAXED) || !__atomic_load_n(&l->share, __ATOMIC_RELAXED)) return none;
+    if (!__atomic_load_n(&l->share, __ATOMIC_RELAXED)) return none;
+    if (__atomic_load_n(&l->pass, __ATOMIC_RELAXED)) {
+        /* An arbiter that was killed left it: then the share is the limit. The clock is read once in 64 launches. */
+        if (!(before & 63)) atomic_store_explicit(&g->no_arbiter, alone(p, gm_now()), memory_order_relaxed);
+        if (!atomic_load_explicit(&g->no_arbiter, memory_order_relaxed)) return none;
+    }
     if (gm_stream_captures(handle, per_thread)) return none;
     if (atomic_load_explicit(&helper, memory_order_relaxed) != 1 && !start_helper()) return none;
     if (!try_pass(p, g, gm_now())) wait_for_turn(p, g);

@@ -11,6 +11,7 @@ struct gm_gate {
     atomic_int waiting;   /* threads that wait for the turn */
     atomic_uint launched; /* launches so far */
     atomic_bool busy;     /* as GM_BUSY in this process's word */
+    atomic_bool no_arbiter; /* when a launch that needs no turn last looked */
     atomic_uint periods;  /* in which it was busy */
     _Atomic(uint64_t) last_ns;
     uint64_t ended_ns; /* the helper found all work ended, after ended_launched launches; 0: not yet */

@@ -11,10 +11,10 @@ from typing import Final
 from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
 from gpumgr.common.units import GpuName
 from gpumgr.enforcement.limiter import pages
-from gpumgr.enforcement.limiter.arbiter import Arbiter
+from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
+from gpumgr.enforcement.limiter.identities import Identities, Identity
 from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
-from gpumgr.enforcement.pids import NspidOf, PidMap
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import TurnUse
 
@@ -29,37 +29,54 @@ _NAMED: Final = 3
 _NANOSECONDS: Final = 1_000_000_000
 #: Ten seconds, and the check before them.
 _RECENT_CHECKS: Final = 11
+#: While a container's count of memory changes, so many differences to the driver's figure are compared.
+_DIFFERENCES: Final = 5
+#: A container that was not checked for so long does not run.
+_STALE_SECONDS: Final = 5.0
+#: A container can claim faults in any number of processes.
+_MOST_FAULTS: Final = 8
 #: Monotonic, in seconds.
 Clock = Callable[[], float]
 
 
 class PageMonitor:
-    """`files` may be the reason why the pages can't be used. Any thread may call it, and `close` may be called again."""
+    """`files` may be the reason why the pages can't be used. Any thread may call it, and `close` may be called again.
 
-    def __init__(self, tenant: GpuShare, files: PageFiles | str, arbiter: Arbiter, nspid_of: NspidOf, clock: Clock) -> None:
+    GPUs are found by their UUID: the pages keep the order that the GPUs had when the container started.
+    """
+
+    def __init__(self, files: PageFiles | str, arbiter: Arbiter, identities: Identities, clock: Clock) -> None:
         """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
-        self._files, self._arbiter, self._pids, self._clock = files, arbiter, PidMap(nspid_of), clock
-        self._names = [gpu.name for gpu in tenant.gpus]
+        self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
         self._lock = threading.Lock()
         self._closed = False
         self._numbers: list[int] = []
-        self._reported: set[object] = set()
+        self._reported: set[str] = set()
+        self._faults = 0
         self._missing: dict[tuple[int, int], int] = {}
         self._unseen: dict[int, int] = {}
-        self._written: Sequence[PageLimits] | None = None
-        #: For each GPU: the count at the last check, and by how much the driver's figure was above it.
-        self._counted: dict[int, tuple[CountedOnGpu, int]] = {}
+        #: By pid on the host; None: gone or hidden.
+        self._known: Mapping[int, Identity | None] = {}
+        count = len(files.written) if isinstance(files, PageFiles) else 0
+        #: For each GPU: the count at the last check, and the recent differences between the driver's figure and the count.
+        self._counted: list[CountedOnGpu | None] = [None] * count
+        self._differences = [deque[int](maxlen=_DIFFERENCES) for _ in range(count)]
         self._overruns: dict[int, tuple[int, int]] = {}
         self._spoiled: dict[int, int] = {}
         #: By slot, pid and GPU: launches and nanoseconds waited at the last check; and their sums, also of processes that have ended.
         self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._launches, self._waited_ns = [0] * len(self._names), [0] * len(self._names)
+        self._launches, self._waited_ns = [0] * count, [0] * count
         self._uses: Mapping[GpuName, TurnUse] = {}
+        self._checked_at = 0.0
         #: For each GPU: the time of recent checks, and the seconds held and waited until then.
-        self._recent = [deque[tuple[float, float, float]](maxlen=_RECENT_CHECKS) for _ in self._names]
+        self._recent = [deque[tuple[float, float, float]](maxlen=_RECENT_CHECKS) for _ in range(count)]
         if isinstance(files, PageFiles):
-            for page, gpu in enumerate(tenant.gpus):
-                self._numbers.append(arbiter.add(gpu.uuid, page, files.limits.descriptor, files.turn.descriptor))
+            try:
+                for page, limit in enumerate(files.written):
+                    self._numbers.append(arbiter.add(limit.uuid, page, files.limits.descriptor, files.turn.descriptor))
+            except ArbiterError:
+                self.close()
+                raise
 
     def close(self) -> None:
         with self._lock:
@@ -70,9 +87,14 @@ class PageMonitor:
             self._closed = True
 
     @property
+    def usable(self) -> bool:
+        return isinstance(self._files, PageFiles)
+
     def uses(self) -> Mapping[GpuName, TurnUse]:
-        """As of the last check."""
-        return self._uses
+        """As of the last check; without ratios if that was some time ago, since the container may not run."""
+        if self._clock() - self._checked_at < _STALE_SECONDS:
+            return self._uses
+        return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
         """`limits`: what was granted, without the bytes that the library does not count. Returns the new findings."""
@@ -83,50 +105,64 @@ class PageMonitor:
                 return [*self._broken(running.tenant, self._files)]
             try:
                 return [*self._check(self._files, running, limits)]
-            except OSError as error:
-                return [*self._broken(running.tenant, error.strerror or str(error))]
+            except (OSError, ValueError) as error:
+                return [*self._broken(running.tenant, str(error))]
 
     def _check(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[Finding]:
-        changed = [*files.mend(), *self._spoiled_turns()]
-        if self._written is not None:
-            changed += [f"the limit {name!r} was changed" for name in files.put_limits(self._written)]
+        changed = [*files.mend(), *self._spoiled_turns(files)]
+        if names := files.put_limits(files.written):
+            changed += [f"the limit {name!r} was changed" for name in names]
         if changed:
             yield _tampered(running.tenant, changed)
         slots = files.slots()
-        wanted = [
-            replace(limit, uncounted_bytes=self._uncounted(page, count, running.memory_bytes.get(name)))
-            for page, (limit, count, name) in enumerate(zip(limits, files.counts(), self._names, strict=True))
-        ]
-        files.put_limits(wanted)
-        self._written = wanted
-        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
+        files.put_limits([*self._wanted(files, running, limits)])
+        self._known = {pid: self._known.get(pid) or self._identities.of(pid) for pid in {*running.pids, *running.gpu_pids}}
         yield from self._unregistered(running, slots)
         yield from self._disabled(running.tenant, slots)
         self._free_ended(files, running, slots)
-        self._uses = {name: self._use(page, slots) for page, name in enumerate(self._names)}
+        names_of = {pages.uuid_bytes(gpu.uuid): gpu.name for gpu in running.tenant.gpus}
+        ordered = [names_of.get(pages.uuid_bytes(limit.uuid), limit.uuid) for limit in files.written]
+        self._uses = {name: self._use(page, slots, new=files.new) for page, name in enumerate(ordered)}
+        self._checked_at = self._clock()
         yield from self._overrunning(running.tenant)
 
-    def _spoiled_turns(self) -> Iterator[str]:
-        for page, name in enumerate(self._names):
+    def _wanted(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[PageLimits]:
+        """In the pages' order. A GPU that is not granted any longer keeps its limits; a context's size that is known is kept."""
+        granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
+        used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in running.tenant.gpus}
+        for page, (before, count) in enumerate(zip(files.written, files.counts(), strict=True)):
+            key = pages.uuid_bytes(before.uuid)
+            yield replace(
+                granted.get(key, before),
+                uuid=before.uuid,
+                context_bytes=granted.get(key, before).context_bytes or before.context_bytes,
+                uncounted_bytes=self._uncounted(page, count, used.get(key), before.uncounted_bytes),
+            )
+
+    def _spoiled_turns(self, files: PageFiles) -> Iterator[str]:
+        for page, limit in enumerate(files.written):
             spoiled = self._arbiter.turns(self._numbers[page]).spoiled
             if spoiled > self._spoiled.get(page, 0):
-                yield f"the page 'turn' was damaged (GPU {name})"
+                yield f"the page 'turn' was damaged ({limit.uuid})"
             self._spoiled[page] = spoiled
 
-    def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None) -> int:
-        """What the driver uses for the container beyond its count. The driver's figure is older than the count: after a change of the
-        count, the smaller difference of this check and the last one is taken, or freed memory would count as used."""
-        before, last = self._counted.get(page, (None, 0))
+    def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
+        """What the driver uses for the container beyond its count. The driver's figure is older than the count: while the count changes,
+        the smallest of the recent differences is taken, or freed memory would count as used."""
+        before, self._counted[page] = self._counted[page], count
         if driver_bytes is None:
-            return self._written[page].uncounted_bytes if self._written else 0
-        difference = max(0, driver_bytes - count.reserved_bytes)
-        self._counted[page] = count, difference
-        return difference if before is not None and count.changes == before.changes else min(difference, last)
+            return former_bytes
+        differences = self._differences[page]
+        if before is None:  # the agent may have been away: the former figure is one of the recent ones
+            differences.append(former_bytes)
+        elif before.changes == count.changes:
+            differences.clear()
+        differences.append(max(0, driver_bytes - count.reserved_bytes))
+        return min(differences)
 
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Processes that use the GPU and have no slot."""
-        inside = {slot.pid for slot in slots}
-        outside = [pid for pid in running.gpu_pids if self._pids.inside(pid) not in inside]
+        outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == CHECKS_UNREGISTERED]:
             yield _finding(
@@ -138,17 +174,20 @@ class PageMonitor:
             )
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Processes in which the library does not work."""
-        for slot in slots:
-            if slot.fault is not None and self._first(("fault", slot.pid, slot.fault)):
-                message = (
-                    f"gpumgr's library does not limit process {slot.pid} (its pid in the container) of {tenant.describe()}: "
-                    f"{slot.fault}; restart the container, or use another backend if this repeats"
-                )
-                yield _finding(tenant, "broken", message)
+        """Processes in which the library does not work; a few for each start of the container, since the container writes the slots."""
+        faulty = [slot for slot in slots if slot.fault is not None]
+        fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
+        if fresh:
+            self._faults += len(fresh)
+            found = [f"process {slot.pid} ({slot.fault})" for slot in fresh]
+            message = (
+                f"gpumgr's library does not limit {_listed(found)} of {tenant.describe()}, by pids in the container; "
+                "restart the container, or use another backend if this repeats"
+            )
+            yield _finding(tenant, "broken", message)
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
-        if self._first(("broken", reason)):
+        if self._first("broken"):
             message = (
                 f"the limits of {tenant.describe()} can't be monitored: its pages can't be used ({reason}); "
                 "restart the container, which gets new pages at every start"
@@ -157,32 +196,40 @@ class PageMonitor:
 
     def _overrunning(self, tenant: GpuShare) -> Iterator[Finding]:
         """Work that does not end: turns are passed on without its end."""
-        for page, name in enumerate(self._names):
-            overruns = self._uses[name].overruns
-            before, checks = self._overruns.get(page, (overruns, 0))
-            self._overruns[page] = overruns, checks + 1 if overruns > before else 0
-            if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(("overrun", page)):
+        for page, (name, use) in enumerate(self._uses.items()):
+            before, checks = self._overruns.get(page, (use.overruns, 0))
+            self._overruns[page] = use.overruns, checks + 1 if use.overruns > before else 0
+            if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(f"overrun {page}"):
                 message = (
                     f"{tenant.describe()} keeps GPU {name} beyond its turns: its kernels run for longer than two turns, or it claims work "
-                    "that does not end; it is charged for that time, and the driver shares the GPU between it and the others meanwhile"
+                    "that does not end; it is charged for that time, and the driver shares the GPU between it and the others until then"
                 )
                 yield _finding(tenant, "broken", message)
 
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
-        """Frees the slots of processes that have ended; none while it is not known which processes run."""
-        hosts_of = self._pids.hosts_of(running.pids)
-        ended = [slot for slot in slots if running.pids and not hosts_of(slot.pid)]
-        self._missing = {key: self._missing.get(key, 0) + 1 for slot in ended if (key := (slot.index, slot.pid))}
+        """Frees the slots of processes that have ended."""
+        inside = [self._known[pid] for pid in running.pids]
+        if None in inside:  # one has just ended, or is hidden from the agent
+            return
+        away = [slot for slot in slots if not any(_is_of(slot, found) for found in inside)]
+        self._missing = {(slot.index, slot.pid): self._missing.get((slot.index, slot.pid), 0) + 1 for slot in away}
+        ended = [slot for slot in away if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED]
+        if not ended:
+            return
+        anywhere = [*self._identities.all()]  # a further container of a claim may not be listed yet
         for slot in ended:
-            if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED:
+            if not any(_is_of(slot, found) for found in anywhere):
                 files.free(slot)
 
-    def _use(self, page: int, slots: Sequence[Slot]) -> TurnUse:
+    def _use(self, page: int, slots: Sequence[Slot], *, new: bool) -> TurnUse:
         kinds = [0] * len(pages.KINDS)
         for slot in slots:
             on_gpu = slot.gpus[page]
             key = slot.index, slot.pid, page
-            launches, waited_ns = self._seen.get(key, (0, 0))
+            # The first check after a start of the agent adds nothing: the former agent counted that.
+            launches, waited_ns = self._seen.get(
+                key, (0, 0) if new or self._recent[page] else (on_gpu.launches, on_gpu.waited_ns)
+            )
             self._launches[page] += max(0, on_gpu.launches - launches)
             self._waited_ns[page] += max(0, on_gpu.waited_ns - waited_ns)
             self._seen[key] = on_gpu.launches, on_gpu.waited_ns
@@ -204,10 +251,15 @@ class PageMonitor:
             memory_bytes_by_kind={kind: size for kind, size in zip(pages.KINDS, kinds, strict=True) if size},
         )
 
-    def _first(self, what: object) -> bool:
+    def _first(self, what: str) -> bool:
         new = what not in self._reported
         self._reported.add(what)
         return new
+
+
+def _is_of(slot: Slot, found: Identity | None) -> bool:
+    """Whether the slot is that of the process."""
+    return found is not None and slot.pid == found.pid and slot.namespace in (0, found.namespace)
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

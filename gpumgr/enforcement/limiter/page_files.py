@@ -18,36 +18,44 @@ def page_path(folder: Path, page: str) -> Path:
 
 
 class PageFiles:
-    """The open pages of one start of a container. For one thread at a time. All methods raise OSError: also if the container has spoilt a
-    file, with a text that says how."""
+    """The open pages of one start of a container. `written`: the limits that they have, in the pages' order of GPUs. `new`: this process of
+    the agent made them. For one thread at a time. All methods raise OSError: also if the container has spoilt a file, with a text that
+    says how."""
 
-    def __init__(self, files: dict[str, SharedFile], gpus: int) -> None:
-        """Owns the files."""
+    def __init__(self, files: dict[str, SharedFile], *, new: bool) -> None:
+        """Owns the files. Raises OSError if the limits can't be read."""
         self.limits, self.use, self.turn = (files[page] for page in pages.SIZES)
-        self._files, self._gpus = files, gpus
+        self._files, self.new = files, new
+        try:
+            self.written: Sequence[PageLimits] = pages.decode_limits(self.limits.read_at(0, self.limits.size_bytes))
+        except ValueError as error:
+            raise OSError(f"the page 'limits' can't be read: {error}") from error
 
     @classmethod
     def create(cls, folder: Path, limits: Sequence[PageLimits]) -> Self:
         """Replaces the files in the folder. Raises ValueError as `encode_limits` does."""
         heads = {"limits": pages.encode_limits(limits), "use": pages.HEAD, "turn": pages.HEAD}
-        return cls._of(
-            lambda page, size: SharedFile.create(page_path(folder, page), size, {0: heads[page]}, mode=_MODES[page]), len(limits)
-        )
+
+        def make(page: str, size_bytes: int) -> SharedFile:
+            return SharedFile.create(page_path(folder, page), size_bytes, {0: heads[page]}, mode=_MODES[page])
+
+        return cls._of(make, new=True)
 
     @classmethod
-    def open(cls, folder: Path, gpus: int) -> Self:
+    def open(cls, folder: Path) -> Self:
         """The files that an earlier process of the agent made."""
-        return cls._of(lambda page, size: SharedFile.open(page_path(folder, page), size), gpus)
+        return cls._of(lambda page, size_bytes: SharedFile.open(page_path(folder, page), size_bytes), new=False)
 
     @classmethod
-    def _of(cls, make: Callable[[str, int], SharedFile], gpus: int) -> Self:
+    def _of(cls, make: Callable[[str, int], SharedFile], *, new: bool) -> Self:
         files: dict[str, SharedFile] = {}
         with ExitStack() as on_error:
             for page, size_bytes in pages.SIZES.items():
                 files[page] = make(page, size_bytes)
                 on_error.callback(files[page].close)
+            made = cls(files, new=new)
             on_error.pop_all()
-        return cls(files, gpus)
+        return made
 
     def close(self) -> None:
         """May be called again."""
@@ -71,16 +79,17 @@ class PageFiles:
         words = pages.limits_words(self.limits.read_at(0, self.limits.size_bytes), wanted)
         for _, offset, data in words:
             self.limits.write(offset, data)
+        self.written = wanted
         return [name for name, _, _ in words]
 
     def counts(self) -> Sequence[CountedOnGpu]:
         """For each GPU."""
-        return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), self._gpus)
+        return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), len(self.written))
 
     def slots(self) -> Sequence[Slot]:
         used = pages.slots_in_use(self.use.read_at(0, pages.USE_HEAD_BYTES))
         data = self.use.read_at(pages.slot_offset(0), pages.slot_offset(used) - pages.slot_offset(0))
-        return pages.decode_slots(data, self._gpus)
+        return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
         """Frees the slot of a process that has ended. Its memory is credited by the next reservation that would fail."""
@@ -88,7 +97,7 @@ class PageFiles:
         if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
             return
         self.use.write(at, pages.HALF_FREED)  # keeps others from the slot until it is empty
-        for gpu in range(self._gpus):
+        for gpu in range(len(self.written)):
             self.turn.write(pages.word_offset(gpu, slot.index), bytes(4))
         self.use.write(at + 8, pages.empty_slot())
         self.use.write(at, bytes(8))

@@ -125,10 +125,12 @@ class SlotOnGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One process. `pid` is the container's, in its own pid namespace. `fault`: why the library limits it no longer; None: it does."""
+    """One process. `pid` is the one in its own pid namespace, whose inode is `namespace` (0: not known). `fault`: why the library limits it
+    no longer; None: it does."""
 
     index: int
     pid: int
+    namespace: int
     fault: str | None
     gpus: tuple[SlotOnGpu, ...]
 
@@ -148,10 +150,29 @@ def encode_limits(gpus: Sequence[PageLimits]) -> bytes:
         raise ValueError(f"the limiter serves at most {GPUS} GPUs in one container, and this one has {len(gpus)}")
     page = _Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
     for entry, gpu in zip(page.gpu, gpus, strict=False):
-        ctypes.memmove(entry.uuid, _uuid_bytes(gpu.uuid), 16)
+        ctypes.memmove(entry.uuid, uuid_bytes(gpu.uuid), 16)
         for name, value in _words(gpu):
             setattr(entry, name, value)
     return bytes(page)
+
+
+def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
+    """Raises ValueError for a page of another version."""
+    found = _Limits.from_buffer_copy(page)
+    if (found.magic, found.version) != (MAGIC, VERSION) or found.gpus > GPUS:
+        raise ValueError("it is not a page of this version")
+    return tuple(
+        PageLimits(
+            uuid=f"GPU-{uuid.UUID(bytes=bytes(gpu.uuid))}",
+            memory_bytes=gpu.memory_bytes,
+            share_percent=gpu.share,
+            ceiling_percent=gpu.ceiling,
+            quantum_microseconds=gpu.quantum_us,
+            context_bytes=gpu.context_bytes,
+            uncounted_bytes=gpu.uncounted_bytes,
+        )
+        for gpu in found.gpu[: found.gpus]
+    )
 
 
 def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
@@ -164,8 +185,8 @@ def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, i
     differing = [(name, at.offset, value.to_bytes(at.size, "little")) for name, at, value, seen in words if seen != value]
     for index, gpu in enumerate(wanted):
         start = _Limits.gpu.offset + index * ctypes.sizeof(_LimitsGpu)
-        if bytes(found.gpu[index].uuid) != _uuid_bytes(gpu.uuid):
-            raw = _uuid_bytes(gpu.uuid)
+        if bytes(found.gpu[index].uuid) != uuid_bytes(gpu.uuid):
+            raw = uuid_bytes(gpu.uuid)
             differing += [("uuid", start, raw[:8]), ("uuid", start + 8, raw[8:])]
         for name, value in _words(gpu):
             at = getattr(_LimitsGpu, name)
@@ -208,7 +229,7 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        slots.append(Slot(index=index, pid=slot.pid, fault=fault, gpus=on_gpus))
+        slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, fault=fault, gpus=on_gpus))
     return tuple(slots)
 
 
@@ -228,7 +249,7 @@ def _words(gpu: PageLimits) -> Sequence[tuple[str, int]]:
     )
 
 
-def _uuid_bytes(text: str) -> bytes:
+def uuid_bytes(text: str) -> bytes:
     """As cuDeviceGetUuid answers. Raises ValueError."""
     return uuid.UUID(text.removeprefix("GPU-").removeprefix("MIG-")).bytes
 

@@ -349,7 +349,7 @@ async def test_a_library_that_gave_up_is_reported_with_its_reason(place: Place) 
         _overwrite(at + 4, (2).to_bytes(4, "little"))(place.page("use"))
         _overwrite(at + 16, b"no memory\x1b\0")(place.page("use"))
         [finding] = await place.check()
-        assert (finding.code, ": no memory; restart the container" in finding.message) == ("broken", True)
+        assert (finding.code, " (no memory) of " in finding.message) == ("broken", True)
         assert await place.check() == []
 
 
@@ -388,3 +388,86 @@ async def test_a_container_that_starts_again_gets_new_pages(place: Place) -> Non
     assert place.page("use").stat().st_ino != first
     with place.tenant() as tenant:
         assert tenant.ask(f"grab alloc {64 * MIB} {4096 * MIB}")[1] == (1024 * MIB - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB
+
+
+async def test_a_restarted_agent_keeps_what_it_can_not_know_yet(place: Place) -> None:
+    """The size of a context, and what the driver uses beyond the count, are in the page."""
+    await place.start()
+    with place.tenant() as tenant:
+        for _ in range(2):
+            await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB)
+        before = place.page("limits").read_bytes()[64:116]
+        await place.backend.close()
+        place.backend = place.agent()
+        place.backend._contexts = None
+        await place.backend.recover([SHARE])
+        assert await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB) == []
+        assert place.page("limits").read_bytes()[64:116] == before
+        assert tenant.ask("info")[1] == GPU.memory_bytes - CONTEXT_BYTES - 100 * MIB
+
+
+OTHER = shared_gpu("GPU-00000000-0000-0000-0000-0000000000ff", cores=100, memory_bytes=1024 * MIB)
+
+
+async def test_the_pages_keep_their_order_of_gpus_when_one_is_lost(place: Place) -> None:
+    """GPUs are sorted by their bus ids, which a lost GPU has no longer; a program keeps the page's index of its GPU."""
+    await place.start(gpu_share(ID, GPU, OTHER))
+    before = place.page("limits").read_bytes()[64 : 64 + 240]
+    assert await place.check(gpu_share(ID, OTHER, GPU)) == []
+    assert await place.check(gpu_share(ID, GPU)) == []
+    assert place.page("limits").read_bytes()[64 : 64 + 240] == before
+    await place.backend.close()
+    place.backend = place.agent()
+    await place.backend.recover([gpu_share(ID, OTHER, GPU)])
+    assert await place.check(gpu_share(ID, OTHER, GPU)) == []
+    assert place.page("limits").read_bytes()[64 : 64 + 240] == before
+    assert set(place.backend.turns()) == {(ID, GPU.name), (ID, OTHER.name)}
+
+
+async def test_a_slot_of_another_pid_namespace_is_not_that_of_a_process_with_the_same_pid(place: Place) -> None:
+    """A container of a claim restarts with the same pages: its first process has pid 1 again."""
+    await place.start()
+    with place.tenant():
+        _overwrite(64 + 16 * 64 + 8, (1).to_bytes(8, "little"))(place.page("use"))  # the inode of its namespace
+        for _ in range(3):
+            await place.check()
+        assert place.turns().memory_bytes_by_kind == {}
+
+
+async def test_a_check_beside_restarts_finds_nothing_and_leaves_nothing_open(place: Place) -> None:
+    await place.start()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    async def checks() -> list[Finding]:
+        return [finding for _ in range(50) for finding in await place.check()]
+
+    found, *_ = await asyncio.gather(checks(), *(place.start() for _ in range(10)))
+    assert found == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    await asyncio.gather(checks(), place.backend.cleanup(ID))
+    await place.backend.cleanup(ID)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3
+
+
+async def test_pages_that_could_not_be_opened_are_tried_again(place: Place) -> None:
+    await place.start()
+    await place.backend.close()
+    place.backend = place.agent()
+    hidden = place.page("use").with_name("hidden")
+    place.page("use").rename(hidden)
+    await place.backend.recover([SHARE])
+    assert [finding.code for finding in await place.check()] == ["broken"]
+    hidden.rename(place.page("use"))
+    assert await place.check() == []
+    assert place.turns().overruns == 0
+
+
+async def test_any_number_of_claimed_faults_is_a_few_findings(place: Place) -> None:
+    await place.start()
+    _overwrite(8, (1024).to_bytes(4, "little"))(place.page("use"))
+    for slot in range(1024):
+        at = 64 + 16 * 64 + slot * 2112
+        _overwrite(at, (slot + 1).to_bytes(4, "little") + (2).to_bytes(4, "little"))(place.page("use"))
+    found = [finding for _ in range(5) for finding in await place.check()]
+    assert len(found) <= 3
+    assert all(len(finding.message) < 1000 for finding in found)
