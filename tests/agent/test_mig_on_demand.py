@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -111,6 +112,7 @@ async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) 
         victim = node.pod("victim", share(38000))
         await introduce(node, victim)
         assert (await node.kubelet.admit(victim)).phase == "Failed"
+        assert await node.agent.ended() == -signal.SIGKILL  # its sockets close before it gives up its lock
         assert profiles(node) == ["7g.40gb"]
         await node.start_agent(ON_DEMAND)
         node.show(victim, node.kubelet.statuses[victim.uid])

@@ -125,8 +125,8 @@ class SlotOnGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One process. `pid` is the one in its own pid namespace, whose inode is `namespace` (0: not known). `fault`: why the library limits it
-    no longer; None: it does."""
+    """One process. `pid` is the one in its own pid namespace, and `namespace` that one's inode (0: not known). `fault`: why the library
+    limits it no longer; None: it does."""
 
     index: int
     pid: int

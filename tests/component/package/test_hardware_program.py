@@ -22,7 +22,7 @@ from tests.hardware.tenant import BLOCKS, Tenant
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("mig",), "'mig' is none of mps, hami-core, nvml-memory, none"),
+        (("mig",), "'mig' is none of limiter, mps, hami-core, nvml-memory, none"),
         (("--hami-core", "/nonexistent/libvgpu.so"), "/nonexistent/libvgpu.so is no file"),
         (("--seconds", "0"), "must be at least 1"),
         (("--minutes", "0"), "must be at least 1"),
