@@ -221,7 +221,7 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     ),
     "an unknown backend": (
         {"settings": {"enforcement": {"backend": "cgroups"}}},
-        "value must be one of 'auto', 'hami-core', 'mps'",
+        "value must be one of 'auto', 'hami-core', 'limiter', 'mps'",
     ),
     "a relative path": (
         {"settings": {"checkpoint": {"dir": "state"}}},
