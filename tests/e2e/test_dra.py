@@ -278,7 +278,8 @@ def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back
             wait_bound(node, "late")
             wait_called(node, {"late": str(node.claim_of("late")["metadata"]["uid"])})
             server.enter_context(stopped(node, "kube-apiserver"))
-        wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), every=0.3)
+        # A call that got lost while the agent was stopped is repeated by the kubelet after 60 to 90 s.
+        wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), 120, every=0.3)
     node.wait_running(["late"])
     assert RETRY_ANNOTATION in node.cluster.pods.all()["late"]["metadata"]["annotations"]
     node.event("late", FAILED, text)
