@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """Where mounts are not possible, regions are in plain folders: an enlarged file uses space of run_dir until it is cut."""
+    """Where mounts are not possible, files are in plain folders: an enlarged file uses space of run_dir until it is cut."""
 
     def __init__(self) -> None:
         self._logged = False
@@ -82,7 +82,7 @@ def _on_host(folder: Path) -> bool:
 
 
 def unbounded(folder: Path) -> list[AllocationId]:
-    """The allocations with regions in plain folders; `folder` has one for each allocation. Raises OSError."""
+    """The allocations with files in plain folders; `folder` has one for each allocation. Raises OSError."""
     return [name for name in names_in(folder) if not (folder / name).is_mount() and not _on_host(folder / name)]
 
 

@@ -12,7 +12,8 @@ from typing import Final
 
 import structlog
 
-from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
+from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.enforcement.findings import finding, listed
 from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
@@ -26,8 +27,6 @@ CHECKS_UNREGISTERED: Final = 3
 #: The library looks for a process's pid on the host once, for a second at most, one process after another. A process that has a wrong one
 #: at so many checks changes it itself.
 CHECKS_WRONG_HOST: Final = 120
-#: A container can change many values; a message names at most this number.
-_NAMED: Final = 3
 _RELEASED: Final = (
     "a process of {} was killed while HAMi-core started in it, and kept its others waiting in cuInit; gpumgr has freed them: "
     "if this repeats, find out what ends the processes"
@@ -105,13 +104,13 @@ class RegionMonitor:
                 region.write(each.offset, each.data)
             if any(each.code == "postinit" for each in due):
                 region.wake(layout.SEM_POSTINIT)
-                self._pending.append(_finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
+                self._pending.append(finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
             fresh = [each.message for each in due if each.code in repairs.TAMPERING and each.offset not in self._reported_drift]
             self._reported_drift = frozenset()
             if fresh:
                 self._pending.append(_tampered(running.tenant, fresh))
             if due:
-                log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
+                log.debug("region_repaired", allocation=running.tenant.allocation, found=listed([each.message for each in due]))
             return seen.recent_kernel
         return None
 
@@ -131,7 +130,7 @@ class RegionMonitor:
                 f"HAMi-core's limits of {tenant.describe()} can't be monitored: its region can't be used ({reason}); "
                 "restart the container, which gets a new region at every start"
             )
-            yield _finding(tenant, "broken", message)
+            yield finding(tenant, "broken", message)
 
     def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
         drift = [each for each in _drifted(tenant, seen) if each.code in repairs.TAMPERING]
@@ -144,10 +143,10 @@ class RegionMonitor:
         self._reported_problems = frozenset(code for code, _ in seen.problems)
         if fresh:
             message = (
-                f"{tenant.describe()} damaged HAMi-core's region ({_listed(fresh)}); its limits still apply, "
+                f"{tenant.describe()} damaged HAMi-core's region ({listed(fresh)}); its limits still apply, "
                 "but its own processes may fail: restart the container"
             )
-            yield _finding(tenant, "tampered", message)
+            yield finding(tenant, "tampered", message)
 
     def _unregistered(self, running: RunningContainer, seen: RegionView) -> Iterable[Finding]:
         """Processes that use the GPU and have no slot in the region."""
@@ -158,10 +157,10 @@ class RegionMonitor:
         late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
         if late:
             message = (
-                f"{running.tenant.describe()} uses the GPU without HAMi-core and its limits in {_listed(late)}: a program that is linked "
+                f"{running.tenant.describe()} uses the GPU without HAMi-core and its limits in {listed(late)}: a program that is linked "
                 "statically or to musl, or loads the driver by itself; use a dynamically linked glibc image, or another backend"
             )
-            yield _finding(running.tenant, "unregistered", message)
+            yield finding(running.tenant, "unregistered", message)
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
         """Repairs that depend on which processes run; none while that is unknown."""
@@ -205,14 +204,5 @@ def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:
-    message = f"{tenant.describe()} changed its limits in HAMi-core's region: {_listed(found)}; restored. Check what runs in it"
-    return _finding(tenant, "tampered", message)
-
-
-def _finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
-    return Finding(allocation=tenant.allocation, code=code, message=message)
-
-
-def _listed(found: Sequence[str]) -> str:
-    more = len(found) - _NAMED
-    return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    message = f"{tenant.describe()} changed its limits in HAMi-core's region: {listed(found)}; restored. Check what runs in it"
+    return finding(tenant, "tampered", message)

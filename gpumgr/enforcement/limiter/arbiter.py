@@ -35,7 +35,7 @@ class Arbiter:
         try:
             self._library = ctypes.CDLL(os.fspath(library))
         except OSError as error:
-            raise ArbiterError(f"{library} can't be loaded: {error}") from error
+            raise ArbiterError(f"{library} can't be loaded: {error}; install gpumgr again, or run `make libraries`") from error
         self._gpus: dict[str, int] = {}
         self._lock = threading.Lock()
         self._running = self._stopped = False

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.units import GpuName
+from gpumgr.enforcement.findings import finding, listed
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.identities import Identities, Identity
@@ -24,8 +25,6 @@ CHECKS_UNREGISTERED: Final = 3
 _CHECKS_ENDED: Final = 2
 #: A turn that is passed on at each of so many checks: the container's work does not end.
 _CHECKS_OVERRUN: Final = 2
-#: A container can change many values; a message names at most this number.
-_NAMED: Final = 3
 _NANOSECONDS: Final = 1_000_000_000
 #: Ten seconds, and the check before them.
 _RECENT_CHECKS: Final = 11
@@ -66,7 +65,7 @@ class PageMonitor:
         #: By slot, pid and GPU: launches and nanoseconds waited at the last check; and their sums, also of processes that have ended.
         self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._launches, self._waited_ns = [0] * count, [0] * count
-        self._uses: Mapping[GpuName, TurnUse] = {}
+        self._uses: dict[GpuName, TurnUse] = {}
         self._checked_at = 0.0
         #: For each GPU: the time of recent checks, and the seconds held and waited until then.
         self._recent = [deque[tuple[float, float, float]](maxlen=_RECENT_CHECKS) for _ in range(count)]
@@ -122,7 +121,11 @@ class PageMonitor:
         self._free_ended(files, running, slots)
         names_of = {pages.uuid_bytes(gpu.uuid): gpu.name for gpu in running.tenant.gpus}
         ordered = [names_of.get(pages.uuid_bytes(limit.uuid), limit.uuid) for limit in files.written]
+        in_turns = files.in_turns()
         self._uses = {name: self._use(page, slots, new=files.new) for page, name in enumerate(ordered)}
+        for name, counted in zip(ordered, in_turns, strict=True):
+            if not counted:  # launches need no turn, so nothing counts what it holds
+                self._uses[name] = replace(self._uses[name], held_ratio=None, waited_ratio=None)
         self._checked_at = self._clock()
         yield from self._overrunning(running.tenant)
 
@@ -165,10 +168,10 @@ class PageMonitor:
         outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == CHECKS_UNREGISTERED]:
-            yield _finding(
+            yield finding(
                 running.tenant,
                 "unregistered",
-                f"{running.tenant.describe()} uses the GPU without gpumgr's library and its limits in {_listed(late)}: a program that is "
+                f"{running.tenant.describe()} uses the GPU without gpumgr's library and its limits in {listed(late)}: a program that is "
                 "linked statically or to musl, runs setuid, or loads the driver by itself; use a dynamically linked glibc image, or "
                 "another backend",
             )
@@ -181,10 +184,10 @@ class PageMonitor:
             self._faults += len(fresh)
             found = [f"process {slot.pid} ({slot.fault})" for slot in fresh]
             message = (
-                f"gpumgr's library does not limit {_listed(found)} of {tenant.describe()}, by pids in the container; "
+                f"gpumgr's library does not limit {listed(found)} of {tenant.describe()}, by pids in the container; "
                 "restart the container, or use another backend if this repeats"
             )
-            yield _finding(tenant, "broken", message)
+            yield finding(tenant, "broken", message)
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
         if self._first("broken"):
@@ -192,7 +195,7 @@ class PageMonitor:
                 f"the limits of {tenant.describe()} can't be monitored: its pages can't be used ({reason}); "
                 "restart the container, which gets new pages at every start"
             )
-            yield _finding(tenant, "broken", message)
+            yield finding(tenant, "broken", message)
 
     def _overrunning(self, tenant: GpuShare) -> Iterator[Finding]:
         """Work that does not end: turns are passed on without its end."""
@@ -204,7 +207,7 @@ class PageMonitor:
                     f"{tenant.describe()} keeps GPU {name} beyond its turns: its kernels run for longer than two turns, or it claims work "
                     "that does not end; it is charged for that time, and the driver shares the GPU between it and the others until then"
                 )
-                yield _finding(tenant, "broken", message)
+                yield finding(tenant, "broken", message)
 
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
         """Frees the slots of processes that have ended."""
@@ -263,14 +266,5 @@ def _is_of(slot: Slot, found: Identity | None) -> bool:
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:
-    message = f"{tenant.describe()} changed the pages that limit it: {_listed(found)}; restored. Check what runs in it"
-    return _finding(tenant, "tampered", message)
-
-
-def _finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
-    return Finding(allocation=tenant.allocation, code=code, message=message)
-
-
-def _listed(found: Sequence[str]) -> str:
-    more = len(found) - _NAMED
-    return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    message = f"{tenant.describe()} changed the pages that limit it: {listed(found)}; restored. Check what runs in it"
+    return finding(tenant, "tampered", message)

@@ -82,6 +82,10 @@ class PageFiles:
         self.written = wanted
         return [name for name, _, _ in words]
 
+    def in_turns(self) -> Sequence[bool]:
+        """For each GPU, whether launches need a turn."""
+        return pages.decode_in_turns(self.limits.read_at(0, self.limits.size_bytes), len(self.written))
+
     def counts(self) -> Sequence[CountedOnGpu]:
         """For each GPU."""
         return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), len(self.written))

@@ -175,6 +175,12 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
     )
 
 
+def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
+    """For each GPU, whether launches need a turn: with a share of cores, and not alone with a ceiling of 100."""
+    found = _Limits.from_buffer_copy(page)
+    return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
+
+
 def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
     """The words of `page` that differ from these limits: (name, offset, the bytes to write)."""
     found = _Limits.from_buffer_copy(page)

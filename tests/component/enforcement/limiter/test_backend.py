@@ -471,3 +471,18 @@ async def test_any_number_of_claimed_faults_is_a_few_findings(place: Place) -> N
     found = [finding for _ in range(5) for finding in await place.check()]
     assert len(found) <= 3
     assert all(len(finding.message) < 1000 for finding in found)
+
+
+async def test_what_a_container_holds_without_turns_is_not_known(place: Place) -> None:
+    """It is not 0: a container without cores, and one that is alone with a ceiling of 100, launch without a turn."""
+    alone = replace(SHARE, core_limit=100)
+    for share in (gpu_share(ID, replace(GPU, cores=0)), alone):
+        await place.start(share)
+        for _ in range(1000):
+            if place.page("limits").read_bytes()[64 + 52] or share is not alone:  # the arbiter's word
+                break
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            place.seconds += 1
+            await place.check(share)
+        assert (place.turns().held_ratio, place.turns().waited_ratio) == (None, None)
