@@ -121,6 +121,7 @@ static void leave_at_exit(void *t) {
 static struct thread *join(void) {
     if (self && self->state != FREE && self->pid == getpid()) return self;
     int tid = (int)real_syscall(SYS_gettid), i = 0;
+    if (s->threads == THREADS) reap(); /* a process that was killed or called _exit has not left */
     while (i < THREADS - 1 && s->thread[i].state != FREE) i++;
     self = &s->thread[i];
     self->pid = getpid(), self->tid = tid, self->state = RUNNING, self->tenant = 0, self->futex = 0;
