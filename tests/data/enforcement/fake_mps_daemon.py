@@ -82,6 +82,10 @@ class Server:
             stdout=subprocess.DEVNULL,
             env=environment,
         )
+        # Popen returns when exec closes its pipe. The kernel sets the program's words and environment a moment later.
+        with open(f"/proc/{self.process.pid}/environ", "rb", buffering=0) as shown:
+            while not shown.read(1) and self.process.poll() is None:
+                time.sleep(0.001)
 
     @property
     def pid(self) -> int:
