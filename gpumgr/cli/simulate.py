@@ -1,12 +1,9 @@
 """`gpumgr simulate`: compares placement policies on a described cluster."""
 
-import csv
 import io
 import os
 import random
 import sys
-import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -25,7 +22,7 @@ from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
 from gpumgr.cluster.simulation.json_text import count_text, short
 from gpumgr.cluster.simulation.model import NodeSpec, Pod
 from gpumgr.cluster.simulation.policies import POLICIES
-from gpumgr.cluster.simulation.replay import ReplayResult, percentiles
+from gpumgr.cluster.simulation.replay import ReplayResult
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
@@ -61,8 +58,6 @@ _METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate.run,
 _Trace = tuple[list[NodeSpec], list[Pod]]
 #: The method, the policy, thousandths of a CPU beside one GPU, and the seed of one simulation.
 _Task = tuple[str, str, int, int]
-#: A result with the time of each decision in nanoseconds.
-_Timed = tuple[_Result, Sequence[int]]
 
 
 class _Group(ExitingCommand, click.Group):
@@ -81,13 +76,6 @@ class _Group(ExitingCommand, click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         ctx.obj = {str(each.name): ctx.params.pop(str(each.name)) for each in SOURCE}
         return super().invoke(ctx)
-
-
-def _writable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
-    """Refuses a file before the run, which may take long. click.Path has checked a file that exists."""
-    if path is not None and not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise click.BadParameter(f"'{path}' can't be written: '{path.parent}' is no folder in which files can be created")
-    return path
 
 
 def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -122,12 +110,6 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     "--seed", "seeds", type=click.IntRange(min=0), multiple=True, default=(42,), show_default=True, help="Can be repeated."
 )
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option(
-    "--times",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_writable,
-    help="Writes decision times to this CSV file.",
-)
 @click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
 @click.pass_context
 def command(
@@ -136,7 +118,6 @@ def command(
     nodes_file: Path | None,
     pods_file: Path | None,
     output: str,
-    times: Path | None,
     processes: int | None,
     **of_tasks: Any,
 ) -> None:
@@ -156,8 +137,6 @@ def command(
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
     found = list(_progress(_simulated(trace, tasks, workers), len(tasks)))
     click.echo(_as_json(found) if output == "json" else text_table(_rows(found)), nl=False)
-    if times is not None:
-        times.write_text(_times_csv(found), encoding="utf-8")
 
 
 def _tasks(method: str, policies: list[str], seeds: tuple[int, ...], cpus_per_gpu: float) -> list[_Task]:
@@ -187,7 +166,7 @@ def read_text(file: Path) -> str:
 # -- simulations ---------------------------------------------------------------------------------------------------------------
 
 
-def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[_Timed]:
+def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[_Result]:
     if workers == 1:
         _receive(trace)
         yield from map(_simulate, tasks)
@@ -204,18 +183,12 @@ def _receive(trace: _Trace) -> None:
     _received[:] = [trace]
 
 
-def _simulate(task: _Task) -> _Timed:
+def _simulate(task: _Task) -> _Result:
     method, policy, cpu_milli, seed = task
-    moments = array("q")
-
-    def decided() -> None:
-        moments.append(time.perf_counter_ns())
-
-    result = _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli, decided=decided)
-    return result, array("q", (end - start for start, end in zip(moments[::2], moments[1::2], strict=True)))
+    return _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli)
 
 
-def _progress(found: Iterator[_Timed], total: int) -> Iterator[_Timed]:
+def _progress(found: Iterator[_Result], total: int) -> Iterator[_Result]:
     """Shows a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield from found
@@ -256,15 +229,14 @@ _REPLAYED: Final = (
 )
 
 
-def _as_json(found: Iterable[_Timed]) -> str:
+def _as_json(found: Iterable[_Result]) -> str:
     """{"results": [...]}; percentages have the text of the percentage of arrived demand as key."""
-    entries = [{field: getattr(result, field) for field in result.REPORTED} for result, _ in found]
+    entries = [{field: getattr(result, field) for field in result.REPORTED} for result in found]
     return msgspec.json.format(msgspec.json.encode({"results": entries}), indent=2).decode() + "\n"
 
 
-def _rows(found: Sequence[_Timed]) -> list[list[str]]:
+def _rows(results: Sequence[_Result]) -> list[list[str]]:
     """The header and a row for each policy: means over the seeds, with the standard deviation if there are several seeds."""
-    results = [result for result, _ in found]
     others = {kind for result in results for kind in result.failed_pods} - set(KINDS)
     failed = [_Column(f"FAILED:{kind}", "failed_pods", kind) for kind in [*KINDS, *sorted(others, key=int)]]
     inflated = [*_INFLATED, *failed, _Column("IDLE GPUS", "idle_gpus")]
@@ -294,13 +266,3 @@ def text_table(rows: Iterable[Sequence[str]]) -> str:
     for row in others:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return plain_text(table) + "\n"
-
-
-def _times_csv(found: Iterable[_Timed]) -> str:
-    """The median and the 99th percentile of the decision times in microseconds."""
-    rows: list[list[Any]] = [["policy", "seed", "decisions", "p50_microseconds", "p99_microseconds"]]
-    for result, nanoseconds in found:
-        rows.append([result.policy, result.seed, len(nanoseconds), *(round(each / 1000, 1) for each in percentiles(nanoseconds))])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

@@ -38,14 +38,7 @@ PUBLISHED: Final = {
         "fgd": 86.90,
     },
 }
-#: The same for the share of idle GPU that is fragmented, at 50, 80 and 90 % of arrived demand on the trace default.
-PUBLISHED_FRAGMENTATION: Final = {
-    "random": (30.2, 74.6, 96.7),
-    "best-fit": (21.6, 41.5, 74.1),
-    "fgd": (17.9, 29.9, 50.0),
-}
 POLICIES: Final = (*PUBLISHED["default"], "dra", "dra-most-allocated", "binpack", "least-fragmentation")
-MARKS: Final = ("50", "80", "90")
 
 
 def simulate(*arguments: str | Path) -> tuple[str, float, float]:
@@ -65,11 +58,11 @@ def trace(traces: Path, name: str) -> list[str | Path]:
     return ["--nodes", traces / NODES, "--pods", traces / f"openb_pod_list_{name}.csv"]
 
 
-def compared(traces: Path, name: str, seeds: Sequence[int], times: Path) -> dict[str, list[dict[str, Any]]]:
+def compared(traces: Path, name: str, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
     """The results of each policy."""
     print(f"placement: {name}", file=sys.stderr)
     chosen = [word for seed in seeds for word in ("--seed", str(seed))]
-    output, _, _ = simulate(*trace(traces, name), "--policy", ",".join(POLICIES), *chosen, "--output", "json", "--times", times)
+    output, _, _ = simulate(*trace(traces, name), "--policy", ",".join(POLICIES), *chosen, "--output", "json")
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in json.loads(output)["results"]:
         found[each["policy"]].append(each)
@@ -94,10 +87,7 @@ def markdown(traces: Path, seeds: Sequence[int]) -> Iterator[str]:
     yield "| % of GPUs allocated at 130 % | " + " | ".join(f"{name} | published" for name in PUBLISHED) + " |"
     yield "|---|" + "---|---|" * len(PUBLISHED)
     with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "times.csv"
-        results = {name: compared(traces, name, seeds, times) for name in reversed(PUBLISHED)}
-        with times.open(newline="") as lines:
-            decisions = list(csv.DictReader(lines))
+        results = {name: compared(traces, name, seeds) for name in PUBLISHED}
         for policy in POLICIES:
             cells = [
                 cell
@@ -108,17 +98,6 @@ def markdown(traces: Path, seeds: Sequence[int]) -> Iterator[str]:
                 )
             ]
             yield f"| `{policy}` | {' | '.join(cells)} |"
-        yield ""
-        yield "| trace default | allocated at 100 % | fragmented at 50 / 80 / 90 % | published | decision p50 / p99 in microseconds |"
-        yield "|---|---|---|---|---|"
-        for policy in POLICIES:
-            own = results["default"][policy]
-            fragmented = " / ".join(f"{fmean(each['fragmentation_percent'][mark] for each in own):.1f}" for mark in MARKS)
-            published = " / ".join(map(str, PUBLISHED_FRAGMENTATION.get(policy, ("-",))))
-            rows = [row for row in decisions if row["policy"] == policy]
-            p50, p99 = (fmean(float(row[f"{cut}_microseconds"]) for row in rows) for cut in ("p50", "p99"))
-            allocated = _mean(each["allocated_percent"]["100"] for each in own)
-            yield f"| `{policy}` | {allocated} | {fragmented} | {published} | {p50:.0f} / {p99:.0f} |"
         yield ""
         yield "| nodes (default, one seed, `least-fragmentation`) | CPU seconds | ratio | resident MiB |"
         yield "|---|---|---|---|"

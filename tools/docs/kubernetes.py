@@ -72,7 +72,7 @@ ANNOTATIONS: Final = (
         "pod",
         CORE_LIMIT_ANNOTATION,
         "read",
-        "Sets the percentage of a GPU that a container may use while the others leave it idle (`vcuda`; as with gpu-manager).",
+        "Sets the percentage of a GPU that a container may use while the others leave it idle (`limiter`, `vcuda`; as with gpu-manager).",
     ),
     (
         "container",

@@ -7,14 +7,12 @@ from tools.docs.markdown import code, table
 
 MEANINGS: Final = {
     # the kubelet
-    "ready": "The node can take pods with GPUs, `seconds` after the start. `status` says if driver or kubelet are unavailable.",
     "stopped_at_once": "The agent received a second signal and ended at once.",
     "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`. The ledger is not affected.",
     "ended": "The process ended for the given reason, with the given exit code.",
     "ended_by_bug": "A bug ended the process.",
     "registration_failed": "The kubelet refused the registration or is unavailable. Retried; `error` has the remedy.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Checked every two seconds.",
-    "waiting_for_other_agent": "During an update, this agent waits until the agent in `reason` has ended.",
     "registration_lost": "The kubelet has restarted, or the agent's socket was removed. The agent registers again.",
     "socket_made_again": "Another program removed or replaced a socket of the driver. If this repeats, find it: a second agent?",
     "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written. Its containers can't start. Retried.",
@@ -24,7 +22,6 @@ MEANINGS: Final = {
     "claims may count as free: grant the right, or drain the node.",
     "leaked_claims_not_examined": "The agent can't read whether these claims are still allocated. They keep their GPUs.",
     "claim_reclaimed": "The API server lacks the claim, and the kubelet its pod; it was not unprepared. Its GPUs are free again.",
-    "claiming_pod_retried": "The agent annotated a pod that waited for a claim, so that the kubelet prepares it at once.",
     "claiming_pods_not_retried": "The annotation can't be written. The kubelet retries these pods within 90 s.",
     "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. Only one of them "
     "limits it.",
@@ -44,7 +41,6 @@ MEANINGS: Final = {
     "gpus_not_remembered": "The checkpoint can't be written, so new GPUs are not offered. Check the disk; retried.",
     "failed_pod_not_deleted": "The API server did not delete a refused pod; retried. Check the RBAC rules.",
     # GPUs
-    "gpus_found": "The driver lists these GPUs; it reports no XIDs for the GPUs in `without_events`.",
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
     "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has, without GPUs of virtual machines (vfio-pci). dmesg "
     "shows why. The agent reopens its session every minute.",
@@ -80,7 +76,6 @@ MEANINGS: Final = {
     "foreign_allocations": "The pods in `holders` have GPUs of gpu-manager, and its checkpoint does not say which. Nothing is "
     "offered. Make the checkpoint readable and restart, or delete the pods.",
     "not_taken_over": "The records of gpu-manager's pods can't be saved. They are read again at the next start.",
-    "flag_without_effect": "A flag of gpu-manager has no effect here, for the given reason.",
     "config_reloaded": "The settings file has changed; the line lists the keys that were applied and the keys that need a restart.",
     "config_rejected": "The settings file is wrong (`reason`). The previous settings stay in use.",
     "node_description_left": "The agent may not read the node. [Remove](operations.md#remove) labels and condition if they are left.",
@@ -91,7 +86,6 @@ MEANINGS: Final = {
     "cancelled_call_failed": "A call failed after the kubelet had cancelled it.",
     # limits
     "enforcement": "The mechanism for limits was chosen. `gpumgr doctor` says what the others need.",
-    "not_enforced": "No mechanism enforces the limits of a share. Its pod has an event, too.",
     "enforcement_finding": "A container changed or bypassed its limits, or its mechanism does not work (`code`). Its pod "
     "has an event.",
     "enforcement_not_recovered": "A mechanism could not take over its state from an earlier process. Retried.",
@@ -113,12 +107,10 @@ MEANINGS: Final = {
     "second.",
     "context_measured": "What a CUDA context takes on a GPU, which the limiter charges for each context. Without `bytes` it could not be "
     "measured: a context then counts within a second.",
-    "mps_unavailable": "MPS can't be used on this node, for the given reason.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",
     "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients. New containers are refused there; the daemon is "
     "replaced when no container uses it.",
-    "mps_client_terminated": "A deleted pod still used MPS one second before its end; its work was terminated.",
     "mps_clients_not_ended": "MPS clients of a deleted pod could not be terminated in time.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. Checked again.",
     "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
@@ -162,12 +154,9 @@ MEANINGS: Final = {
     "leader_election_retries": "A request for the Lease or the leader's label failed. Retried. Check config/scheduler/rbac.yaml and the "
     "API server.",
     "pod_not_bound": "The pod was not bound. `reason` is also in its events; kube-scheduler tries again.",
-    "waiting_pods_retried": "A rejected pod fits now, so the leader made kube-scheduler try all waiting pods.",
     "waiting_pods_not_retried": "The leader could not annotate its own pod. Waiting pods are tried within five minutes. Check "
     "config/scheduler/rbac.yaml.",
-    "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`, or has ended. Its GPUs are free again.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts.",
-    "preemption": "kube-scheduler may evict pods of one node. The freed GPUs are kept for the pod that preempts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",

@@ -63,10 +63,9 @@ def run(
     *,
     random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
-    decided: Callable[[], None] = lambda: None,
 ) -> Result:
     """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
-    cpus_per_gpu, in thousandths. `decided` is called before and after a decision."""
+    cpus_per_gpu, in thousandths."""
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
@@ -74,9 +73,7 @@ def run(
     marks = _Marks(cluster, fragmentation)
     failed: Counter[str] = Counter()
     for number, pod in enumerate(arriving):
-        decided()
         where = placer.find(pod.shape)
-        decided()
         if where is None:
             failed[pod.shape.kind] += 1
         else:

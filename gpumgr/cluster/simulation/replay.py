@@ -51,8 +51,8 @@ class ReplayResult:
     REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "queue_length", "waiting_seconds", "failed_pods", "over_time")
 
 
-def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Callable[[], None] = lambda: None) -> Iterator[Event]:
-    """In order of time. The cluster is changed before the event of the change. `decided` is called before and after a decision."""
+def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Event]:
+    """In order of time. The cluster is changed before the event of the change."""
     # The first one is the last of the list.
     arriving = sorted(range(len(pods)), key=lambda number: (pods[number].arrival_seconds, number), reverse=True)
     ends: list[tuple[float, int, Placement]] = []
@@ -83,9 +83,7 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Calla
             if shape in retried and not _hosted(cluster, shape, freed):  # taken by a pod before it; cheaper than a decision
                 heappop(heads)
                 continue
-            decided()
             found = placer.find(shape)
-            decided()
             if found is None:
                 heappop(heads)
                 continue
@@ -110,7 +108,6 @@ def run(
     *,
     random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
-    decided: Callable[[], None] = lambda: None,
 ) -> ReplayResult:
     """One policy and one seed. The other arguments are those of `inflate.run`. Raises InputError if the trace has no times."""
     if not any(pod.arrival_seconds or pod.duration_seconds for pod in pods):
@@ -124,7 +121,7 @@ def run(
     times, allocated, queue = array("d"), array("q"), array("q")
     milli = length = last = 0
     started: dict[int, float] = {}
-    for event in events(cluster, placer, pods, decided):
+    for event in events(cluster, placer, pods):
         pod = pods[event.pod]
         if event.what == "ended":
             milli -= pod.shape.total_milli
