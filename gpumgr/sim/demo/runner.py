@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import click
 
 from gpumgr.common.aio import run_until
 from gpumgr.common.errors import GpumgrError
 from gpumgr.sim.demo.node import SimulatedNode, open_node
-from gpumgr.sim.demo.process import AgentLog, Line
+from gpumgr.sim.demo.process import COMMAND, AgentLog, Line
 from gpumgr.sim.demo.script import Script, Step, UnexpectedResultError
+from gpumgr.sim.demo.sentences import LogSentences
 from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.library import compile_library
@@ -30,6 +34,9 @@ _STEP_SECONDS: Final = 30.0
 #: The agent's default port first.
 _PAGE_PORTS: Final = range(5678, 5698)
 _TEMPORARY_FOLDER_BYTES: Final = 40
+_NAME_CELLS: Final = 23
+#: Between two steps, for a user who watches.
+_PAUSE_SECONDS: Final = 0.5
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,27 +47,35 @@ class Result:
     name: str
     ok: bool
     detail: str
-    seconds: float = 0.0
 
 
 class Display:
-    """The progress for a user; this one shows nothing. `pause_seconds` is the pause between steps; `stays`: activity continues after
-    the script."""
+    """Prints a line for each decision of the agent, and one for each step when it ends. `stays`: activity continues after the script."""
 
-    pause_seconds = 0.0
-    stays = False
+    def __init__(self, *, stays: bool) -> None:
+        self.stays = stays
+        self._sentences = LogSentences({})
+
+    def begin(self, node: SimulatedNode) -> None:
+        self._sentences = LogSentences(node.labels)
+        click.echo(f"ask it: {own_command()} usage --watch --config {node.config}")
+        if self.stays:
+            click.echo("Ctrl-C ends the demo")
 
     def on_log_line(self, line: Line) -> None:
-        """Called with each line of the agent's log."""
+        if (sentence := self._sentences.sentence(line)) is not None:
+            click.echo(f"       . {sentence}")
 
-    def step_begins(self, name: str) -> None: ...
+    def step_ended(self, result: Result) -> None:
+        """More than one line only for an error with more lines."""
+        click.echo(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}")
 
-    def step_ended(self, result: Result) -> None: ...
 
-    @contextlib.asynccontextmanager
-    async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
-        """A context around the whole run."""
-        yield
+def own_command() -> str:
+    """The command that starts gpumgr in the shell in which the demo was started."""
+    if shutil.which("gpumgr"):
+        return "gpumgr"
+    return sys.argv[0] if Path(sys.argv[0]).name == "gpumgr" else " ".join(COMMAND)
 
 
 async def play(display: Display) -> list[Result]:
@@ -78,9 +93,9 @@ async def play(display: Display) -> list[Result]:
         settings = {"http": {"port": port}}
         async with (
             open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(display.on_log_line)) as node,
-            display.watching(node),
             _at_work(work := Workload(node)),
         ):
+            display.begin(node)
             script = Script(node, time.monotonic)
             every = (*script.steps, script.last_step)
             await _unless(interrupted, _play_steps(script.steps, node, display, results))
@@ -134,31 +149,27 @@ async def _play_steps(steps: Sequence[Step], node: SimulatedNode, display: Displ
     """Runs steps up to the first that fails: later steps depend on it."""
     deadline = time.monotonic() + _SCRIPT_SECONDS
     for step in steps:
-        display.step_begins(step.name)
         results.append(await _play_step(step, node, max(0.0, min(_STEP_SECONDS, deadline - time.monotonic()))))
         display.step_ended(results[-1])
         if not results[-1].ok:
             return
-        await asyncio.sleep(display.pause_seconds)
+        await asyncio.sleep(_PAUSE_SECONDS if display.stays else 0)
 
 
 async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
     """Runs one step. After each step kubelet and ledger must agree."""
-    began = time.monotonic()
-
-    def result(ok: bool, detail: str) -> Result:
-        return Result(name=step.name, ok=ok, detail=detail, seconds=round(time.monotonic() - began, 3))
-
     try:
         async with asyncio.timeout(seconds):
             detail = await step.play()
             if found := node.disagreements():
                 raise UnexpectedResultError("; ".join(found))
     except TimeoutError:
-        return result(False, f"not done after {seconds:.0f} s; the agent's last log lines:\n{node.agent_log.tail()}")
+        wrong = f"not done after {seconds:.0f} s; the agent's last log lines:\n{node.agent_log.tail()}"
     except (UnexpectedResultError, GpumgrError, SimKubeletError, aiohttp.ClientError, ValueError) as error:
-        return result(False, str(error))
-    return result(True, detail)
+        wrong = str(error)
+    else:
+        return Result(name=step.name, ok=True, detail=detail)
+    return Result(name=step.name, ok=False, detail=wrong)
 
 
 @contextlib.contextmanager
