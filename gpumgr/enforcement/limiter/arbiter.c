@@ -31,6 +31,7 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define DRAIN_SCAN_NS 60000
 #define REST_SCAN_NS (5 * MS)
 #define REFRESH_NS (50 * MS)
+#define RECENT_NS (1000 * MS)
 #define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
 #define DEBT_NS (2000 * MS)
 
@@ -57,22 +58,24 @@ struct gm_arbiter_figures {
     uint64_t spoiled;  /* how often the turn page was too short or had values that only damage explains; it was restored each time */
 };
 static struct tenant {
-    bool used;
-    int gpu, page; /* the arbiter's number of the GPU; the index in the tenant's pages */
+    struct gpu *gpu; /* NULL: the place is free */
+    struct tenant *next; /* of the same GPU */
+    int page; /* the GPU's index in the tenant's pages */
     int limits_fd, turn_fd;
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
     int64_t active_at; /* when it last wanted or had the GPU */
+    int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* what was written for it */
     uint32_t flags, grants, pass;
     bool overran; /* it still has work from a turn that was passed on */
     bool damaged; /* the page has other values than it should */
     struct gm_arbiter_figures figures;
 } tenants[TENANTS];
-static int tenants_end; /* the tenants in use have lower numbers */
 static struct gpu {
-    int holder; /* index of a tenant, or NONE */
+    struct tenant *tenants, *holder;
+    int64_t served_at, due; /* the last and the next look at it */
     int64_t until;
     bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
@@ -151,9 +154,7 @@ static void refresh(struct tenant *t, int64_t now) {
     }
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
     restore(t);
-    uint32_t pass = t->ceiling >= 100;
-    for (int i = 0; i < tenants_end; i++)
-        if (tenants[i].used && tenants[i].gpu == t->gpu && &tenants[i] != t) pass = 0;
+    uint32_t pass = t->ceiling >= 100 && t->gpu->tenants == t && !t->next;
     if (pass == t->pass) return;
     t->pass = pass;
     put(t->limits_fd, &pass, sizeof pass, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, pass));
@@ -161,11 +162,11 @@ static void refresh(struct tenant *t, int64_t now) {
 }
 
 /* The lowest virtual time of the GPU's active tenants beside `but`; `own` without one. */
-static int64_t lowest(int gpu, const struct tenant *but, int64_t now, int64_t own) {
+static int64_t lowest(const struct gpu *g, const struct tenant *but, int64_t now, int64_t own) {
     bool found = false;
     int64_t least = own;
-    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
-        if (!t->used || t->gpu != gpu || t == but || now - t->active_at > AWAY_NS) continue;
+    for (struct tenant *t = g->tenants; t; t = t->next) {
+        if (t == but || now - t->active_at > AWAY_NS) continue;
         if (!found || t->virtual_ns < least) least = t->virtual_ns;
         found = true;
     }
@@ -179,9 +180,17 @@ static void charge(struct tenant *t, int64_t ns, int64_t now) {
     int64_t most = lowest(t->gpu, t, now, t->virtual_ns) + DEBT_NS * 100 / t->share;
     if (t->virtual_ns > most) t->virtual_ns = most;
 }
-static void look(struct tenant *t, int64_t now, int64_t passed) {
+/* The holder's page is read at each look. Another tenant's changes little while it waits, and is read as seldom as that of one that does
+ * nothing. */
+static bool rests(const struct tenant *t, int64_t now) {
+    int64_t interval = t->flags == GM_WANTS || now - t->active_at > RECENT_NS ? REST_SCAN_NS : SCAN_NS;
+    return t->gpu->holder != t && now - t->looked_at < interval - DRAIN_SCAN_NS;
+}
+static void look(struct tenant *t, int64_t now) {
+    if (rests(t, now)) return;
     t->flags = read_flags(t, now);
-    t->bucket_ns += passed * t->ceiling / 100;
+    t->bucket_ns += (now - t->looked_at) * t->ceiling / 100;
+    t->looked_at = now;
     if (t->bucket_ns > 2 * t->quantum_ns || t->ceiling >= 100) t->bucket_ns = 2 * t->quantum_ns;
     if (!(t->flags & GM_BUSY)) t->overran = false;
     if (!t->flags) return;
@@ -193,10 +202,10 @@ static void look(struct tenant *t, int64_t now, int64_t passed) {
 }
 
 /* The waiting tenant that is next, or NULL. */
-static struct tenant *next(int gpu, const struct tenant *but) {
+static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     struct tenant *best = NULL;
-    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
-        if (!t->used || t->gpu != gpu || t == but || !(t->flags & GM_WANTS) || t->bucket_ns < t->quantum_ns / 4) continue;
+    for (struct tenant *t = g->tenants; t; t = t->next) {
+        if (t == but || !(t->flags & GM_WANTS) || t->bucket_ns < t->quantum_ns / 4) continue;
         if (!best || t->virtual_ns < best->virtual_ns) best = t;
     }
     return best;
@@ -207,7 +216,7 @@ static int64_t turn_ns(const struct tenant *t) {
     return ns < t->quantum_ns ? ns : t->quantum_ns;
 }
 static void grant(struct gpu *g, struct tenant *t, int64_t now) {
-    g->holder = (int)(t - tenants), g->until = now + turn_ns(t), g->draining = false;
+    g->holder = t, g->until = now + turn_ns(t), g->draining = false;
     write_since(t, now);
     write_until(t, g->until);
     wake(t);
@@ -219,7 +228,7 @@ static void end_turn(struct gpu *g, struct tenant *t, int64_t now) {
     t->flags = read_flags(t, now);
 }
 static void release(struct gpu *g, struct tenant *t) {
-    g->holder = NONE;
+    g->holder = NULL;
     write_until(t, 0);
     write_since(t, 0);
 }
@@ -239,44 +248,43 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
     else g->draining = other || now < g->until + 5 * MS; /* more is a long kernel */
 }
-static bool has_gpu(const struct tenant *t, int gpu, const struct tenant *other) {
-    return t->used && t->gpu == gpu && (gpus[gpu].holder == t - tenants ? t->flags & GM_BUSY || other : t->overran);
+static bool has_gpu(const struct tenant *t, const struct tenant *other) {
+    return t->gpu->holder == t ? t->flags & GM_BUSY || other : t->overran;
 }
-static void serve(int gpu, int64_t now, int64_t passed) {
-    struct gpu *g = &gpus[gpu];
-    struct tenant *h = g->holder == NONE ? NULL : &tenants[g->holder], *other = next(gpu, h);
+/* Looks at a GPU; the time until the next look. */
+static int64_t serve(struct gpu *g, int64_t now) {
+    int64_t pause = REST_SCAN_NS;
+    for (struct tenant *t = g->tenants; t; t = t->next) {
+        look(t, now);
+        if (now - t->active_at < RECENT_NS) pause = SCAN_NS;
+    }
+    struct tenant *h = g->holder, *other = next(g, h);
     /* Work that overran and the holder's have the driver's time slices. */
     int parts = 0;
-    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) parts += has_gpu(t, gpu, other);
-    for (struct tenant *t = tenants; t < tenants + tenants_end; t++)
-        if (has_gpu(t, gpu, other)) charge(t, passed / parts, now);
+    for (struct tenant *t = g->tenants; t; t = t->next) parts += has_gpu(t, other);
+    for (struct tenant *t = g->tenants; t; t = t->next)
+        if (has_gpu(t, other)) charge(t, (now - g->served_at) / parts, now);
+    g->served_at = now;
     g->draining = false;
     if (h) serve_holder(g, h, other, now);
-    if (g->holder != NONE) return;
-    struct tenant *chosen = next(gpu, NULL);
+    struct tenant *chosen = g->holder ? NULL : next(g, NULL);
     if (chosen) grant(g, chosen, now);
+    return g->draining ? DRAIN_SCAN_NS : pause;
 }
 
-/* Looks at all tenants once; the time until the next look. */
-static int64_t scan(int64_t now, int64_t passed, bool refreshes) {
-    int64_t pause = REST_SCAN_NS;
-    bool present[GPUS] = {false};
-    for (struct tenant *t = tenants; t < tenants + tenants_end; t++) {
-        if (!t->used) continue;
-        if (refreshes) refresh(t, now);
-        look(t, now, passed);
-        present[t->gpu] = true;
-        if (now - t->active_at < 1000 * MS) pause = SCAN_NS;
+/* Looks at each GPU that is due, or nearly; the time until the next one is. */
+static int64_t scan(int64_t now, bool refreshes) {
+    int64_t next_due = now + REST_SCAN_NS;
+    for (struct gpu *g = gpus; g < gpus + GPUS; g++) {
+        if (!g->tenants) continue;
+        for (struct tenant *t = g->tenants; refreshes && t; t = t->next) refresh(t, now);
+        if (g->due <= now + DRAIN_SCAN_NS) g->due = now + serve(g, now);
+        if (g->due < next_due) next_due = g->due;
     }
-    for (int gpu = 0; gpu < GPUS; gpu++) {
-        if (!present[gpu]) continue;
-        serve(gpu, now, passed);
-        if (gpus[gpu].draining) pause = DRAIN_SCAN_NS;
-    }
-    return pause;
+    return next_due - now;
 }
 static void *arbitrate(void *unused) {
-    int64_t before = clock_ns(), refreshed = 0;
+    int64_t refreshed = 0;
     prctl(PR_SET_TIMERSLACK, 1);
     prctl(PR_SET_NAME, "gpumgr-arbiter");
     while (atomic_load(&runs)) {
@@ -284,9 +292,8 @@ static void *arbitrate(void *unused) {
         pthread_mutex_lock(&lock);
         bool refreshes = now - refreshed >= REFRESH_NS;
         if (refreshes) refreshed = now;
-        int64_t pause = scan(now, now - before, refreshes);
+        int64_t pause = scan(now, refreshes);
         pthread_mutex_unlock(&lock);
-        before = now;
         struct timespec t = {0, pause};
         nanosleep(&t, NULL);
     }
@@ -294,7 +301,6 @@ static void *arbitrate(void *unused) {
 }
 
 EXPORT int gm_arbiter_start(void) {
-    for (int i = 0; i < GPUS; i++) gpus[i].holder = NONE;
     sigset_t all, old;
     sigfillset(&all);
     atomic_store(&runs, true);
@@ -306,27 +312,29 @@ EXPORT int gm_arbiter_start(void) {
 EXPORT void gm_arbiter_stop(void) {
     if (atomic_exchange(&runs, false)) pthread_join(thread, NULL);
 }
-static struct tenant *in_use(int number) { return number >= 0 && number < TENANTS && tenants[number].used ? &tenants[number] : NULL; }
+static struct tenant *in_use(int number) { return number >= 0 && number < TENANTS && tenants[number].gpu ? &tenants[number] : NULL; }
 EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
     if (gpu < 0 || gpu >= GPUS || page < 0 || page >= GM_GPUS) return NONE;
     void *mapping = mmap(NULL, sizeof(struct gm_turn), PROT_READ | PROT_WRITE, MAP_SHARED, turn_fd, 0);
     pthread_mutex_lock(&lock);
     int i = 0;
-    while (i < TENANTS && tenants[i].used) i++;
+    while (i < TENANTS && tenants[i].gpu) i++;
     if (i < TENANTS) {
         struct tenant *t = &tenants[i];
-        if (i >= tenants_end) tenants_end = i + 1;
-        *t = (struct tenant){.used = true, .gpu = gpu, .page = page, .limits_fd = limits_fd, .turn_fd = turn_fd, .share = 100, .pass = 2,
+        struct gpu *g = &gpus[gpu];
+        *t = (struct tenant){.gpu = g, .next = g->tenants, .page = page, .limits_fd = limits_fd, .turn_fd = turn_fd, .share = 100, .pass = 2,
                              .mapping = mapping == MAP_FAILED ? NULL : mapping};
         int64_t now = clock_ns();
+        g->tenants = t, g->due = 0;
+        t->looked_at = now;
+        if (!t->next) g->served_at = now;
         /* A former arbiter's count goes on: a process that sleeps until it changes must see the change. */
         if (pread(turn_fd, &t->grants, sizeof t->grants, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, grants)) < 0) t->grants = 0;
         write_since(t, 0);
         write_until(t, 0);
-        for (int other = 0; other < tenants_end; other++)
-            if (tenants[other].used && tenants[other].gpu == gpu) refresh(&tenants[other], now);
+        for (struct tenant *each = t; each; each = each->next) refresh(each, now);
         t->bucket_ns = t->quantum_ns;
-        t->active_at = now - AWAY_NS - 1;
+        t->active_at = now - RECENT_NS;
         wake(t);
     }
     pthread_mutex_unlock(&lock);
@@ -338,10 +346,13 @@ EXPORT void gm_arbiter_remove(int number) {
     struct tenant *t = in_use(number);
     if (t) {
         uint32_t pass = 0;
-        if (gpus[t->gpu].holder == number) release(&gpus[t->gpu], t);
+        struct tenant **link = &t->gpu->tenants;
+        while (*link != t) link = &(*link)->next;
+        *link = t->next;
+        if (t->gpu->holder == t) release(t->gpu, t);
         put(t->limits_fd, &pass, sizeof pass, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, pass));
         if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
-        t->used = false;
+        t->gpu = NULL;
     }
     pthread_mutex_unlock(&lock);
 }

@@ -70,7 +70,7 @@ static double ten_seconds(uint64_t how_often, bool drains) {
         bool refreshes = fuzz_now - refreshed >= REFRESH_NS;
         if (refreshes) refreshed = fuzz_now;
         if (work(HONEST, true)) held += step;
-        int64_t pause = scan(fuzz_now, step, refreshes);
+        int64_t pause = scan(fuzz_now, refreshes);
         if (pause < DRAIN_SCAN_NS || pause > REST_SCAN_NS) return -1;
         work(HONEST, true);
     }
@@ -78,7 +78,7 @@ static double ten_seconds(uint64_t how_often, bool drains) {
 }
 static bool repaired(void) {
     for (int i = 0; i < 8; i++) damage(files[HOSTILE][1], 64 + 64, sizeof(struct gm_turn));
-    for (int i = 0; i < 2; i++) scan(fuzz_now += REFRESH_NS, REFRESH_NS, true);
+    for (int i = 0; i < 2; i++) scan(fuzz_now += REFRESH_NS, true);
     struct gm_turn turn;
     struct stat file;
     const struct tenant *t = &tenants[numbers[HOSTILE]];
@@ -93,7 +93,6 @@ int main(int argc, char **argv) {
     uint64_t seed = strtoull(argv[1], NULL, 10), rounds = strtoull(argv[2], NULL, 10);
     for (time_t end = time(NULL) + atoi(argv[3]); rounds || time(NULL) < end; seed++, rounds -= rounds > 0) {
         fuzz_state = seed;
-        for (int gpu = 0; gpu < GPUS; gpu++) gpus[gpu].holder = NONE;
         for (int i = 0; i < PLAYERS; i++) join(i);
         uint64_t how_often = fuzz(4) ? 1 + fuzz(40) : 1000;
         double held = ten_seconds(how_often, fuzz(2));

@@ -292,6 +292,13 @@ class Arbiter:
         numbers = self._answer()
         return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
+    def reads(self) -> int:
+        """How often its thread has read pages."""
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            if (thread / "comm").read_text() == "gpumgr-arbiter\n":
+                return int((thread / "io").read_text().split("syscr: ")[1].split()[0])
+        raise AssertionError("the arbiter's thread has ended")
+
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()

@@ -79,6 +79,19 @@ def test_a_restarted_arbiter_wakes_processes_that_sleep(node: Node, tmp_path: Pa
     assert 0 < counts[0] < counts[1] < counts[2]
 
 
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+def test_the_arbiter_seldom_reads_the_pages_of_idle_containers(node: Node, tmp_path: Path) -> None:
+    """While two tenants share one of the GPUs, 32 idle tenants of both are read every 5 ms, and for their heartbeat."""
+    containers = _containers(tmp_path, [25, 75])
+    idle = [Container(tmp_path / f"idle-{number}", share_percent=50, gpus=2) for number in range(16)]
+    arbiter = node.arbitrate([*containers, *idle])
+    tenants = [_started(node, container) for container in containers]
+    before = arbiter.reads()
+    _gpu_time_percent(tenants, ["products"] * 2)
+    seconds = _MS / 1000
+    assert arbiter.reads() - before < 32 * 300 * seconds + 2 * 5000 * seconds
+
+
 def test_a_loop_of_small_kernels_reaches_its_share(node: Node, tmp_path: Path) -> None:
     """The end of a turn costs no time: at once the process looks whether its work has ended."""
     containers = _containers(tmp_path, [50])
