@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "healthy": "Check whether the agent responds.",
     "install": "Install the agent as a service, or HAMi-core's library.",
     "migrate": "Migrate from gpu-manager or HAMi.",
+    "place": "Show where the evaluators would place a request.",
     "simulate": "Compare placement policies, or ask where a pod would fit.",
     "topology": "Show how the GPUs are connected.",
     "checkpoint": "Print the agent's checkpoint.",
@@ -79,6 +80,7 @@ def group() -> None:
       gpumgr why demo/resnet
       gpumgr doctor
       gpumgr topology --sim dgx1-v100-8
+      gpumgr place --sim hgx-h100-8 --cores 200
     """
 
 

@@ -1,94 +1,104 @@
-"""`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver or a simulated node."""
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver, a simulated node, or the text of nvidia-smi."""
 
-import asyncio
-import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import click
 import msgspec
 
-from gpumgr.cli.options import ExitingCommand, sim_option
-from gpumgr.driver.driver import Nvml
-from gpumgr.placement.topology.devices import Gpu, MigInstance, NodeSnapshot
+from gpumgr.cli.node_source import MalformedInput, NodeSource, read_snapshot, read_topology, source_options
+from gpumgr.cli.options import ExitingCommand
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
+from gpumgr.placement.topology.matrix import Nic
 from gpumgr.placement.topology.render import matrix_cells, render_matrix, render_tree, tree_data
-from gpumgr.sim.library import prepare
 
 _EXAMPLES = """
 \b
 Examples:
   gpumgr topology
-  gpumgr topology --sim dgx1-v100-8 --output json
+  gpumgr topology --sim dgx1-v100-8
+  nvidia-smi topo -m | gpumgr topology --topology - --output json
 """
-_EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage, or a simulated node that can't be made"}
+_NO_GPU: Final = "no GPU that is known"
+_EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malformed input"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    topology: Topology
+    labels: tuple[str, ...]
+    numa_nodes: tuple[int | None, ...]
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
-@sim_option
+@source_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def command(sim: str | None, output: str) -> None:
+def command(source: NodeSource, output: str) -> None:
     """Show how the GPUs are connected.
 
     The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
-    Without --sim, this machine's driver is asked.
+    Without --topology or --sim, this machine's driver is asked.
     """
-    snapshot = asyncio.run(read_snapshot(sim))
-    click.echo(msgspec.json.encode(_as_data(snapshot)) if output == "json" else _as_text(snapshot))
+    try:
+        shown = _read(source)
+    except InputError as error:
+        raise MalformedInput(str(error)) from error
+    except GpumgrError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(msgspec.json.encode(_as_data(shown)) if output == "json" else _as_text(shown))
 
 
-async def read_snapshot(sim: str | None) -> NodeSnapshot:
-    """The GPUs of a simulated node, or without a name those of this machine, through the same library calls.
-
-    Raises NvmlAbsent without a driver, NvmlError if it fails or hangs; for a simulated node SettingsError if its description is wrong,
-    InputError without a C compiler.
-    """
-    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
-        if sim is None:
-            nvml = Nvml()
-        else:
-            node = prepare(sim, Path(folder))
-            nvml = Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root)
-        await nvml.open()
-        try:
-            return await nvml.snapshot()
-        finally:
-            await nvml.close()
+def _read(source: NodeSource) -> _Shown:
+    if source.topology_file is not None:
+        parsed = read_topology(source.topology_file)
+        return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
+    snapshot = read_snapshot(source.sim)
+    return _Shown(
+        topology=snapshot.topology,
+        labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
+        numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
+        gpus=snapshot.gpus,
+        failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+    )
 
 
-def _as_text(snapshot: NodeSnapshot) -> str:
-    failures = [f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures]
-    if not snapshot.gpus:
-        return "\n".join(["no GPUs", *failures])
-    topology, labels = snapshot.topology, _labels(snapshot)
+def _as_text(shown: _Shown) -> str:
+    if not shown.labels:
+        return "\n".join(["no GPUs", *shown.failures])
     parts = [
-        render_tree(topology, labels=labels),
-        render_matrix(topology, labels, [gpu.numa_node for gpu in snapshot.gpus]),
-        "\n".join(_mig_line(gpu, mig) for gpu in snapshot.gpus for mig in gpu.mig_instances),
-        "\n".join(failures),
+        render_tree(shown.topology, labels=shown.labels),
+        render_matrix(shown.topology, shown.labels, shown.numa_nodes),
+        "\n".join(
+            f"{nic.name} is nearest to {', '.join(shown.labels[row] for row in nic.nearest) or _NO_GPU}" for nic in shown.nics
+        ),
+        "\n".join(_mig_line(shown.labels[row], mig) for row, gpu in enumerate(shown.gpus) for mig in gpu.mig_instances),
+        "\n".join(shown.failures),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _labels(snapshot: NodeSnapshot) -> list[str]:
-    return [f"GPU{gpu.index}" for gpu in snapshot.gpus]
+def _mig_line(label: str, mig: MigInstance) -> str:
+    return f"{label} MIG {mig.profile} {mig.uuid} (GPU instance {mig.gpu_instance}, compute instance {mig.compute_instance})"
 
 
-def _mig_line(gpu: Gpu, mig: MigInstance) -> str:
-    where = f"(GPU instance {mig.gpu_instance}, compute instance {mig.compute_instance})"
-    return f"GPU{gpu.index} MIG {mig.profile} {mig.uuid} {where}"
-
-
-def _as_data(snapshot: NodeSnapshot) -> dict[str, Any]:
-    labels = _labels(snapshot)
+def _as_data(shown: _Shown) -> dict[str, Any]:
     return {
-        "gpus": [_gpu_data(row, label, gpu) for row, (label, gpu) in enumerate(zip(labels, snapshot.gpus, strict=True))],
-        "tree": tree_data(snapshot.topology, labels=labels),
-        "matrix": matrix_cells(snapshot.topology),
-        "failures": [f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures],
+        "gpus": [_gpu_data(shown, row) for row in range(len(shown.labels))],
+        "tree": tree_data(shown.topology, labels=shown.labels),
+        "matrix": matrix_cells(shown.topology),
+        "nics": [{"name": nic.name, "nearest": list(nic.nearest)} for nic in shown.nics],
+        "failures": list(shown.failures),
     }
 
 
-def _gpu_data(row: int, label: str, gpu: Gpu) -> dict[str, Any]:
-    data: dict[str, Any] = {"row": row, "label": label, "numa_node": gpu.numa_node}
-    data |= {"uuid": gpu.uuid, "model": gpu.model, "bus_id": gpu.bus_id, "memory_blocks": gpu.memory_blocks}
-    return data | {"mig_enabled": gpu.mig_enabled, "mig_instances": [msgspec.to_builtins(mig) for mig in gpu.mig_instances]}
+def _gpu_data(shown: _Shown, row: int) -> dict[str, Any]:
+    data: dict[str, Any] = {"row": row, "label": shown.labels[row], "numa_node": shown.numa_nodes[row]}
+    if shown.gpus:
+        gpu = shown.gpus[row]
+        data |= {"uuid": gpu.uuid, "model": gpu.model, "bus_id": gpu.bus_id, "memory_blocks": gpu.memory_blocks}
+        data |= {"mig_enabled": gpu.mig_enabled, "mig_instances": [msgspec.to_builtins(mig) for mig in gpu.mig_instances]}
+    return data

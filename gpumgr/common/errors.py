@@ -3,7 +3,9 @@
 GpumgrError
 ├── Refusal           a request that must not be granted; its text reaches `kubectl describe pod`
 ├── InputError        text, file or argument that can't be read; names the problem, its place, and the remedy
-│   └── SettingsError
+│   ├── TopologyError
+│   ├── SettingsError
+│   └── StateError
 ├── NvmlError         the driver's library can't answer
 │   └── NvmlAbsent    there is no driver (yet)
 ├── MpsError          NVIDIA's MPS control program, or something that it needs, failed
@@ -37,8 +39,16 @@ class InputError(GpumgrError):
     """Something that a person wrote can't be used."""
 
 
+class TopologyError(InputError):
+    """Topology text or a matrix is malformed."""
+
+
 class SettingsError(InputError):
     """A settings file, an environment variable or a flag is wrong."""
+
+
+class StateError(InputError):
+    """A state file of `gpumgr place` is malformed."""
 
 
 class NvmlError(GpumgrError):

@@ -12,7 +12,7 @@ from gpumgr.placement.evaluators.chain import ContainerKind, chain_needs
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.placement.evaluators.select import check_request
-from gpumgr.placement.topology.devices import MAX_GPUS
+from gpumgr.placement.topology.matrix import MAX_GPUS
 
 #: A pod with more containers that request GPUs is refused, because the time of a placement grows with their number.
 MAX_GPU_CONTAINERS: Final = 64

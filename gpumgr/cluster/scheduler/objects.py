@@ -46,7 +46,7 @@ from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or
 from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.placement.evaluators.mig import most_devices
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.topology.devices import MAX_GPUS
+from gpumgr.placement.topology.matrix import MAX_GPUS
 from gpumgr.settings.hami_resources import ReplicaResources
 
 _Amounts = dict[str, Any] | None

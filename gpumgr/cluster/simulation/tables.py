@@ -13,7 +13,7 @@ from typing import Final
 from gpumgr.cluster.simulation.json_text import JsonText, count_text, short
 from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
 from gpumgr.common.errors import InputError
-from gpumgr.placement.topology.devices import MAX_GPUS
+from gpumgr.placement.topology.matrix import MAX_GPUS
 
 MAX_ROWS: Final = 1_000_000
 _LARGEST: Final = 10**12

@@ -19,7 +19,7 @@ from gpumgr.placement.topology.devices import Topology
 from gpumgr.placement.topology.scores import score_matrix, set_score
 from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
 
-__all__ = ["Evaluator", "Placement", "Policy", "check_request", "find", "place"]
+__all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]
 
 Evaluator = Literal["link", "fragment", "share"]
 Policy = Literal["binpack", "spread"]
@@ -35,6 +35,13 @@ class Placement:
     gpus: tuple[int, ...]
     score: int | None
     why: str
+
+
+def evaluator_for(cores: int) -> Evaluator | None:
+    """The evaluator of a request for so many cores; None for no cores."""
+    if cores < 1:
+        return None
+    return "share" if cores < CORES_PER_GPU else "fragment" if cores == CORES_PER_GPU else "link"
 
 
 def check_request(cores: int, memory_blocks: int) -> None:

@@ -3,12 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
 
 from gpumgr.common.units import BLOCK_MEBIBYTES
-
-#: Of a node.
-MAX_GPUS: Final = 64
 
 
 class Level(IntEnum):

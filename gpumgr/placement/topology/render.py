@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gpumgr.placement.topology.devices import Link, Topology
+from gpumgr.placement.topology.devices import Topology
+from gpumgr.placement.topology.matrix import cell_text
 from gpumgr.placement.topology.tree import Group, access_costs, build_tree, indices
 
 
@@ -23,13 +24,9 @@ def tree_data(topology: Topology, free: int | None = None, labels: Sequence[str]
 
 
 def matrix_cells(topology: Topology) -> list[list[str]]:
-    """Rows of cells: X, the PCIe level, or NVn+LEVEL for n NVLinks."""
+    """Rows of cells that `topology_from_matrix` reads back."""
     n = len(topology)
-    return [["X" if a == b else _cell(topology.link(a, b)) for b in range(n)] for a in range(n)]
-
-
-def _cell(link: Link) -> str:
-    return f"NV{link.nvlinks}+{link.level.name}" if link.nvlinks else link.level.name
+    return [["X" if a == b else cell_text(topology.link(a, b)) for b in range(n)] for a in range(n)]
 
 
 def render_matrix(topology: Topology, labels: Sequence[str], numa_nodes: Sequence[int | None] = ()) -> str:

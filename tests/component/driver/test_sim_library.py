@@ -1,6 +1,5 @@
 """The simulated library: how it is compiled, and that any process can use it."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.topology import read_snapshot
+from gpumgr.cli.node_source import read_snapshot
 from gpumgr.common.errors import InputError, NvmlAbsent, SettingsError
 from gpumgr.driver.binding import Binding
 from gpumgr.sim import library
@@ -49,10 +48,10 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
 
 def test_commands_see_a_simulated_node_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert len(asyncio.run(read_snapshot("hgx-h100-8")).gpus) == 8
+    assert len(read_snapshot("hgx-h100-8").gpus) == 8
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SettingsError, match="give a file or one of"):
-        asyncio.run(read_snapshot("dgx-9"))
+        read_snapshot("dgx-9")
 
 
 def test_commands_report_that_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +60,7 @@ def test_commands_report_that_there_is_no_driver(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("pynvml.CDLL", refuse)
     with pytest.raises(NvmlAbsent, match="the NVIDIA driver is not installed"):
-        asyncio.run(read_snapshot(None))
+        read_snapshot(None)
 
 
 def test_another_process_finds_it_by_the_search_path(node: Prepare) -> None:

@@ -11,6 +11,8 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.kubelet.deviceplugin.registration import SOCKET_NAMES
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
 from gpumgr.placement.topology.devices import NodeSnapshot, Topology
+from gpumgr.placement.topology.matrix import parse_topology
+from gpumgr.placement.topology.render import render_tree
 from gpumgr.web.graph import graph_text
 from tests.component.kubelet.deviceplugin.harness import kubelet_stub
 from tests.component.stage.stage import Stage, app, snapshot, stage
@@ -149,6 +151,8 @@ async def test_streams_that_end_leave_no_reader_and_no_task(folder: Path) -> Non
 
 @pytest.mark.peer_bug("B48: it logs errors on every node with one GPU")
 async def test_a_node_with_one_gpu_logs_no_warning(folder: Path) -> None:
+    parsed = parse_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n")
+    assert render_tree(parsed.topology) == "ROOT:1:0\n|--GPU0:1:1"
     with capture_logs() as logs:
         async with stage(folder, node=snapshot(1)) as node:
             for pod in (node.pod("a", app(40, 4)), node.pod("b", app(60, 12))):

@@ -14,6 +14,7 @@ from gpumgr.agent.cordons import decode_cordons
 from gpumgr.cli import live_objects
 from gpumgr.cli.client import agent_client as schema
 from gpumgr.cli.examination.cluster_config import parse_config
+from gpumgr.cli.place import StateFile
 from gpumgr.cli.simulate_live import read_object
 from gpumgr.cluster.claims import objects as claims
 from gpumgr.cluster.scheduler.objects import QuotaLabels, decode_pod, parse_node, parse_watched_pod
@@ -171,6 +172,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "KubeSchedulerConfiguration": (parse_config, (ValueError,)),
     "object of kubectl": (read_documents, (GpumgrError,)),
     "object of kubectl, decoded": (parsed(lambda item: parse_object({"kind": "Pod", "spec": item}, "file")), (GpumgrError,)),
+    "state of GPUs": (lambda text: decode_json(text, StateFile), (UnreadableText,)),
     "pod in a file": (lambda text: read_object("file", text.encode()[: 128 << 10]), (GpumgrError,)),
     "snapshot": (lambda text: list(JsonText("file", text).entries("{")), (GpumgrError,)),
     "objects of a snapshot": (

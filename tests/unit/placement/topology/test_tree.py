@@ -5,33 +5,32 @@ from pathlib import Path
 import pytest
 
 from gpumgr.placement.topology.devices import Level, Topology
+from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
 from gpumgr.placement.topology.quirks import QUIRKS, level_of
 from gpumgr.placement.topology.render import render_matrix, render_tree, tree_data
 from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice
-from tests.topologies import topology_from_matrix
 
-CONFORMANCE = Path(__file__).parents[3] / "data" / "conformance"
+DATA = Path(__file__).parents[3] / "data"
+CONFORMANCE = DATA / "conformance"
 
 
-#: Seven GPUs below two switches of three and four.
-SEVEN = topology_from_matrix([["X" if a == b else "PIX" if (a < 3) == (b < 3) else "PHB" for b in range(7)] for a in range(7)])
+def dump(name: str) -> Topology:
+    return parse_topology((DATA / "topo" / name).read_text()).topology
 
 
 def test_the_cost_tree_of_seven_gpus() -> None:
-    assert render_tree(SEVEN) + "\n" == (CONFORMANCE / "tree_seven_3_4.txt").read_text()
+    topology = parse_topology((CONFORMANCE / "topo_seven_3_4.txt").read_text()).topology
+    assert render_tree(topology) + "\n" == (CONFORMANCE / "tree_seven_3_4.txt").read_text()
 
 
 def test_free_gpus_are_counted_in_each_group() -> None:
-    lines = render_tree(SEVEN, free=0b1111110).splitlines()
+    topology = parse_topology((CONFORMANCE / "topo_seven_3_4.txt").read_text()).topology
+    lines = render_tree(topology, free=0b1111110).splitlines()
     assert lines[:4] == ["ROOT:6:0", "|--PHB:6:0", "|  |--PIX:2:0", "|  |  |--GPU0:0:1"]
 
 
 def test_pairs_in_quads_on_two_sockets() -> None:
-    quads = [
-        ["X" if a == b else "PIX" if a // 2 == b // 2 else "PHB" if a // 4 == b // 4 else "SYS" for b in range(8)]
-        for a in range(8)
-    ]
-    assert render_tree(topology_from_matrix(quads)).splitlines() == [
+    assert render_tree(dump("indented-8.txt")).splitlines() == [
         "ROOT:8:0",
         "|--SYS:8:0",
         "|  |--PHB:4:0",
@@ -52,8 +51,7 @@ def test_pairs_in_quads_on_two_sockets() -> None:
 
 
 def test_a_lone_gpu_beside_groups_shares_the_rank_of_the_group_that_ends_with_its_parent() -> None:
-    rows = ["X SYS SYS SYS SYS", "SYS X PHB NODE NODE", "SYS PHB X NODE NODE", "SYS NODE NODE X PHB", "SYS NODE NODE PHB X"]
-    assert render_tree(topology_from_matrix([row.split() for row in rows])).splitlines() == [
+    assert render_tree(dump("node-5.txt")).splitlines() == [
         "ROOT:5:0",
         "|--SYS:5:0",
         "|  |--GPU0:1:2",
@@ -105,13 +103,11 @@ def test_tree_data_nests_what_the_text_prints() -> None:
     assert [child["name"] for child in pair["children"]] == ["GPU4", "GPU7"]
 
 
-def test_the_printed_matrix() -> None:
+def test_the_printed_matrix_reads_back() -> None:
     topology = topology_from_matrix([["X", "NV18+NODE"], ["NV18+NODE", "X"]])
-    assert render_matrix(topology, ["GPU0", "GPU1"], [0, None]).splitlines() == [
-        "      GPU0       GPU1       NUMA Affinity",
-        "GPU0  X          NV18+NODE  0",
-        "GPU1  NV18+NODE  X          N/A",
-    ]
+    text = render_matrix(topology, ["GPU0", "GPU1"], [0, None])
+    assert parse_topology(text).topology == topology
+    assert parse_topology(text).numa_affinity == (0, None)
 
 
 @pytest.mark.parametrize(
