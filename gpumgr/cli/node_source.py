@@ -1,0 +1,86 @@
+"""The node that a command is about: a topology in the text of nvidia-smi, a simulated node, or this machine's driver."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import click
+
+from gpumgr.cli.options import sim_option
+from gpumgr.common.errors import TopologyError
+from gpumgr.placement.topology.devices import NodeSnapshot
+from gpumgr.placement.topology.matrix import ParsedTopology, parse_topology
+
+#: A file option: checked when it is parsed, opened when it is read; - is stdin.
+FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class MalformedInput(click.ClickException):
+    """Wrong input: exit code 2, the message on stderr."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSource:
+    """The values of --topology and --sim; at most one is given."""
+
+    topology_file: str | None
+    sim: str | None
+
+
+def source_options(command: _F) -> _F:
+    """Adds --topology and --sim; the command gets the `source` that they name."""
+
+    @wraps(command)
+    def located(*arguments: Any, topology_file: str | None, sim: str | None, **others: Any) -> Any:
+        if topology_file is not None and sim is not None:
+            raise click.UsageError("--topology and --sim exclude each other")
+        return command(*arguments, source=NodeSource(topology_file=topology_file, sim=sim), **others)
+
+    topology_option = click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
+    return cast("_F", topology_option(sim_option(located)))
+
+
+def content(path: str) -> bytes:
+    """A file, - for stdin. Raises OSError."""
+    with click.open_file(path, "rb") as file:
+        read: bytes = file.read()
+        return read
+
+
+def read_topology(path: str) -> ParsedTopology:
+    """Reads a file of topo -m text, - for stdin. Raises TopologyError that begins with the file's name."""
+    try:
+        return parse_topology(content(path).decode())
+    except (OSError, UnicodeDecodeError, TopologyError) as error:
+        raise TopologyError(f"{path}: {error}") from error
+
+
+def read_snapshot(sim: str | None) -> NodeSnapshot:
+    """The GPUs of a simulated node, or without a name those of this machine, through the same library calls.
+
+    Raises NvmlAbsent without a driver, NvmlError if it fails or hangs; for a simulated node SettingsError if its description is wrong,
+    InputError without a C compiler.
+    """
+    # Imported here, since a topology file needs no library of a driver.
+    from gpumgr.driver.driver import Nvml
+    from gpumgr.sim.library import prepare
+
+    async def read(nvml: Nvml) -> NodeSnapshot:
+        await nvml.open()
+        try:
+            return await nvml.snapshot()
+        finally:
+            await nvml.close()
+
+    if sim is None:
+        return asyncio.run(read(Nvml()))
+    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
+        node = prepare(sim, Path(folder))
+        return asyncio.run(read(Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root)))

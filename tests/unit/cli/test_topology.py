@@ -1,0 +1,45 @@
+"""`gpumgr topology` on topo -m text: the printed tree and matrix, the same as data, and bad input."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from gpumgr.cli.topology import command
+from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
+
+DATA = Path(__file__).parents[2] / "data"
+SEVEN = DATA / "conformance" / "topo_seven_3_4.txt"
+
+
+def run(*arguments: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(command, list(arguments), input=text)
+
+
+def test_text_shows_tree_matrix_and_nics() -> None:
+    result = run("--topology", str(SEVEN))
+    assert result.exit_code == 0
+    tree, matrix, nics = result.stdout.split("\n\n")
+    assert tree + "\n" == (DATA / "conformance" / "tree_seven_3_4.txt").read_text()
+    assert parse_topology(matrix).topology == parse_topology(SEVEN.read_text()).topology
+    assert nics == "mlx4_0 is nearest to GPU0, GPU1, GPU2\n"
+
+
+def test_json_shows_the_same() -> None:
+    data = json.loads(run("--topology", "-", "--output", "json", text=SEVEN.read_text()).stdout)
+    assert topology_from_matrix(data["matrix"]) == parse_topology(SEVEN.read_text()).topology
+    assert data["gpus"][3] == {"row": 3, "label": "GPU3", "numa_node": 0}
+    assert data["nics"] == [{"name": "mlx4_0", "nearest": [0, 1, 2]}]
+    assert (data["tree"]["name"], data["tree"]["free"], data["tree"]["children"][0]["name"]) == ("ROOT", 7, "PHB")
+
+
+def test_malformed_text_exits_2_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "topo.txt"
+    path.write_text("\tGPU0\tGPU1\nGPU0\t X \tFAR\nGPU1\tFAR\t X \n")
+    result = run("--topology", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "topo.txt: line 2, column 2 (GPU1): 'FAR' is not a link" in result.stderr
+
+
+def test_two_sources_are_one_too_many() -> None:
+    assert run("--topology", str(SEVEN), "--sim", "hgx-h100-8").exit_code == 2
