@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv libraries demo test e2e lab bench bench-docs bench-placement hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv libraries demo test e2e lab bench bench-pods bench-docs bench-placement hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ lab: venv ## real enforcement libraries and MPS programs in containers over a fa
 
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
+
+bench-pods: venv ## measure, with pods on a real kubelet and at a real kube-scheduler besides (root, as for e2e; about an hour more)
+	@$(PYTHON) -m tests.bench --pods $(ARGS)
 
 bench-placement: venv ## compare placement policies on traces (TRACES=folder), into docs/benchmarks.md (about half an hour)
 	@$(PYTHON) -m tests.bench.bench_placement $(TRACES) --document docs/benchmarks.md $(ARGS)

@@ -1,6 +1,6 @@
 """`python -m tests.bench`: every benchmark, one after another, into build/bench.json; their table on standard output.
 
-`--only MODULE` measures that one again and takes the others' figures
+`--pods` adds what needs a real kubelet or kube-scheduler (root). `--only MODULE` measures that one again and takes the others' figures
 from the last run. `--document FILE` measures nothing: it puts the table of the last run into FILE.
 """
 
@@ -37,7 +37,7 @@ MODULES = {
 QUIET_LOAD = 0.5
 
 
-def measure(only: str | None = None) -> dict[str, Any]:
+def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
     """All figures of one run. `only` this module's are new: the others' are those of the last run."""
     load = os.getloadavg()[0]
     if load > QUIET_LOAD * (os.cpu_count() or 1):
@@ -49,8 +49,20 @@ def measure(only: str | None = None) -> dict[str, Any]:
             continue
         print(f"bench: {name}", file=sys.stderr)
         figures[name] = json.loads(_output([sys.executable, "-m", module]))
+    if pods:
+        figures |= on_a_cluster()
     figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     return figures
+
+
+def on_a_cluster() -> dict[str, Any]:
+    """What needs real parts of Kubernetes."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "tests.e2e.bench_cluster", "--output", str(output)]
+        subprocess.run(command, check=True, cwd=PROJECT, stdout=sys.stderr)
+        document: dict[str, Any] = json.loads(output.read_text())
+        return document
 
 
 def machine() -> dict[str, Any]:
@@ -73,6 +85,7 @@ def _output(command: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pods", action="store_true", help="what needs a real kubelet or kube-scheduler besides (root)")
     parser.add_argument("--only", choices=MODULES, help="this one again, the others as in the last run")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table of the last run into FILE")
     arguments = parser.parse_args()
@@ -81,7 +94,7 @@ def main() -> None:
         return
     if arguments.only is not None and not RESULTS.exists():
         parser.error(f"--only adds to the figures of an earlier run, and {RESULTS} is not there")
-    figures = measure(arguments.only)
+    figures = measure(arguments.pods, arguments.only)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
     print(table.markdown(figures))

@@ -19,6 +19,13 @@ _STARTS = {
     "mps_3": "mps, protocol 3",
 }
 _MIXES = {"hami_core": "hami-core", "mps": "mps"}
+_WAYS = {
+    "plugin": "mode plugin",
+    "floor": "a plugin that answers nothing",
+    "nothing": "pods without GPUs",
+    "claims": "mode dra",
+    "empty": "an empty DRA driver",
+}
 _NEW_REQUESTS = {
     "share": "a share",
     "whole": "whole GPUs",
@@ -48,6 +55,9 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_requests(figures.get("requests")),
+        *_kube_scheduler(figures.get("kube_scheduler")),
+        *_driver_soon(figures.get("driver_soon_seconds")),
+        *_pods(figures.get("pods_at_once")),
     )
     return "\n".join(parts)
 
@@ -208,8 +218,54 @@ def _requests(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"| looks, one a second, until a pod that fits by now is retried | 3 | {retry['looks']}, {retry['longest_look_ms']} ms |"
 
 
+def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", f"| a real kube-scheduler, {found['nodes']} nodes of the API | goal | measured |", "|---|---|---|")
+    for size, row in found["pods_a_second"].items():
+        rates = f"{row['gpumgr']}, without an extender {row['plain']}; ratio {row['ratio']}"
+        yield f"| pods a second of {size} that wait | 150; ratio > 0.7 | {rates} |"
+    waits = {
+        "a GPU becomes usable to its pod bound, 200 others rejected": ("3", found["woken_among_200_seconds"]),
+        "a new pod bound, 500 rejected, 10 CPU-only pods a second": ("5", found["among_500"]["new_pod_bound_seconds"]),
+    }
+    for what, (goal, row) in waits.items():
+        yield f"| {what}; p50 / worst | < {goal} s | {row['p50']} / {row['worst']} s |"
+    yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
+    for signal, taken in found["takeover_seconds"].items():
+        yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
+
+
+def _driver_soon(soon: Mapping[str, Any] | None) -> Iterator[str]:
+    if soon is None:
+        return
+    yield from ("", "| a DRA node on a real kubelet, p50 / worst | goal | measured |", "|---|---|---|")
+    for key, what, goal in (
+        ("started", "start of the agent to its registration", "1"),
+        ("started_after_kill", "the same after kill -9", "2"),
+        ("slice_back", "the ResourceSlice back after a starting kubelet has deleted it", "0.5"),
+        ("taint", "XID 79 to the taint", "1"),
+    ):
+        yield f"| {what} | < {goal} s | {soon[key]['p50']} / {soon[key]['worst']} s |"
+
+
 def _both(row: Mapping[str, Any]) -> str:
     return f"{_pair(row['gpumgr'])} | {_pair(row['floor'])}"
+
+
+def _pods(pods: Mapping[str, Any] | None) -> Iterator[str]:
+    if pods is None:
+        return
+    yield from ("", "| pods at once on a real kubelet | " + " | ".join(_WAYS.values()) + " |", "|---" * (1 + len(_WAYS)) + "|")
+    for size, ways in pods.items():
+        yield f"| {size} | " + " | ".join(_crowd(ways[way]) for way in _WAYS) + " |"
+    yield from ("", "Seconds until all are bound / Running, medians; of the empty driver how many are Running after 20 s.")
+
+
+def _crowd(row: Mapping[str, Any]) -> str:
+    running = row["running_seconds"]
+    late = f"{row['running']:g} after 20"
+    return f"{row['bound_seconds'] or 'not all'} / {late if running is None else running}"
 
 
 def _pairs(*rows: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
 from .api import PODS, ApiError
+from .bench_cluster import node as api_node
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, SLEEP, Json, container, pod
@@ -29,7 +30,6 @@ from .places import AGENT_STATE, CDI_SPECS, DEVICE_PLUGINS, KUBELET_ROOT, NODE, 
 from .processes import wait_until
 from .tenants import control
 from .test_dra_slices import devices as devices_of_a_slice
-from .test_scheduler import api_node
 
 #: The kubelet's record of claims: written before it calls the driver.
 RECORD = KUBELET_ROOT / "dra_manager_state"
@@ -124,8 +124,9 @@ def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: Dr
     ]
     shipped, _ = four_gpus("any")
     node.make(shipped)
-    api, name, names = node.cluster.api, "api-a", ["island", "numa", "any"]
-    uid = api.request("POST", "/api/v1/nodes", api_node(name, 2))["metadata"]["uid"]
+    api, other = node.cluster.api, api_node(0)
+    name, names = other["metadata"]["name"], ["island", "numa", "any"]
+    uid = api.request("POST", "/api/v1/nodes", other)["metadata"]["uid"]
     try:
         published = api.request("POST", SLICES, resource_slice(name, uid, made))
         for step in names:

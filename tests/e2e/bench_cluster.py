@@ -1,0 +1,523 @@
+"""What needs real parts of Kubernetes: pods at once, the start of the DRA driver, and the extender below a real kube-scheduler.
+
+`python -m tests.e2e.bench_cluster --output FILE` (root). Rounds are interleaved: each takes one measure of each way, in alternating order,
+on the same cluster; what counts is the ratio of the medians.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.slices import SLICES
+from gpumgr.placement.topology.matrix import topology_from_matrix
+
+from .agent import Agent
+from .api import phase
+from .cluster import Cluster
+from .dra import CLAIMS, CLASS, RESOURCES, DraNode, claiming, in_mode_dra, request, template
+from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
+from .places import KUBELET_ROOT, PROJECT, STATE
+from .processes import free_ports, wait_until
+from .tenants import control
+
+GPUS: Final = 8
+GPU_MEBIBYTES: Final = 16384
+PLAIN, OURS = "plain", "gpumgr-scheduler"
+REPLICAS: Final = ("extender-a", "extender-b")
+LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpumgr-scheduler"
+SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
+#: Seconds until a crowd is given up. Without the agent the kubelet retries what the API server refused only after 70 s and more.
+PATIENCE: Final = {"empty": 20.0}
+_LEVELS = levels_of(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+Figures = dict[str, Any]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """In seconds."""
+    return {"p50": round(statistics.median(values), 3), "worst": round(max(values), 3)}
+
+
+# -- pods at once ------------------------------------------------------------------------------------------------------------
+
+
+class Crowd(NamedTuple):
+    """Seconds until all pods were bound, and Running; None: not within the patience. `running`: how many were at last."""
+
+    bound: float | None
+    seconds: float | None
+    running: int
+
+
+class Pods:
+    """Ways to run pods on the node with a kubelet. Each is a context in which a function makes a pod of a name."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.agent = cluster, Agent(cluster)
+        self._slice: Json = {}
+        #: The empty driver publishes what the agent has published before, so `claims` is measured first.
+        self.ways = {
+            "claims": self.claims,
+            "empty": self.empty,
+            "nothing": self.nothing,
+            "floor": self.floor,
+            "plugin": self.plugin,
+        }
+
+    @contextmanager
+    def plugin(self) -> Iterator[Callable[[str], Json]]:
+        """The agent as device plugin."""
+        self.agent.start()
+        try:
+            self.cluster.wait_allocatable(self.agent.offer[CORE], self.agent.offer[MEMORY])
+            yield lambda name: gpu_pod(name, 10, 10, bound=False)
+        finally:
+            self.agent.stop()
+
+    @contextmanager
+    def floor(self) -> Iterator[Callable[[str], Json]]:
+        """A plugin that answers everything at once with nothing."""
+        self.cluster.start_floor()
+        try:
+            self.cluster.wait_allocatable(800, 2560)
+            yield lambda name: gpu_pod(name, 10, 10, bound=False)
+        finally:
+            self.cluster.processes.stop("floor")
+
+    @contextmanager
+    def nothing(self) -> Iterator[Callable[[str], Json]]:
+        """Pods without GPUs."""
+        yield lambda name: pod(name, [container()], bound=False)
+
+    @contextmanager
+    def claims(self) -> Iterator[Callable[[str], Json]]:
+        """The agent in mode dra."""
+        with self.driver() as found:
+            yield lambda name: claiming(name, "share")
+            (self._slice,) = found.slices()
+
+    @contextmanager
+    def empty(self) -> Iterator[Callable[[str], Json]]:
+        """A DRA driver that does nothing, with the agent's slice."""
+        api, templates = self.cluster.api, f"{RESOURCES}/namespaces/default/resourceclaimtemplates"
+        classes = f"{RESOURCES}/deviceclasses"
+        self.cluster.start_controllers()
+        api.request("POST", classes, CLASS)
+        api.request("POST", templates, SHARE)
+        log = self.cluster.processes.log("empty")
+        before = log.read_text().count(" registered ") if log.exists() else 0
+        folders = [str(KUBELET_ROOT / "plugins"), str(KUBELET_ROOT / "plugins_registry")]
+        self.cluster.processes.start("empty", [sys.executable, "-m", "tests.e2e.empty_driver", *folders], cwd=PROJECT)
+        try:
+            wait_until("the driver's registration", lambda: log.read_text().count(" registered ") > before)
+            kept = {key: self._slice["metadata"][key] for key in ("name", "ownerReferences")}
+            api.request("POST", SLICES, {**self._slice, "metadata": kept})
+            yield lambda name: claiming(name, "share")
+        finally:
+            self.cluster.processes.stop("empty")
+            for path in (SLICES, templates, f"{classes}/{CLASS['metadata']['name']}"):
+                api.request("DELETE", path)
+            self.cluster.stop_controllers()
+
+    @contextmanager
+    def driver(self) -> Iterator[DraNode]:
+        with in_mode_dra(self.cluster, self.agent, {"enforcement": {"backend": "none"}}) as found:
+            found.make(SHARE)
+            yield found
+
+    def crowd(self, make: Callable[[str], Json], number: int, patience: float) -> Crowd:
+        """Creates so many pods and takes them away again when all are Running."""
+        names = [f"pod-{index}" for index in range(number)]
+        began, bound = time.monotonic(), list[float]()
+
+        def at_rest(now: Mapping[str, Json]) -> bool:
+            if not bound and all("nodeName" in now.get(name, {}).get("spec", {}) for name in names):
+                bound.append(round(time.monotonic() - began, 2))
+            return all(name in now and phase(now[name]) == "Running" for name in names)
+
+        self.cluster.create(map(make, names))
+        seconds: float | None = None
+        with contextlib.suppress(TimeoutError):
+            self.cluster.pods.wait("all Running", at_rest, patience)
+            seconds = round(time.monotonic() - began, 2)
+        now = self.cluster.pods.all()
+        running = sum(phase(now[name]) == "Running" for name in names)
+        self.cluster.delete_all(300)
+        wait_until("no claims", lambda: not self.cluster.api.request("GET", CLAIMS)["items"], 120, every=0.2)
+        return Crowd(bound[0] if bound else None, seconds, running)
+
+    def at_once(self, rounds: int, sizes: Sequence[int]) -> Figures:
+        """Size -> way -> medians. A first pod goes before each crowd: kube-scheduler and the controllers have begun."""
+        taken: dict[int, dict[str, list[Crowd]]] = {size: {way: [] for way in self.ways} for size in sizes}
+        for turn in range(rounds):
+            for way in self.ways if turn % 2 == 0 else reversed(self.ways):
+                with self.ways[way]() as make:
+                    for size in (1, *sizes):
+                        found = self.crowd(make, size, PATIENCE.get(way, 300.0))
+                        print(f"round {turn + 1}: {size} pods, {way}: {found}", flush=True)
+                        if size in taken:
+                            taken[size][way].append(found)
+        return {str(size): {way: _medians(each) for way, each in ways.items()} for size, ways in taken.items()}
+
+    # -- how soon the DRA driver is there
+
+    def soon(self, repeats: int) -> Figures:
+        """Seconds from a start to the registration, from a kubelet's wipe until the slice is there again, from a fault to the taint."""
+        found: dict[str, list[float]] = {"started": [], "started_after_kill": [], "slice_back": [], "taint": []}
+        moments = random.Random(0)
+        with self.driver() as there:
+            for repeat in range(repeats):
+                for name, end in (("started", self.agent.stop), ("started_after_kill", self.agent.kill)):
+                    time.sleep(moments.random())  # the end comes at any time after the kubelet's last look
+                    end()
+                    began = time.time()
+                    self.agent.start(wait=False)
+                    found[name].append(self._registered(began) - began)
+                    wait_until("the slice", lambda: bool(there.slices()))
+                self.cluster.processes.stop("kubelet")
+                found["slice_back"].append(self._slice_gap(there))
+                time.sleep(2.5)  # at most one write each 2 s
+                began, tainted = time.monotonic(), _tainted(there)
+                control().xid(repeat % 8, 79)
+                wait_until("the taint", lambda tainted=tainted: bool(_tainted(there) - tainted), every=0.01)
+                found["taint"].append(time.monotonic() - began)
+                control().clear()
+        return {name: spread(each) for name, each in found.items()}
+
+    def _slice_gap(self, there: DraNode) -> float:
+        """How long a starting kubelet's wipe leaves the node without a slice, at most: from the last look that shows the former one to the
+        first look that shows the next one. There may be no look between the two."""
+        (former,), last = (each["metadata"]["uid"] for each in there.slices()), [time.monotonic()]
+
+        def back() -> bool:
+            now, found = time.monotonic(), {each["metadata"]["uid"] for each in there.slices()}
+            if former in found:
+                last[0] = now
+            return bool(found - {former})
+
+        def watched() -> float:
+            wait_until("the slice", back, every=0.005)
+            return time.monotonic() - last[0]
+
+        # The kubelet ends with the thread that starts it.
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(watched)
+            self.cluster.start_kubelet()
+            seconds = waiting.result()
+        self.cluster.wait_ready()
+        return seconds
+
+    def _registered(self, since: float) -> float:
+        """The time of the registration, by the agent's log; Unix times."""
+        at: list[float] = []
+
+        def there() -> bool:
+            lines = [each for each in self.agent.log() if each["event"] == "registered" and each.get("driver") == DRIVER]
+            times = [datetime.fromisoformat(each["timestamp"].replace("Z", "+00:00")).timestamp() for each in lines]
+            at[:] = [each for each in times if each > since]
+            return bool(at)
+
+        wait_until("the registration", there)
+        return at[0]
+
+
+def _medians(crowds: Sequence[Crowd]) -> Figures:
+    def median(values: Sequence[float | None]) -> float | None:
+        return None if None in values else round(statistics.median(each for each in values if each is not None), 2)
+
+    return {
+        "bound_seconds": median([each.bound for each in crowds]),
+        "running_seconds": median([each.seconds for each in crowds]),
+        "running": statistics.median(each.running for each in crowds),
+        "rounds": [each._asdict() for each in crowds],
+    }
+
+
+def _tainted(node: DraNode) -> set[str]:
+    return {device["name"] for each in node.slices() for device in each["spec"]["devices"] if "taints" in device}
+
+
+# -- the extender below a real kube-scheduler --------------------------------------------------------------------------------
+
+
+def node_name(number: int) -> str:
+    return f"gpu-node-{number:04d}"
+
+
+def inventory(name: str, model: str = "NVIDIA A100-SXM4-80GB") -> str:
+    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", model=model, memory=GPU_MEBIBYTES, numa=gpu // 4) for gpu in range(GPUS))
+    return encode(Inventory(topology_manager="none", gpus=gpus, levels=_LEVELS))
+
+
+def node(number: int) -> Json:
+    """A node that exists in the API only."""
+    name = node_name(number)
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", CORE: str(100 * GPUS), MEMORY: str(64 * GPUS)}
+    labels = {"kubernetes.io/hostname": name, "api-only": "true"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels, "annotations": {INVENTORY_ANNOTATION: inventory(name)}},
+        "status": {"capacity": amounts, "allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+
+
+def scheduled(name: str, scheduler: str, model: str = "", cores: int = 50, memory: int = 32) -> Json:
+    made = pod(name, [container("main", cores, memory)], bound=False)
+    made["spec"].update({"schedulerName": scheduler, "nodeSelector": {"api-only": "true"}})
+    if model:
+        made["metadata"].setdefault("annotations", {})["gpumgr.io/use-gpu-model"] = model
+    return made
+
+
+class Backlog(NamedTuple):
+    """CPU milliseconds are those for each pod."""
+
+    pods_a_second: float
+    extender_cpu_ms: float
+    kube_scheduler_cpu_ms: float
+
+
+class Schedulers:
+    """Both kube-schedulers, with and without an extender, on a cluster of API-only nodes. Both have the shipped configuration. Pods are
+    created while kube-scheduler is stopped by SIGSTOP, so that their creation is not measured."""
+
+    def __init__(self, cluster: Cluster, nodes: int) -> None:
+        self.cluster, self.nodes = cluster, nodes
+        self.ports = dict(zip(REPLICAS, free_ports(2), strict=True))
+
+    @contextmanager
+    def kube_scheduler(self, name: str, extender: str | None = None) -> Iterator[None]:
+        """`extender` is the replica that it calls. Begins when a first pod is bound and gone: caches are filled."""
+        config = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
+        config["clientConnection"]["kubeconfig"] = str(self.cluster.kubeconfig("admin"))
+        config["profiles"][0]["schedulerName"] = name
+        if extender is None:
+            del config["extenders"]
+        else:
+            config["extenders"][0] |= {"urlPrefix": f"http://127.0.0.1:{self.ports[extender]}/scheduler", "httpTimeout": "30s"}
+        file = STATE / f"{name}.yaml"
+        file.write_text(json.dumps(config))
+        binary = self.cluster.binaries / "kubernetes" / "kube-scheduler"
+        (port,) = free_ports(1)
+        self.cluster.processes.start(name, [binary, f"--config={file}", f"--secure-port={port}", f"--cert-dir={STATE / name}"])
+        try:
+            self.cluster.create([scheduled("first", name)])
+            self.wait_bound(["first"])
+            self.end(["first"])
+            yield
+        finally:
+            self.cluster.processes.stop(name)
+
+    @contextmanager
+    def extender(self, *replicas: str) -> Iterator[None]:
+        for name in replicas:
+            self.start_extender(name, election=len(replicas) > 1)
+        try:
+            wait_until("an extender that answers", lambda: any(self.status(name) == 200 for name in replicas))
+            yield
+        finally:
+            for name in replicas:
+                self.cluster.processes.stop(name)
+
+    def start_extender(self, name: str, *, election: bool) -> None:
+        command = [sys.executable, "-m", "gpumgr", "scheduler", f"--kubeconfig={self.cluster.kubeconfig('admin')}"]
+        settings = [f"scheduler.leader_election={str(election).lower()}", "scheduler.lease_namespace=default", "http.port=0"]
+        self.cluster.processes.start(
+            name,
+            [*command, f"--listen=127.0.0.1:{self.ports[name]}", "--insecure-loopback", *(f"--set={each}" for each in settings)],
+            cwd=PROJECT,
+        )
+
+    def status(self, name: str) -> int | None:
+        """The status of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.ports[name]), timeout=5) as connection:
+            connection.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            if answer := connection.recv(4096):
+                return int(answer.split()[1])
+        return None
+
+    def cpu_seconds(self, name: str) -> float:
+        fields = Path(f"/proc/{self.cluster.processes.pid(name)}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def wait_bound(self, names: Sequence[str], timeout: float = 300) -> float:
+        """The time (monotonic clock) at which the watch has shown all of them on nodes."""
+        missing = set(names)
+
+        def bound(pods: Mapping[str, Json]) -> bool:
+            missing.difference_update([name for name in missing if "nodeName" in pods.get(name, {}).get("spec", {})])
+            return not missing
+
+        self.cluster.pods.wait("pods bound", bound, timeout)
+        return time.monotonic()
+
+    def end(self, names: Sequence[str]) -> None:
+        self.cluster.delete(names, grace=0)
+        self.cluster.wait_gone(names)
+
+    def backlog(self, scheduler: str, number: int) -> Backlog:
+        pid = self.cluster.processes.pid(scheduler)
+        names = [f"backlog-{each}" for each in range(number)]
+        os.kill(pid, signal.SIGSTOP)
+        self.cluster.create(scheduled(name, scheduler) for name in names)
+        before, began = (self.cpu_seconds(REPLICAS[0]), self.cpu_seconds(scheduler)), time.monotonic()
+        os.kill(pid, signal.SIGCONT)
+        ended = self.wait_bound(names)
+        extender, kube_scheduler = (
+            round(1000 * (self.cpu_seconds(each) - then) / number, 2)
+            for each, then in zip((REPLICAS[0], scheduler), before, strict=True)
+        )
+        self.end(names)
+        return Backlog(round(number / (ended - began), 1), extender, kube_scheduler)
+
+    @contextmanager
+    def rejected(self, number: int) -> Iterator[None]:
+        """Pods wait that no node can take, and each has been tried."""
+        names = [f"rejected-{each}" for each in range(number)]
+        self.cluster.create(scheduled(name, OURS, "H100") for name in names)
+        wait_until("rejections", lambda: all(_tried(self.cluster.pods.all().get(name, {})) for name in names), 300, every=0.2)
+        yield
+        self.end(names)
+
+    def wakes(self, repeats: int) -> Figures:
+        """Seconds from a node's new inventory to the binding of the one pod, of all that wait, which it helps."""
+        found = []
+        for repeat in range(repeats):
+            name, target = f"woken-{repeat}", node_name(repeat)
+            self.cluster.create([scheduled(name, OURS, "GB200")])
+            wait_until("a rejection", lambda name=name: _tried(self.cluster.pods.all().get(name, {})))
+            time.sleep(3)  # its backoff ends, and the events that its creation made
+            began = time.monotonic()
+            self.describe(target, inventory(target, "NVIDIA GB200"))
+            found.append(self.wait_bound([name]) - began)
+            self.end([name])
+            self.describe(target, inventory(target))
+        return spread(found)
+
+    def describe(self, name: str, text: str) -> None:
+        patch = {"metadata": {"annotations": {INVENTORY_ANNOTATION: text}}}
+        self.cluster.api.request("PATCH", f"/api/v1/nodes/{name}", patch)
+
+    def stream(self, seconds: float, rate: float, repeats: int) -> Figures:
+        """CPU-only pods at this rate; beside them, now and then, a GPU pod that fits."""
+        names = []
+        before, began = self.cpu_seconds(REPLICAS[0]), time.monotonic()
+        with ThreadPoolExecutor(repeats) as threads:
+            waits = []
+            for number in range(int(seconds * rate)):
+                time.sleep(max(0.0, began + number / rate - time.monotonic()))
+                names.append(f"cpu-{number}")
+                self.cluster.create([scheduled(names[-1], OURS, cores=0, memory=0)])
+                if number % int(seconds * rate / repeats) == 0:
+                    names.append(f"fits-{number}")
+                    self.cluster.create([scheduled(names[-1], OURS)])
+                    waits.append((time.monotonic(), threads.submit(self.wait_bound, [names[-1]])))
+            percent = 100 * (self.cpu_seconds(REPLICAS[0]) - before) / (time.monotonic() - began)
+            bound = spread([bound.result() - created for created, bound in waits])
+        self.wait_bound(names)
+        self.end(names)
+        return {"extender_core_percent": round(percent, 1), "new_pod_bound_seconds": bound}
+
+    def takeover(self, end: Callable[[str], object]) -> float:
+        """Seconds until the other replica answers."""
+        leader = next(name for name in REPLICAS if self.status(name) == 200)
+        (other,) = set(REPLICAS) - {leader}
+        wait_until("a second replica", lambda: self.status(other) == 503)
+        began = time.monotonic()
+        end(leader)
+        wait_until("another leader", lambda: self.status(other) == 200, every=0.02)
+        taken = time.monotonic() - began
+        self.start_extender(leader, election=True)
+        return round(taken, 2)
+
+    def measure(self, rounds: int, sizes: Sequence[int]) -> Figures:
+        """All figures. The node's kubelet and the cluster's own scheduler are stopped for good."""
+        for name in ("kubelet", "kube-scheduler"):
+            self.cluster.processes.stop(name)
+        for number in range(self.nodes):
+            self.cluster.api.request("POST", "/api/v1/nodes", node(number))
+        rates: dict[int, dict[str, list[Backlog]]] = {size: {PLAIN: [], OURS: []} for size in sizes}
+        with self.extender(REPLICAS[0]):
+            for turn in range(rounds):
+                for name in sorted((PLAIN, OURS), reverse=turn % 2 == 1):
+                    with self.kube_scheduler(name, REPLICAS[0] if name == OURS else None):
+                        for size in sizes:
+                            rates[size][name].append(self.backlog(name, size))
+            found: Figures = {"nodes": self.nodes, "pods_a_second": {str(size): _rates(each) for size, each in rates.items()}}
+            with self.kube_scheduler(OURS, REPLICAS[0]):
+                with self.rejected(200):
+                    found["woken_among_200_seconds"] = self.wakes(10)
+                with self.rejected(500):
+                    found["among_500"] = self.stream(30, 10, 10)
+        with self.extender(*REPLICAS):
+            ways: dict[str, Callable[[str], object]] = {
+                "SIGTERM": self.cluster.processes.stop,
+                "SIGKILL": self.cluster.processes.kill,
+            }
+            found["takeover_seconds"] = {name: [self.takeover(end) for _ in range(2)] for name, end in ways.items()}
+        self.cluster.api.request("DELETE", LEASE)
+        return found
+
+
+def _tried(found: Json) -> bool:
+    return any(each["type"] == "PodScheduled" for each in found.get("status", {}).get("conditions") or ())
+
+
+def _rates(found: dict[str, list[Backlog]]) -> Figures:
+    ours, plain = (statistics.median(each.pods_a_second for each in found[name]) for name in (OURS, PLAIN))
+    rounds = {name: [each._asdict() for each in rounds] for name, rounds in found.items()}
+    return {"gpumgr": ours, "plain": plain, "ratio": round(ours / plain, 2), "rounds": rounds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[40, 80], help="of the crowds of pods")
+    parser.add_argument("--nodes", type=int, default=1000, help="of kube-scheduler")
+    parser.add_argument("--backlogs", type=int, nargs="+", default=[200, 1000], help="of kube-scheduler")
+    parts = ["soon", "pods", "scheduler"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    options = parser.parse_args()
+    found: Figures = {}
+    cluster = Cluster()
+    cluster.start()
+    try:
+        pods = Pods(cluster)
+        measures: dict[str, tuple[str, Callable[[], Figures]]] = {
+            "soon": ("driver_soon_seconds", lambda: pods.soon(options.rounds)),
+            "pods": ("pods_at_once", lambda: pods.at_once(options.rounds, options.sizes)),
+            "scheduler": ("kube_scheduler", lambda: Schedulers(cluster, options.nodes).measure(options.rounds, options.backlogs)),
+        }
+        for part in options.parts:
+            name, measure = measures[part]
+            found[name] = measure()
+            options.output.write_text(json.dumps(found, indent=2) + "\n")
+    except BaseException:
+        if logs := os.environ.get("GPUMGR_E2E_LOGS"):
+            cluster.keep_logs(Path(logs))
+        raise
+    finally:
+        cluster.stop()
+
+
+if __name__ == "__main__":
+    main()
