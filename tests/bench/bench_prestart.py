@@ -1,11 +1,11 @@
 """PreStartContainer on a node with 100 shared containers: the real agent in its own process, one mechanism after another.
 
 `python -m tests.bench.bench_prestart [--rounds N] [--only NAME]` prints one JSON object. Each round admits 100 pods, starts each
-container (`first`), and starts it `again`, as after a crash. The call for the cores does the work. Mechanism
+container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
 "none" and the floor (floor.py) show what the call costs by itself.
 
-MPS: the daemon is the tests' fake one, its control program one in C (tests/data/mps).
-The first start on a GPU, which starts its daemon, is apart.
+MPS: the daemon is the tests' fake one, its control program one in C (tests/data/mps). Beside stand how many commands the daemons got for a
+start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
 """
 
 import asyncio
@@ -34,12 +34,15 @@ from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
 from tests.bench.places import Places
+from tests.component.compat.gpu_manager.driver_files.host import DRIVER, Driver
 from tests.hardware.node import unmount_below
 from tests.libvgpu import build
 
 CONTAINERS = 100
 #: Shares differ, as MPS's bound for all tenants of a GPU depends on the largest; together they fit on 8 GPUs.
 SIZES = tuple((cores, cores // 2) for cores in (4, 9, 7, 5, 10, 6, 8))
+#: The driver of the simulated node (h200-8.yaml).
+DRIVER_VERSION = "550.90.07"
 _GONE_SECONDS = 60.0
 
 
@@ -50,17 +53,23 @@ class Starts:
     first_of_gpu: list[float] = field(default_factory=list)
     first: list[list[float]] = field(default_factory=list)
     again: list[list[float]] = field(default_factory=list)
+    memory: list[list[float]] = field(default_factory=list)
 
 
 def mechanisms(folder: Path) -> Mapping[str, Changes]:
     """What the settings say for each; libraries and programs of theirs are made in `folder`."""
     library = folder / "library.so"
     supplied = {"library_path": str(library), "library_sha256": build(library)}
+    root, driver = folder / "root", Driver(folder)
+    driver.libraries[DRIVER_VERSION] = driver.libraries[DRIVER]
+    driver.install(root, DRIVER_VERSION)
+    files = {"volume_conf": str(folder / "volume.conf"), "driver_roots": [str(root)]}
     control = mps_control.build()
     mps = {version: {"control_program": str(control), "protocol": version} for version in ("2", "3")}
     return {
         "none": {"enforcement": {"backend": "none"}},
         "hami_core": {"enforcement": {"backend": "hami-core"}, "hami_core": supplied},
+        "vcuda": {"enforcement": {"backend": "vcuda"}, "vcuda": {**supplied, **files}},
         "mps_2": {"enforcement": {"backend": "mps"}, "mps": mps["2"]},
         "mps_3": {"enforcement": {"backend": "mps"}, "mps": mps["3"]},
     }
@@ -74,6 +83,8 @@ class Node:
         self._run_dir, self._allocation_dir = folder / "run", folder / "vm"
         self._gpus: set[str] = set()
         self._pods: list[PodKey] = []
+        #: The last round, for each start on average: commands that MPS daemons got.
+        self.commands: dict[str, float] = {}
 
     async def round(self, starts: Starts, attached: ExitStack) -> None:
         """The last round's pods end; new ones come, start, and start again."""
@@ -89,8 +100,11 @@ class Node:
         await self._pass(pods, starts, "again")
 
     async def _pass(self, pods: list[PodKey], starts: Starts, name: str) -> None:
-        cores = await asyncio.to_thread(self._start_all, pods, starts)
+        before = self._asked()
+        cores, memory = await asyncio.to_thread(self._start_all, pods, starts)
         getattr(starts, name).append(cores)
+        starts.memory.append(memory)
+        self.commands[name] = round((self._asked() - before) / len(pods), 1)
 
     def _run(self, pods: list[PodKey], attached: ExitStack) -> None:
         """The containers run, and one on each GPU uses MPS, if that is there."""
@@ -100,14 +114,16 @@ class Node:
         if sockets := list(mps_sockets(self._run_dir / "mps")):
             attached.enter_context(child("tests.bench.sleepers", len(sockets), *sockets))
 
-    def _start_all(self, pods: list[PodKey], starts: Starts) -> list[float]:
+    def _start_all(self, pods: list[PodKey], starts: Starts) -> tuple[list[float], list[float]]:
         cores: list[float] = []
+        memory: list[float] = []
         for pod in pods:
             took = self._kubelet.pre_start(pod)
             gpu = self._kubelet.pods[pod][CORE_RESOURCE][0].partition("-")[0]
             (cores if gpu in self._gpus else starts.first_of_gpu).append(took[CORE_RESOURCE])
             self._gpus.add(gpu)
-        return cores
+            memory.append(took[MEMORY_RESOURCE])
+        return cores, memory
 
     def _end_all(self) -> None:
         """Returns when nothing is kept for them any more."""
@@ -126,6 +142,12 @@ class Node:
     def _kept(self) -> Iterator[Path]:
         for root in (self._run_dir, self._allocation_dir):
             yield from (path for path in root.rglob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and any(_files(path)))
+
+    def _asked(self) -> int:
+        """Commands that MPS daemons got so far."""
+        return sum(
+            len(re.findall(r"\] (?:Cmd:|Received)", log.read_text())) for log in self._run_dir.glob("mps/*/log/control.log")
+        )
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -174,9 +196,9 @@ async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
                 kubelet.stop()
                 end_daemons(memory / "mps")
                 unmount_below(memory)
-    result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again")}
-    if "mps" in changes:
-        result["first_of_gpu"] = spread([starts.first_of_gpu])
+    result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again", "memory")}
+    if any(node.commands.values()):
+        result |= {"first_of_gpu": spread([starts.first_of_gpu]), "commands_to_daemons": node.commands}
     return result
 
 
@@ -192,6 +214,16 @@ def floor(folder: Path) -> dict[str, object]:
     return {"first": spread(rounds)}
 
 
+def control_program_alone(program: Path) -> dict[str, float | int]:
+    """One run of the control program by a plain subprocess, without a daemon to talk to."""
+    took = []
+    for _ in range(100):
+        began = time.perf_counter()
+        subprocess.run([program, "-q"], stdout=subprocess.DEVNULL, check=False)
+        took.append(time.perf_counter() - began)
+    return spread([took])
+
+
 @contextmanager
 def scratch(below: Path | None = None) -> Iterator[Path]:
     """A folder with a short name: sockets' paths are short."""
@@ -203,6 +235,7 @@ async def measure(rounds: int, only: str = "") -> dict[str, object]:
     with scratch() as folder:
         chosen = {name: changes for name, changes in mechanisms(folder).items() if only in ("", name)}
         result: dict[str, object] = {"containers": CONTAINERS, "floor": await asyncio.to_thread(floor, folder)}
+        result["control_program_alone"] = control_program_alone(mps_control.build())
         for name, changes in chosen.items():
             print(f"prestart: {name}", file=sys.stderr)
             result[name] = await measure_one(changes, rounds)

@@ -14,24 +14,28 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
 from tests.bench import figures
 from tests.bench.children import child
-from tests.bench.cluster_stub import PREFIX, SHAPES
+from tests.bench.cluster_stub import PREFIX, SHAPES, name_of
 from tests.bench.figures import spread
 from tests.e2e.build import build_program
 
 #: One that is asked for often, and one that no node has.
 COMMON, NOWHERE = SHAPES[0], (1600, 0)
 EVENTS_PER_SECOND = 1000
+JOINING = 20
 #: After many events: the figures that follow are without their CPU.
 SETTLE_SECONDS = 2
 #: The setting scheduler.candidates.
 MOST_CANDIDATES = 1024
 START_SECONDS = 120
+#: Three times the duration of a watch.
+QUIET_SECONDS = 60
+SIZES: Final = (10, 100, 1000)
 
 
 class Client:
@@ -167,7 +171,26 @@ def rejections(ours: Client, floor: Client, nodes: int) -> dict[str, object]:
     for names in sorted({min(1000, nodes), nodes}):
         ours.calls(1, names, NOWHERE)
         found[str(names)] = {"gpumgr_cpu_ms": ours.cpu_ms(300, names, NOWHERE), "floor_cpu_ms": floor.cpu_ms(300, names)}
+    many = [(1600 + 100 * number, 0) for number in range(50)]
+    for shape in many:
+        ours.calls(1, nodes, shape)
+    before = ours.cpu_seconds()
+    for shape in many:
+        ours.calls(1, nodes, shape)
+    found[f"{len(many)}_shapes_cpu_ms"] = round(1000 * (ours.cpu_seconds() - before) / len(many), 3)
     return found
+
+
+def joins(ours: Client, stub: str, nodes: int) -> dict[str, object]:
+    quiet = ours.calls(200, nodes)["filter"]
+    ours.begin(200, nodes)
+    control(stub, "nodes", [name_of(nodes + number) for number in range(JOINING)])
+    during = [each / 1e6 for each in ours.end()["Microseconds"]["filter"]]
+    return {
+        "quiet": spread([quiet]),
+        "during": spread([during]),
+        "longest_ms": [round(1000 * max(each), 1) for each in (quiet, during)],
+    }
 
 
 def events(ours: Client, stub: str, seconds: float = 10) -> dict[str, object]:
@@ -177,6 +200,28 @@ def events(ours: Client, stub: str, seconds: float = 10) -> dict[str, object]:
         "per_second": round(seconds * EVENTS_PER_SECOND / taken),
         "core_percent": round(100 * (ours.cpu_seconds() - before) / taken, 1),
     }
+
+
+def quiet(ours: Client) -> dict[str, object]:
+    """Nothing happens. The CPU of everything that runs then; mostly the watches, which are resumed every 20 s."""
+    time.sleep(SETTLE_SECONDS)
+    before, begun = ours.cpu_seconds(), time.perf_counter()
+    time.sleep(QUIET_SECONDS)
+    used = ours.cpu_seconds() - before
+    return {"core_percent": round(100 * used / (time.perf_counter() - begun), 2)}
+
+
+def sizes(program: Path, folder: Path, floor: Client, largest: int) -> dict[str, object]:
+    """CPU and time of a filter call on clusters of other sizes, with four containers and 20 CPU-only pods a node."""
+    found: dict[str, object] = {}
+    for nodes in [size for size in SIZES if size < largest]:
+        with (
+            child("tests.bench.cluster_stub", nodes, 4 * nodes, 0) as line,
+            scheduler(line.split()[0], program, folder, nodes, {}) as ours,
+        ):
+            taken = filters(ours, floor, nodes, 2)
+            found[str(nodes)] = {**taken, "cpu_ms": ours.cpu_ms(200, nodes), "floor_cpu_ms": floor.cpu_ms(200, nodes)}
+    return found
 
 
 def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
@@ -191,18 +236,22 @@ def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
         stub = stack.enter_context(child("tests.bench.cluster_stub", nodes, pods, cpu_pods)).split()[0]
         started: dict[str, object] = {}
         with scheduler(stub, program, folder, nodes, started) as ours:
+            still = quiet(ours)
             fresh = [ours.calls(1, nodes, (11 + number, 5))["filter"][0] for number in range(20)]
-            return {
+            found = {
                 "cluster": {"nodes": nodes, "pods": pods, "cpu_pods": cpu_pods},
                 "start": started,
+                "quiet": still,
                 "new_shape": spread([fresh]),
                 "filter": filters(ours, floor, nodes),
                 "filter_cpu_ms": {"gpumgr": ours.cpu_ms(200, nodes), "floor": floor.cpu_ms(200, nodes)},
                 "pods": whole_pods(ours, stub, nodes),
                 "rejections": rejections(ours, floor, nodes),
+                "joins": joins(ours, stub, nodes),
                 "events": events(ours, stub),
                 "resident_mib": _resident(ours.server),
             }
+        return {**found, "sizes": sizes(program, folder, floor, nodes)}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 `python -m tests.bench.cluster_stub NODES PODS CPU_PODS` prints its URL and serves until standard input ends. NODES have 8 GPUs each and
 PODS with one container on them, CPU_PODS request no GPU. Objects are texts made when they are listed, of the usual length (4 kB).
-A bound pod appears in the watch as it does on an API server. POST /control/...: `events` (seconds, rate of changes of
-pods' status), `end` (bound pods are deleted).
+A bound pod appears in the watch as it does on an API server. POST /control/...: `nodes` (names that join), `events` (seconds, rate of
+changes of pods' status), `end` (bound pods are deleted).
 """
 
 import asyncio
@@ -158,6 +158,7 @@ class Server:
                 web.get("/api/v1/{kind:nodes|pods}", self._read),
                 web.get("/api/v1/namespaces/{namespace}/{kind:configmaps}", self._read),
                 web.post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind),
+                web.post("/control/nodes", self._join),
                 web.post("/control/events", self._change),
                 web.post("/control/end", self._end),
             ]
@@ -217,6 +218,11 @@ class Server:
         self._cluster.bound[made["metadata"]["uid"]] = made
         self._send("pods", "MODIFIED", json.dumps(made))
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)
+
+    async def _join(self, request: web.Request) -> web.Response:
+        for name in await request.json():
+            self._send("nodes", "ADDED", json.dumps(node(name)))
+        return web.Response()
 
     async def _end(self, _: web.Request) -> web.Response:
         for made in self._cluster.bound.values():

@@ -39,9 +39,15 @@ def handlers(count: int) -> Any:
     return grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", methods)
 
 
+def registrations() -> Any:
+    """RegisterVDevice of the vcuda library, with an empty response."""
+    method = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"")
+    return grpc.method_handlers_generic_handler("vcuda.VCUDAService", {"RegisterVDevice": method})
+
+
 def main() -> None:
     server = grpc.server(ThreadPoolExecutor(4))
-    server.add_generic_rpc_handlers((handlers(int(sys.argv[2])),))
+    server.add_generic_rpc_handlers((handlers(int(sys.argv[2])), registrations()))
     server.add_insecure_port(f"unix:{sys.argv[1]}")
     server.start()
     print("ready", flush=True)

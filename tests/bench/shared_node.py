@@ -6,7 +6,6 @@ made here. Time is turned by hand: one second a sample, so that what is looked a
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.proc import HostProcesses
+from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.compat.gpu_manager.vcuda.files import PIDS, pack_pids
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.enforcement.mps.backend import Mps
@@ -28,6 +28,7 @@ from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.usage.containers import Container
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
@@ -38,6 +39,7 @@ from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
+from tests.bench.bench_regions import fill
 from tests.bench.children import child
 from tests.bench.places import Places
 from tests.component.enforcement.mps.place import Modes
@@ -51,7 +53,7 @@ _BYTES = 1 << 30
 #: The mechanism of the n-th share.
 MechanismOf = Callable[[int], str]
 MIXES: Mapping[str, MechanismOf] = {
-    "hami_core": lambda _n: "hami-core",
+    "hami_core_and_vcuda": lambda n: ("hami-core", "vcuda")[n // GPUS % 2],
     "mps": lambda _n: "mps",
 }
 
@@ -112,6 +114,13 @@ class SharedNode:
             run_dir=self.folder / "run",
             nspid_of=self.places.cgroups().nspid_of,
         )
+        vcuda = VcudaBackend(
+            allocation_dir=self.folder / "vm",
+            library_path=library,
+            library_sha256=sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+        )
         mps = Mps(
             MpsSettings(control_program=str(mps_control.build()), protocol="2"),
             run_dir=self.folder / "run",
@@ -120,7 +129,11 @@ class SharedNode:
             clock=self.clock,
             method="plain",
         )
-        return [hami_core, mps]
+        return [hami_core, vcuda, mps]
+
+    async def _container_of(self, pid: int) -> Container | None:
+        started = self.processes.start_time(pid)
+        return None if started is None else await self.containers.container_of(pid, started)
 
     # -- before the first sample -------------------------------------------------------------------------------------------
 
@@ -182,6 +195,8 @@ class SharedNode:
             self.places.put(tenant.pod or ("", ""), tenant.pod_uid or "", "main", mine)
             if self.mechanism_of(n) == "hami-core":
                 fill(self.folder / "run" / "hami-core" / tenant.allocation / FILE_NAME, tuple(mine))
+            elif self.mechanism_of(n) == "vcuda":
+                (self.folder / "vm" / tenant.allocation / PIDS).write_bytes(pack_pids(mine))
             processes = on_gpus.setdefault(tenant.gpus[0].uuid, [])
             processes += [GpuProcess(pid=pid, memory_bytes=_BYTES, utilization_ratio=0.01) for pid in mine]
         self.places.publish()
@@ -198,16 +213,6 @@ class SharedNode:
         await self.limits.close()
         self.client.close()
         await self.checkpoint.close()
-
-
-def fill(path: Path, pids: Sequence[int]) -> None:
-    """Slots of processes that run, as the library writes them into the region at `path`."""
-    with path.open("r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), len(pids).to_bytes(4, "little"), layout.PROC_NUM)
-        for index, pid in enumerate(pids):
-            start = layout.slot_at(index)
-            os.pwrite(file.fileno(), pid.to_bytes(4, "little") * 2, start)
-            os.pwrite(file.fileno(), (1).to_bytes(4, "little"), start + layout.SLOT_STATUS)
 
 
 @contextmanager

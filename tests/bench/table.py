@@ -15,16 +15,32 @@ _CALLS = {
 _STARTS = {
     "none": "nothing enforces",
     "hami_core": "hami-core",
+    "vcuda": "vcuda",
     "mps_2": "mps, protocol 2",
     "mps_3": "mps, protocol 3",
 }
-_MIXES = {"hami_core": "hami-core", "mps": "mps"}
+_AT_ONCE = {"at_once_8": "p99 < 10 ms", "at_once_50": "p99 < 60 ms"}
+_CALLERS = {"one_container": "all of one container", "own_containers": "each of its own container"}
+_MIXES = {"hami_core_and_vcuda": "half hami-core, half vcuda", "mps": "mps"}
 _WAYS = {
     "plugin": "mode plugin",
     "floor": "a plugin that answers nothing",
     "nothing": "pods without GPUs",
     "claims": "mode dra",
     "empty": "an empty DRA driver",
+}
+_REPLICA_CALLS = {"prefer": "GetPreferredAllocation, the agent's part", "allocate": "Allocate, durable commit included"}
+_REPORTS = {
+    "register": ("report to HAMi's scheduler of 16 GPUs with these pods, after a change", "p50 < 1 ms"),
+    "register_same": ("the same without a change", ""),
+    "inventory": ("report to gpumgr's scheduler, all pods bound by others, after a change", ""),
+    "inventory_same": ("the same without a change", ""),
+}
+_FILTERED = {
+    "vcuda": "vcuda",
+    "hami": "nvidia.com/gpu with MiB",
+    "hami_percentage": "nvidia.com/gpu with a percentage",
+    "hami_two_gpus": "nvidia.com/gpu: 2",
 }
 _NEW_REQUESTS = {
     "share": "a share",
@@ -42,6 +58,7 @@ _LINK_16 = {
 
 def markdown(figures: Mapping[str, Any]) -> str:
     """All tables of one run."""
+    limits, pods = figures.get("limits"), figures.get("pods_at_once")
     shown = _shown(figures) if "pages" in figures else ()
     parts = (
         *_machine(figures["machine"]),
@@ -49,15 +66,19 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_calls(figures),
         "",
         *_process(figures),
-        *(_limits(figures["prestart"], figures["usage"]) if "usage" in figures else ()),
+        *_limits(limits),
         *_launches(figures.get("launches")),
         *_dra(figures.get("dra")),
+        *_replicas(figures.get("replicas")),
+        *_replica_filter(figures.get("replica_filter")),
+        *_quotas(figures.get("quotas")),
+        *_bodies(figures.get("bodies")),
         *shown,
         *_scheduler(figures.get("scheduler")),
         *_requests(figures.get("requests")),
         *_kube_scheduler(figures.get("kube_scheduler")),
         *_driver_soon(figures.get("driver_soon_seconds")),
-        *_pods(figures.get("pods_at_once")),
+        *_pods(pods),
     )
     return "\n".join(parts)
 
@@ -116,7 +137,7 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
-    metrics, pages, writer = figures["metrics"], figures["pages"]["pages"], figures["writer"]
+    metrics, pages, paint, writer = figures["metrics"], figures["pages"]["pages"], figures["paint"], figures["writer"]
     yield from ("", "| what is shown | goal | gpumgr | floor |", "|---|---|---|---|")
     for key, goal in {"metrics_8x25": 3, "metrics_8x200": 10}.items():
         row = metrics[key]
@@ -128,6 +149,8 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
     percent, size = pages["core_percent"]["streams"], round(pages["state_bytes"] / 1000)
     yield f"| {pages['streams']} open pages, a state of {size} kB a second | < 5 % of a core | {percent} % | |"
     yield f"| the page: bytes, as sent with gzip | < 150 kB | {pages['page_bytes'] / 1000} kB, {pages['page_bytes_gzip'] / 1000} kB | |"
+    if paint:
+        yield f"| first paint in Chromium with {paint['containers']} containers | < 300 ms | {_pair(paint['first_paint'])} | |"
     seconds, plain, calls = writer["annotations"], writer["floor"]["median_seconds"], writer["calls_for_each_pod"]
     yield f"| annotations of {writer['pods']} pods that come at once | < 5 s | {_seconds(seconds)} | {plain} s |"
     yield f"| calls to the API server for each of these pods | 2 | {calls:g} | |"
@@ -150,7 +173,10 @@ def _dra(dra: Mapping[str, Any] | None) -> Iterator[str]:
             yield f"| {what} | {goal} | {_pair(dra[key])} |"
 
 
-def _limits(starts: Mapping[str, Any], usage: Mapping[str, Any]) -> Iterator[str]:
+def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
+    if limits is None:
+        return
+    starts, registrations, usage, regions = (limits[name] for name in ("prestart", "registrations", "usage", "regions"))
     yield from ("", "| limits | goal | gpumgr | floor |", "|---|---|---|---|")
     for name, what in _STARTS.items():
         row = starts[name]
@@ -158,9 +184,14 @@ def _limits(starts: Mapping[str, Any], usage: Mapping[str, Any]) -> Iterator[str
         also = f"; daemon's first {_pair(row['first_of_gpu'])}" if "first_of_gpu" in row else ""
         shown = f"{_pair(row['first'])}; again {_pair(row['again'])}{also}"
         yield f"| PreStartContainer with {starts['containers']} shares, {what} | {goal} | {shown} | {_pair(starts['floor']['first'])} |"
+    for name, where in _CALLERS.items():
+        shown, floor = (_pairs(*(registrations[who]["light"][key] for key in _AT_ONCE)) for who in (name, "floor"))
+        numbers = "; ".join(key.removeprefix("at_once_") for key in _AT_ONCE)
+        yield f"| RegisterVDevice, {numbers} at once, {where} | {'; '.join(_AT_ONCE.values())} | {shown} | {floor} |"
     for name, what in _MIXES.items():
         row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
         yield f"| {sample}: loop held; lag | < 15 ms; p99 < 10 ms | {_pairs(row['loop'], row['loop_lag'])} | |"
+    yield f"| pass over {regions['regions']} regions | < 30 ms | {_pair(regions['pass'])} | |"
 
 
 def _launches(found: Mapping[str, Any] | None) -> Iterator[str]:
@@ -195,8 +226,14 @@ def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
         if (row := rejections.get(names)) is not None:
             yield f"| CPU of a rejection with {names} names | < {goal} ms | {row['gpumgr_cpu_ms']} ms | {row['floor_cpu_ms']} ms |"
     yield f"| start to the first answer (HAMi 15 s with 100 nodes) | < 20 s | {start['first_answer_seconds']} s | |"
+    quiet, during = found["joins"]["longest_ms"]
+    yield f"| longest filter while 20 nodes join, and before | < 100 ms more | {during} ms, {quiet} ms | |"
     yield f"| CPU of 1,000 pod events a second | < 50 % of a core | {found['events']['core_percent']} % | |"
+    yield f"| CPU while nothing happens, with watches of 20 s | < 2 % of a core | {found['quiet']['core_percent']} % | |"
     yield f"| resident memory: started / at the end | < 400 MiB | {start['resident_mib']} / {found['resident_mib']} MiB | |"
+    for size, row in found["sizes"].items():
+        ours, floor = (f"{_pair(row[who])}; {row[cpu]} ms" for who, cpu in (("gpumgr", "cpu_ms"), ("floor", "floor_cpu_ms")))
+        yield f"| filter with {size} nodes; CPU | | {ours} | {floor} |"
 
 
 def _requests(found: Mapping[str, Any] | None) -> Iterator[str]:
@@ -234,6 +271,50 @@ def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
     for signal, taken in found["takeover_seconds"].items():
         yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
+
+
+def _replicas(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| 100 pods of nvidia.com/gpu beside 60 vcuda pods | goal | nvidia.com/gpu | vcuda |", "|---|---|---|---|")
+    for name, goal in (("prefer", ""), ("allocate", "p99 < 5 ms")):
+        yield f"| {_REPLICA_CALLS[name]} | {goal} | {_pair(found[name])} | {_pair(found[f'vcuda_{name}'])} |"
+    for name, (what, goal) in _REPORTS.items():
+        if name in found:
+            yield f"| {what} | {goal} | {_pair(found[name])} | |"
+
+
+def _replica_filter(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from (
+        "",
+        "| choice of one of 5000 nodes with 20000 pods of both kinds | a request as before | a new request |",
+        "|---|---|---|",
+    )
+    for name, what in _FILTERED.items():
+        yield f"| {what} | {_pair(found[name])} | {_pair(found[f'{name}_new'])} |"
+
+
+def _quotas(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| large sources of quotas, and of a simulation | goal | measured |", "|---|---|---|")
+    yield f"| a list of 2000 ResourceQuotas: the event loop serves nothing else for | < 20 ms | {found['resource_quotas_held_ms']} ms |"
+    size, held = f"a quota ConfigMap of {found['configmap_kibibytes']} KiB", found["configmap_held_ms"]
+    yield f"| {size}: the event loop serves nothing else for | < 20 ms | {held} ms |"
+    yield f"| the same until its quotas are in force | | {found['configmap_seconds']} s |"
+    yield f"| a CSV file with 60,000 columns | | {found['csv_columns_seconds']} s |"
+
+
+def _bodies(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", "| clients of HAMi's webhook without a credential | goal | resident memory |", "|---|---|---|")
+    yield f"| none | | {found['fresh_mib']} MiB |"
+    yield f"| 150 connections with unfinished bodies of 8 MiB | < 150 MiB | {found['150_bodies_of_8_mib_mib']} MiB |"
+    yield f"| 600 connections with unfinished bodies of 1 MiB | < 150 MiB | {found['600_bodies_of_1_mib_mib']} MiB |"
+    yield f"| 800 connections | < 150 MiB | {found['800_connections_mib']} MiB |"
 
 
 def _driver_soon(soon: Mapping[str, Any] | None) -> Iterator[str]:

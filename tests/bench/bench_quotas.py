@@ -1,0 +1,80 @@
+"""Large sources of quotas: how long they take, and for how long the event loop serves nothing else.
+
+`python -m tests.bench.bench_quotas` prints one JSON object.
+"""
+
+import asyncio
+import json
+import time
+from typing import NoReturn
+
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.scheduler.quota_objects import parse_resource_quota
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.simulation.tables import read_pods
+from gpumgr.settings.hami_resources import ReplicaResources
+from tests.bench.figures import Stopwatch, log_to_stderr
+from tests.bench.held import HeldTimes
+
+RESOURCE_QUOTAS = 2000
+NAMESPACES = 5000
+COLUMNS = 60_000
+_HAMI = ReplicaResources()
+_ENTRY = "team-{:05d}:\n  - {{cores: 1600, memory: 640Gi}}\n  - {{cores: 400, model: A100}}\n  - {{gpus: 2, pool: research}}\n"
+
+
+async def _others() -> NoReturn:
+    """What the event loop serves beside the quotas."""
+    while True:  # noqa: ASYNC110 (nothing is awaited: the turns are measured)
+        await asyncio.sleep(0.001)
+
+
+async def _measure(held: HeldTimes) -> dict[str, float]:
+    quotas = Quotas()
+    sources = QuotaSources(quotas, "kube-system/gpuquota")
+    running = [asyncio.create_task(sources.run()), asyncio.create_task(_others())]
+    hard = {"limits.nvidia.com/gpumem": "1000", "limits.nvidia.com/gpucores": "100"}
+    items = [
+        {"metadata": {"uid": f"u{number}", "namespace": f"ns-{number}"}, "spec": {"hard": hard}}
+        for number in range(RESOURCE_QUOTAS)
+    ]
+    await asyncio.sleep(0)
+    held.take()
+    parsed = []
+    for number, item in enumerate(items):
+        if number % 50 == 0:
+            await asyncio.sleep(0)  # as a list does
+        parsed.append(parse_resource_quota(item, _HAMI))
+    for each in parsed:
+        sources.resource_quota_changed(None, each)
+    listed = max(held.take())
+    text = "".join(map(_ENTRY.format, range(NAMESPACES)))
+    with Stopwatch() as watch:
+        sources.configmap_changed(None, QuotaTexts(uid="u", data={"quota.yaml": text}))
+        await sources.read.wait()
+    held_ms = 1000 * max(held.take())
+    assert len(quotas.limits) == NAMESPACES + RESOURCE_QUOTAS
+    for task in running:
+        task.cancel()
+    return {
+        "resource_quotas_held_ms": round(1000 * listed, 1),
+        "configmap_kibibytes": len(text) >> 10,
+        "configmap_seconds": round(watch.seconds, 2),
+        "configmap_held_ms": round(held_ms, 1),
+    }
+
+
+def main() -> None:
+    log_to_stderr()
+    held = HeldTimes()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
+        found = runner.run(_measure(held))
+    header = ",".join(["name", "gpus", "cpu_milli", "ram_mebibytes", *map(str, range(COLUMNS - 4))])
+    began = time.perf_counter()
+    read_pods("p.csv", [f"{header}\n", f"a,1,1,1{',' * (COLUMNS - 4)}\n"], [])
+    found["csv_columns_seconds"] = round(time.perf_counter() - began, 2)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
