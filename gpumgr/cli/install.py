@@ -1,155 +1,92 @@
-"""`gpumgr install systemd`: the agent as a service of this host.
+"""`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-It installs the unit and, where there is none, the settings file, as they are shipped. It starts nothing, but prints the commands that do.
-A second run changes nothing.
+`install systemd` writes the unit and, where there is none, the settings file, as they are shipped, and starts nothing.
+
+The result of `install library` is that of the init container of config/image/hami-core (install.sh there): the library in a folder named by
+its SHA-256, and a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was created.
 """
 
-import contextlib
+import fcntl
 import os
-import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
 
 import gpumgr
-from gpumgr.cli.examination.folders import written
-from gpumgr.cli.install_library import library
-from gpumgr.cli.installation import SHIPPED, Installation, reporting_errors, write
 from gpumgr.cli.options import ExitingCommand
-from gpumgr.common.errors import GpumgrError
-from gpumgr.settings import Settings
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.files import FileIdentity, replace_file, sync_folder, temporary_of
+from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
+from gpumgr.settings import Settings, load_settings
+from gpumgr.settings.installed_library import LIBRARY, VERSION
 
-_WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 _EXIT_CODES: Final = {
     0: "done",
-    1: "not done: systemd does not run this host, the user is not root, the unit is masked, or its program is missing",
+    1: "not done: a file can't be used or written, a program is missing, or the user is not root",
     2: "wrong usage, or the settings file that is there is wrong",
 }
-_BOOTED: Final = Path("/run/systemd/system")  # sd_booted(3)
-#: States of `systemctl is-active` of a unit with a process. A Type=notify unit is "activating" until it is READY.
-_RUNNING: Final = frozenset({"active", "activating", "reloading"})
+#: Links to the unit and the settings file of the source tree; the wheel contains copies.
+SHIPPED: Final = Path(__file__).with_name("shipped")
+_WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
+_MOST_VERSION_CHARACTERS: Final = 200
 
 
-def check_possible(*, user: int, booted: bool) -> None:
-    """Raises GpumgrError if this host cannot be changed, or is not run by systemd."""
-    if not booted:
-        raise GpumgrError("systemd does not run this host: use the DaemonSet, or start `gpumgr run` with your service supervisor")
-    if user != 0:
-        raise GpumgrError("only root may install a service: run it with sudo")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """The files of gpumgr on a host. `environment`: the unit's EnvironmentFile=. `program`: the program that the unit runs."""
+
+    unit: Path = Path("/etc/systemd/system/gpumgr.service")
+    config: Path = Path("/etc/gpumgr/gpumgr.yaml")
+    environment: Path = Path("/etc/default/gpumgr")
+    program: Path = Path("/opt/gpumgr/bin/gpumgr")
+
+    def settings(self) -> Settings:
+        """The agent's settings, from the existing file (else the shipped one) and its environment. Raises InvalidSettingsError."""
+        text = self.environment.read_text(errors="replace") if self.environment.exists() else ""
+        file = self.config if self.config.exists() else SHIPPED / "gpumgr.yaml"
+        return load_settings(file, environ=environment(text), overrides={})
 
 
-def install(place: Installation) -> list[str]:
-    """Writes unit and settings; returns the next steps for the user. Raises GpumgrError, or InputError for invalid settings.
-
-    All checks are made before anything is written.
-    """
-    check_unmasked(place.unit)
-    if not place.program.exists():
-        raise GpumgrError(
-            f"{place.program}, which the unit runs, does not exist: install the wheel there first (in the source tree, `make wheel` "
-            f"builds it): python3 -m venv {place.program.parent.parent} && {place.program.with_name('pip')} install {_WHEEL}"
-        )
-    settings = place.settings()
-    unit = (SHIPPED / "gpumgr.service").read_bytes()
-    with contextlib.suppress(FileNotFoundError):
-        if (before := place.unit.read_bytes()) != unit:
-            write(place.old_unit, before)
-    write(place.unit, unit)
-    if place.config.exists():
-        click.echo(f"unchanged  {place.config}")
-    else:
-        write(place.config, (SHIPPED / "gpumgr.yaml").read_bytes())
-    systemctl("daemon-reload")
-    # It does not wait, since the unit is READY only after the registration with the kubelet.
-    start = f"systemctl {'restart' if is_running() else 'enable --now'} --no-block gpumgr"
-    return [*_about_settings(settings, place), f"{place.program} doctor", start]
+def environment(text: str) -> dict[str, str]:
+    """The variables of the unit's EnvironmentFile=. Source: systemd.exec(5)."""
+    lines = (line.strip() for line in text.splitlines())
+    pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
+    return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
 
 
-def _about_settings(settings: Settings, place: Installation) -> Iterator[str]:
-    """The steps for what the settings need and neither they nor the unit provide."""
-    if settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None:
-        yield f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server"
-    shipped = {path for _, path in (*folders_of(Settings()), *_socket_folders(Settings()))}
-    needs = [f"{path} ({key})" for key, path in (*folders_of(settings), *_socket_folders(settings)) if path not in shipped]
-    if settings.nvml.load_kernel_modules:
-        needs.append("loading kernel modules (nvml.load_kernel_modules)")
-    if needs:
-        yield f"systemctl edit gpumgr  # the unit does not allow {', '.join(needs)}; docs/operations.md (systemd) has the lines"
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def check_unmasked(unit: Path) -> None:
-    """Raises GpumgrError if the unit is masked. Source: systemctl(1), "mask"; an empty file does that, too."""
-    masked = os.readlink(unit) == os.devnull if unit.is_symlink() else unit.exists() and unit.stat().st_size == 0
-    if masked:
-        raise GpumgrError(f"{unit.name} is masked; unmask it first: systemctl unmask gpumgr")
-
-
-def uninstall(place: Installation) -> list[str]:
-    """Stops the service and removes the unit; returns commands that remove what is left. Raises GpumgrError."""
-    check_unmasked(place.unit)
-    if place.unit.exists():
-        systemctl("disable", "--now", place.unit.name)
-    else:
-        click.echo(f"unchanged  {place.unit} is not there")
-        if is_running():
-            systemctl("stop", place.unit.name)
-    removed = [each for each in (place.enabled, place.unit, place.old_unit) if os.path.lexists(each)]
-    for each in removed:
-        each.unlink()
-        click.echo(f"remove     {each}")
-    if removed:
-        systemctl("daemon-reload")
-    return [*_left(place)]
-
-
-def _left(place: Installation) -> Iterator[str]:
-    """Commands that remove files of gpumgr alone, and comments for folders that may have others."""
-    if left := [str(each) for each in place.kept if each.exists()]:
-        yield f"rm -r {shlex.join(left)}  # settings and state: not before the last pod with a GPU is gone"
-    try:
-        settings = place.settings()
-    except (GpumgrError, OSError):
-        config = place.config
-        yield f"# what gpumgr wrote in other folders: {config} has the folders, but is invalid (gpumgr config check {config})"
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file atomically, and prints it. Raises OSError."""
+    if path.is_file() and path.read_bytes() == data:
+        click.echo(f"unchanged  {path}")
         return
-    # Folders of the operator's choice may have other files: no command for these.
-    for folder, key in {folder: key for key, folder in folders_of(settings)}.items():
-        if not any(folder.is_relative_to(each) for each in place.kept) and folder.exists():
-            yield f"# what gpumgr wrote in {folder} ({key})"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, data)
+    click.echo(f"write      {path}")
 
 
-def folders_of(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Setting -> folder of files that outlive the agent."""
-    yield from written(settings)
-    if (
-        settings.vcuda.library_path is not None or settings.container.driver_files != "toolkit"
-    ):  # the agent copies the driver's files
-        yield "container.driver_share_dir", settings.container.driver_share_dir.parent
-        yield "container.driver_whole_dir", settings.container.driver_whole_dir.parent
+@contextmanager
+def installing() -> Iterator[None]:
+    """Raises GpumgrError unless the user is root, and in place of OSError."""
+    if os.geteuid() != 0:
+        raise GpumgrError("only root may install: run it with sudo")
+    try:
+        yield
+    except OSError as error:
+        raise GpumgrError(f"{error.filename or 'a file'} can't be written: {error.strerror or error}") from error
 
 
-def _socket_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
-    yield "kubelet.device_plugin_dir", settings.kubelet.device_plugin_dir
-    yield "http.socket", settings.http.socket.parent
-    if settings.display.enabled:
-        yield "display.socket", settings.display.socket.parent
-
-
-def systemctl(*arguments: str) -> None:
-    """Raises GpumgrError."""
-    click.echo(f"run        systemctl {' '.join(arguments)}")
-    done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise GpumgrError(f"systemctl {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
-
-
-def is_running() -> bool:
-    """Whether the service runs or starts on this host."""
-    return subprocess.run(["systemctl", "is-active", "gpumgr"], capture_output=True, text=True).stdout.strip() in _RUNNING
+def _print_next(steps: list[str]) -> None:
+    click.echo("\nnext:")
+    click.echo("\n".join(f"  {step}" for step in steps))
 
 
 @click.group("install")
@@ -159,17 +96,36 @@ def command() -> None:
     \b
     Examples:
       gpumgr install systemd
-      gpumgr install systemd --uninstall
       gpumgr install library libvgpu.so
     """
 
 
-command.add_command(library)
+# -- the service ---------------------------------------------------------------------------------------------------------------
+
+
+def install_service(place: Installation) -> list[str]:
+    """Writes unit and settings; returns the next steps for the user. Raises GpumgrError, or InputError for invalid settings, before
+    anything is written."""
+    if not place.program.exists():
+        raise GpumgrError(
+            f"{place.program}, which the unit runs, does not exist: install the wheel there first (in the source tree, `make wheel` "
+            f"builds it): python3 -m venv {place.program.parent.parent} && {place.program.with_name('pip')} install {_WHEEL}"
+        )
+    kubernetes, steps = place.settings().kubernetes, list[str]()
+    if kubernetes.enabled and kubernetes.kubeconfig is None:
+        steps.append(f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server")
+    _write(place.unit, (SHIPPED / "gpumgr.service").read_bytes())
+    if place.config.exists():
+        click.echo(f"unchanged  {place.config}")
+    else:
+        _write(place.config, (SHIPPED / "gpumgr.yaml").read_bytes())
+    # `restart` does not wait, since the unit is READY only after the registration with the kubelet.
+    start = "systemctl daemon-reload && systemctl enable gpumgr && systemctl restart --no-block gpumgr"
+    return [*steps, f"{place.program} doctor", start]
 
 
 @command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.option("--uninstall", "away", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
-def systemd(away: bool) -> None:
+def systemd() -> None:
     """Install the unit, which runs /opt/gpumgr/bin/gpumgr, and /etc/gpumgr/gpumgr.yaml if there is none. Starts nothing; prints the
     command that does.
 
@@ -178,11 +134,83 @@ def systemd(away: bool) -> None:
     \b
     Examples:
       gpumgr install systemd
-      gpumgr install systemd --uninstall
     """
-    check_possible(user=os.geteuid(), booted=_BOOTED.is_dir() and shutil.which("systemctl") is not None)
-    with reporting_errors():
-        following = uninstall(Installation()) if away else install(Installation())
-    if following:
-        click.echo("\nnext:" if not away else "\nleft, and removed by:")
-        click.echo("\n".join(f"  {line}" for line in following))
+    with installing():
+        _print_next(install_service(Installation()))
+
+
+# -- HAMi-core's library -------------------------------------------------------------------------------------------------------
+
+
+def install_library(place: Installation, source: Path, *, sha256: str | None, version: str) -> list[str]:
+    """Tries, installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; then the former
+    selection stays."""
+    settings = place.settings()
+    if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
+        raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
+    checked = check(source, sha256, exports=EXPORTS)
+    if (reason := refusal(checked)) is not None:
+        raise LibraryError(reason)
+    folder = settings.checkpoint.library_dir
+    installed = installed_path(folder, checked.sha256, LIBRARY)
+    with _alone(folder):
+        before = FileIdentity.at(installed)
+        after = FileIdentity.at(install(checked, folder, LIBRARY))
+        click.echo(f"{'unchanged ' if before == after else 'write     '} {installed}")
+        _write(installed.with_name(VERSION), f"{version}\n".encode())
+        _select(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
+    return [*_about(settings, place.config), "gpumgr doctor"]
+
+
+def _select(link: Path, target: str) -> None:
+    """Points `link` to `target`, atomically; it may replace another link. Raises GpumgrError if another kind of file is there."""
+    if link.is_symlink() and os.readlink(link) == target:
+        click.echo(f"unchanged  {link} -> {target}")
+        return
+    if os.path.lexists(link) and not link.is_symlink():
+        raise GpumgrError(f"{link} is not a link of gpumgr: move it away, and try again")
+    new = temporary_of(link)
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+    sync_folder(link.parent)
+    click.echo(f"link       {link} -> {target}")
+
+
+def _about(settings: Settings, config: Path) -> Iterator[str]:
+    """The steps for settings that prevent the use of the installed library."""
+    if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
+        yield f"remove hami_core.library_path and hami_core.library_sha256 from {config}: they take precedence over what is installed"
+    if settings.enforcement.backend not in ("auto", "hami-core"):
+        yield f"set enforcement.backend in {config} to hami-core or auto: it is {settings.enforcement.backend}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for other installations into the folder, including the init container's. Raises OSError."""
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@command.command("library", cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--sha256", help="What sha256sum prints for the right file; another file is refused.")
+@click.option("--version", default="unknown", help="What `gpumgr doctor` shows, such as the commit from which it was built.")
+def library(file: Path, sha256: str | None, version: str) -> None:
+    """Install HAMi-core's libvgpu.so for the backend hami-core, in the folder `lib` below checkpoint.dir.
+
+    A running agent gives it to new containers within a minute; running containers keep theirs. hami_core.library_path, if it is set,
+    takes precedence.
+
+    \b
+    Examples:
+      gpumgr install library libvgpu.so
+      gpumgr install library libvgpu.so --sha256 18f884bf... --version 5091a2f
+    """
+    with installing():
+        _print_next(install_library(Installation(), file, sha256=sha256, version=version))

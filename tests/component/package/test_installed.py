@@ -20,7 +20,7 @@ print(len(found), *sorted({sys.modules[name].__file__.partition("gpumgr")[0] for
 """
 SHIPPED = """
 import sys
-from gpumgr.cli.installation import SHIPPED
+from gpumgr.cli.install import SHIPPED
 for name in ("gpumgr.yaml", "gpumgr.service"):
     print((SHIPPED / name).resolve())
 """

@@ -29,8 +29,8 @@ VERSION: Final = "5091a2fbe1816df1265490f771346730f29e2c8d"
 OWN: Final = """
 import sys
 from pathlib import Path
-from gpumgr.cli.install_library import install_library
-from gpumgr.cli.installation import Installation
+from gpumgr.cli.install import install_library
+from gpumgr.cli.install import Installation
 install_library(Installation(config=Path(sys.argv[1])), Path(sys.argv[2]), sha256=None, version=sys.argv[3])
 """
 Done = subprocess.CompletedProcess[str]
