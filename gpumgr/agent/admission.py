@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from gpumgr.agent.history import CallRecord
-from gpumgr.agent.pod_ends import PodEnds
-from gpumgr.agent.pods import find_pod
+from gpumgr.agent.pods import PodEnds, find_pod
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.units import RESOURCE_NAMES, Resource, other_resource

@@ -9,10 +9,9 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import ALL_RESOURCES, RESOURCES, Resource
-from gpumgr.ledger.answer import HostPaths, core_answer, instance_answer, memory_answer, replica_answer
+from gpumgr.ledger.answer import ContainerResponse, HostPaths, core_answer, instance_answer, memory_answer, merged, replica_answer
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.response import ContainerResponse, merged
 
 #: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)

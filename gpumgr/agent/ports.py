@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gpumgr.common.units import GpuName, Process, Resource
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
-from gpumgr.ledger.response import ContainerResponse
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 
 
 class Checkpoint(Protocol):

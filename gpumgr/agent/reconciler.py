@@ -10,8 +10,7 @@ from functools import partial
 import structlog
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.pod_ends import PodEnds
-from gpumgr.agent.pods import find_pod
+from gpumgr.agent.pods import PodEnds, find_pod
 from gpumgr.agent.ports import Meter, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError

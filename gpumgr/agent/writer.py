@@ -23,6 +23,7 @@ from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.common.units import CORES_PER_GPU, Resource, other_resource
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.ledger.demanded import choose_demanded, refuse_undemanded
@@ -32,7 +33,6 @@ from gpumgr.ledger.instances import choose_instances, grant_instances
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
-from gpumgr.ledger.response import ContainerResponse
 
 log = structlog.get_logger(__name__)
 

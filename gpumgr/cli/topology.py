@@ -11,7 +11,7 @@ from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
 from gpumgr.placement.topology.matrix import Nic
-from gpumgr.placement.topology.render import matrix_cells, render_matrix, render_tree, tree_data
+from gpumgr.placement.topology.tree import matrix_cells, render_matrix, render_tree, tree_data
 
 _EXAMPLES = """
 \b

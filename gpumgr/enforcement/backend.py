@@ -7,15 +7,15 @@ is on disk or in separate processes, and `recover` takes it over.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
-from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
 from gpumgr.common.units import Resource
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
 BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
@@ -121,3 +121,17 @@ def unlimited_message(tenant: GpuShare, why: str) -> str:
         f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
         f"({why}); `gpumgr doctor` on the node says what could"
     )
+
+
+#: A container can change many values; a message names at most this number.
+_NAMED: Final = 3
+
+
+def finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
+    return Finding(allocation=tenant.allocation, code=code, message=message)
+
+
+def listed(found: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(found) - _NAMED
+    return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")

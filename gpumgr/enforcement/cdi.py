@@ -9,8 +9,8 @@ import json
 from typing import Any, Final
 
 from gpumgr.common.units import GpuName
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.response import ContainerResponse
 
 KIND: Final = "gpumgr.io/gpu"
 VERSION: Final = "0.6.0"

@@ -36,7 +36,7 @@ from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a reloaded driver has lost it.

@@ -22,11 +22,10 @@ from gpumgr.enforcement.mechanism_choice import (
     override_for,
 )
 from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION
+from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, ContainerResponse, merged
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.pods import PodView
-from gpumgr.ledger.response import ContainerResponse, merged
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings

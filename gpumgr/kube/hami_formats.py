@@ -23,8 +23,7 @@ from gpumgr.ledger.ledger import MigDevice
 from gpumgr.ledger.pods import ContainerSpec, NamedGpu
 from gpumgr.placement.evaluators.mig import MigPlace, amounts_of
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.topology.devices import MigProfile
-from gpumgr.placement.topology.scores import Scores
+from gpumgr.placement.topology.devices import MigProfile, Scores
 from gpumgr.settings.hami_resources import ReplicaResources
 
 #: The node and the devices of a pod, as HAMi's scheduler writes them.

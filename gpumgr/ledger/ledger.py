@@ -14,13 +14,13 @@ Invariants (checked by `Ledger.violations`):
 6. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, common, count, minus, union
+from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.ledger.pods import PodKey
 
 #: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
@@ -393,3 +393,21 @@ def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], res
         for earlier, later in sorted({(min(pair), max(pair)) for pair in pairs})
         if not (every[later].same_pod(every[earlier]) and (every[later].init or every[earlier].init))
     ]
+
+
+def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
+    """Memory that containers hold on each GPU; all memory of a GPU that a container has whole."""
+    return {gpu.name: gpu.memory_mebibytes - ledger.available(gpu.name).memory_mebibytes for gpu in ledger.gpu_registry.gpus}
+
+
+def current_shares(ledger: Ledger) -> list[Allocation]:
+    """Allocations of a part of a GPU; an init container's counts until its pod's next container has replaced it."""
+    started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
+    return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
+
+
+def holdings(allocation: Allocation, gpu_registry: GpuRegistry) -> Iterator[tuple[RegisteredGpu, int, int]]:
+    """The allocation's GPUs, with its cores and its MiB on each; all memory of a GPU that it has whole."""
+    for name in allocation.places:
+        amounts = allocation.amounts_on(name)
+        yield gpu_registry.by_name[name], amounts.cores, amounts.memory_mebibytes

@@ -19,7 +19,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState

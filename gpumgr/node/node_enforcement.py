@@ -35,7 +35,7 @@ from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.client import CriClient

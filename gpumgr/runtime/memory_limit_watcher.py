@@ -20,8 +20,7 @@ from gpumgr.common.units import MEMORY_RESOURCE
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
-from gpumgr.ledger.usage.allocation_index import AllocationIndex
-from gpumgr.ledger.usage.join import join
+from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed

@@ -15,8 +15,8 @@ import structlog
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.allocation_index import AllocationIndex
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.join import AllocationIndex
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.background_call import BackgroundCall
 
 log = structlog.get_logger(__name__)

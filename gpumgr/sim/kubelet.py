@@ -16,7 +16,7 @@ from typing import Literal, Self
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
-from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.sim.kubelet_checkpoint import load_checkpoint, merged, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration

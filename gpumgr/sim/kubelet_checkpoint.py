@@ -12,7 +12,7 @@ from pathlib import Path
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
 from gpumgr.common.files import replace_file
 from gpumgr.common.rpc import wire
-from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr._pb.runtime import v1 as cri
 from gpumgr.common.rpc.server import DrainingServer
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.sim.kubelet_pods import SimPod
 from gpumgr.sim.processes import SimProcesses
 

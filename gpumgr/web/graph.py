@@ -7,7 +7,7 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.placement.topology.render import tree_data
+from gpumgr.placement.topology.tree import tree_data
 
 
 def graph_text(view: AgentView) -> str:

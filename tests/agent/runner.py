@@ -15,9 +15,9 @@ from typing import Any
 from gpumgr.agent.writer import Agent
 from gpumgr.cli import main
 from gpumgr.common.units import Resource
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
-from gpumgr.ledger.response import ContainerResponse
 from gpumgr.node import assembly, components
 
 _passed: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 
 from gpumgr.ledger.pods import PodKey
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups
 from tests.bench.children import child
 

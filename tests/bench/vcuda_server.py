@@ -15,7 +15,7 @@ from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import SOCKET
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from tests.bench.places import Places

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.answer import ContainerResponse
 
 from .run import Run
 

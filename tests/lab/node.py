@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.ledger.response import ContainerResponse
-from gpumgr.ledger.usage import containers as cri
+from gpumgr.ledger.answer import ContainerResponse
+from gpumgr.ledger.usage import node_use as cri
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
 from gpumgr.sim.demo.process import AgentLog, Line

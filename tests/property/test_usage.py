@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.usage.containers import Container
 from gpumgr.ledger.usage.join import join
-from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import Container, ContainerUse, GpuUse, NodeUse, UnattributedProcess
 from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample

@@ -27,7 +27,7 @@ from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.enforcement.volume import unbounded
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import VERSION, hami_core_library

@@ -12,8 +12,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, RenderedFamily, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, percent
-from gpumgr.ledger.holdings import granted_mebibytes, holdings
-from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, granted_mebibytes, holdings
 from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import ContainerUse
 from gpumgr.placement.evaluators.constraints import device_type

@@ -35,10 +35,10 @@ from gpumgr.enforcement.operator_library import (
 )
 from gpumgr.enforcement.pids import NspidOf
 from gpumgr.enforcement.volume import BoundedFolders
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse, Mount
 
 #: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"

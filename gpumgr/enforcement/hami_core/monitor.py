@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.enforcement.findings import finding, listed
+from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile

@@ -38,10 +38,10 @@ from gpumgr.enforcement.operator_library import (
 )
 from gpumgr.enforcement.pids import NspidOf
 from gpumgr.enforcement.volume import BoundedFolders
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse, Mount
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
 #: Where the library looks for its pages (PLACE in process.c). The library itself lies beside them.

@@ -10,7 +10,7 @@ from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.units import GpuName
-from gpumgr.enforcement.findings import finding, listed
+from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.identities import Identities, Identity

@@ -28,10 +28,10 @@ from gpumgr.enforcement.mps.folders import (
     write_protocol,
 )
 from gpumgr.enforcement.mps.supervisor import Supervisor
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse, Mount
 from gpumgr.settings.schema import MpsSettings
 
 #: A process without MPS is reported after this number of further checks: a client that has just started is not listed yet.

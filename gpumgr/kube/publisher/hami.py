@@ -35,7 +35,7 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.pods import PodView
 from gpumgr.placement.evaluators.constraints import device_type
 from gpumgr.placement.evaluators.mig import most_devices, without_places
-from gpumgr.placement.topology.scores import score_matrix
+from gpumgr.placement.topology.devices import score_matrix
 
 #: Phases of a pod that HAMi's scheduler does not wait for.
 _FINAL: Final = ("success", "failed")

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
 from gpumgr.common.rpc import wire
-from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 
 #: A device id, whether it may be allocated, and its NUMA node (None = no preference).
 DeviceEntry = tuple[str, bool, int | None]

@@ -18,7 +18,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.kubelet.deviceplugin.codec import decode_container_response
-from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.answer import ContainerResponse
 
 FILE_NAME = "kubelet_internal_checkpoint"
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.common.units import RESOURCE_NAMES, Resource
 from gpumgr.kubelet.deviceplugin import codec
-from gpumgr.ledger.response import ContainerResponse
+from gpumgr.ledger.answer import ContainerResponse
 
 _log = structlog.get_logger(__name__)
 

@@ -24,9 +24,8 @@ from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import device_name
-from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
+from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology, score_matrix
 from gpumgr.placement.topology.labels import architecture_of, capability_of
-from gpumgr.placement.topology.scores import score_matrix
 from gpumgr.placement.topology.tree import build_tree, fragment_order
 
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"

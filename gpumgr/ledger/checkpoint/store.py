@@ -23,8 +23,7 @@ from typing import Self
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.files import sync_folder
 from gpumgr.ledger.checkpoint import files, tables
-from gpumgr.ledger.checkpoint.codec import checksum
-from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.checkpoint.tables import Loaded, checksum
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Change
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.usage.allocation_index import AllocationIndex
-from gpumgr.ledger.usage.containers import Container
-from gpumgr.ledger.usage.node_use import NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.join import AllocationIndex
+from gpumgr.ledger.usage.node_use import Container, NodeUse, UnattributedProcess
 
 #: Unattributed processes that were reported -> the GPUs on which each was seen last.
 KnownProcesses = Mapping[Process, frozenset[GpuName]]

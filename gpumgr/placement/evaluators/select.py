@@ -15,8 +15,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.link import choose_set, has_room
-from gpumgr.placement.topology.devices import Topology
-from gpumgr.placement.topology.scores import score_matrix, set_score
+from gpumgr.placement.topology.devices import Topology, score_matrix, set_score
 from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
 
 __all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]

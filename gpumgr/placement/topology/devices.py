@@ -1,8 +1,11 @@
 """The GPUs of a node, their topology and their use: frozen values, which gpumgr.driver reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
+from itertools import combinations
+from typing import Final
 
 from gpumgr.common.units import BLOCK_MEBIBYTES
 
@@ -193,3 +196,25 @@ class NodeSample:
 
     gpus: Mapping[str, GpuSample] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+
+
+#: The score of a link is the value of its `Level` (SYS 10 to PSB 60), plus this for each NVLink. Source: docs/user-guide.md, "Placement".
+NVLINK_SCORE: Final = 100
+
+#: n x n pair scores; symmetric, the diagonal is 0.
+Scores = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=64)
+def score_matrix(topology: Topology) -> Scores:
+    """The score of every pair of GPUs."""
+    n = len(topology)
+    return tuple(
+        tuple(0 if a == b else int(topology.levels[a][b]) + NVLINK_SCORE * topology.nvlinks[a][b] for b in range(n))
+        for a in range(n)
+    )
+
+
+def set_score(scores: Scores, gpus: Sequence[int]) -> int:
+    """Sum over the pairs of a set; a set of one scores 0."""
+    return sum(scores[a][b] for a, b in combinations(gpus, 2))

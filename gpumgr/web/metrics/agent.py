@@ -5,7 +5,7 @@ from typing import Final
 
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, counter, gauge, label_text, render
-from gpumgr.ledger.holdings import current_shares
+from gpumgr.ledger.ledger import current_shares
 
 _UP: Final = gauge("nvml_up", "1 while the driver's library answers.")
 _READY: Final = gauge("agent_ready", "1 while the node can take pods with GPUs.")

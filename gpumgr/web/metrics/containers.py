@@ -11,8 +11,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, counter, gauge, render
 from gpumgr.common.units import CORES_PER_GPU, ratio
-from gpumgr.ledger.holdings import holdings
-from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.ledger import Ledger, holdings
 from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 
 #: The labels of every series about one container on one GPU.

@@ -9,8 +9,7 @@ from typing import Final
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, ratio
-from gpumgr.ledger.holdings import current_shares, granted_mebibytes
-from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
 from gpumgr.ledger.usage.node_use import GpuUse
 from gpumgr.placement.topology.devices import GpuSample, NodeSample
 

@@ -15,8 +15,8 @@ from gpumgr.common.errors import Refusal
 from gpumgr.driver.driver import Nvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
-from gpumgr.ledger.response import ContainerResponse
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.answer import ContainerResponse
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import MemoryLimit
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare

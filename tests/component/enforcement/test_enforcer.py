@@ -17,12 +17,12 @@ from gpumgr.common.units import Resource
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import PodView
-from gpumgr.ledger.response import ContainerResponse, Mount
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock

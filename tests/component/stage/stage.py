@@ -13,7 +13,7 @@ from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth, Inventory
-from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent

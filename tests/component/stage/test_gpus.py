@@ -12,7 +12,7 @@ from gpumgr.kubelet.deviceplugin.registration import SOCKET_NAMES
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
 from gpumgr.placement.topology.devices import NodeSnapshot, Topology
 from gpumgr.placement.topology.matrix import parse_topology
-from gpumgr.placement.topology.render import render_tree
+from gpumgr.placement.topology.tree import render_tree
 from gpumgr.web.graph import graph_text
 from tests.component.kubelet.deviceplugin.harness import kubelet_stub
 from tests.component.stage.stage import Stage, app, snapshot, stage

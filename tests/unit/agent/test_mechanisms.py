@@ -10,10 +10,10 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, Resource
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.pods import ContainerSpec, PodView
-from gpumgr.ledger.response import ContainerResponse
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
 from tests.component.stage.stage import Clock, snapshot

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.pod_ends import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
+from gpumgr.agent.pods import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
@@ -81,7 +81,7 @@ async def test_of_a_holder_without_any_name_nothing_is_known() -> None:
 
 
 async def test_a_runtime_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumgr.agent.pod_ends.RUNTIME_SECONDS", 0.01)
+    monkeypatch.setattr("gpumgr.agent.pods.RUNTIME_SECONDS", 0.01)
     assert RUNTIME_SECONDS <= 1  # the kubelet waits as long
 
     class Hung(MemoryRuntime):

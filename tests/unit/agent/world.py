@@ -14,21 +14,20 @@ from typing import Any
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.common.errors import CheckpointError, KubeletError, Refusal
 from gpumgr.common.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Process, Resource
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.ledger.answer import HostPaths
+from gpumgr.ledger.answer import ContainerResponse, HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
-from gpumgr.ledger.response import ContainerResponse
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList

@@ -10,8 +10,8 @@ from referencing.jsonschema import DRAFT7
 
 from gpumgr.common.units import Amounts
 from gpumgr.enforcement import cdi
+from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
-from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "cdi"
 ID = "00112233445566ff"

@@ -8,6 +8,7 @@ from gpumgr.common.units import Amounts
 from gpumgr.ledger.answer import (
     LIBRARY_PATH,
     LOADER_PATHS,
+    ContainerResponse,
     DriverAccess,
     GrantedGpu,
     HostPaths,
@@ -16,7 +17,6 @@ from gpumgr.ledger.answer import (
     replica_answer,
 )
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, MigDevice
-from gpumgr.ledger.response import ContainerResponse
 
 GPUS = {"g": GrantedGpu(uuid="GPU-g", minor=0, instances={"MIG-a": (3, 0)})}
 ON_DEMAND = MigDevice(gpu="g", profile="1g.10gb", memory_slices=1, uuid="MIG-a", gpu_instance=3, compute_instance=0)

@@ -22,10 +22,10 @@ from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, PidsOf
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
+from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse
 
 #: From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions of CUDA 2.
 _NEWEST: Final = (11, 2)

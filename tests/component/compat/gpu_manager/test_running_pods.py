@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.pod_ends import PodEnds
+from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, KubeletError

@@ -11,7 +11,7 @@ from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from tests.shares import gpu_share, shared_gpu
 
 SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"

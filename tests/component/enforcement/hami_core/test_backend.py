@@ -24,7 +24,7 @@ from gpumgr.enforcement.hami_core.content import RegionView
 from gpumgr.enforcement.hami_core.monitor import CHECKS_WRONG_HOST
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary
-from gpumgr.ledger.response import Mount
+from gpumgr.ledger.answer import Mount
 from tests.component.enforcement.hami_core.harness import (
     CORES,
     ID,

@@ -13,9 +13,9 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.monitor import CHECKS_UNREGISTERED
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.response import ContainerResponse, Mount
-from gpumgr.ledger.usage.containers import Container as RuntimeContainer
+from gpumgr.ledger.usage.node_use import Container as RuntimeContainer
 from gpumgr.ledger.usage.node_use import TurnUse
 from tests.component.enforcement.hami_core.harness import number_in_container
 from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Node, Tenant

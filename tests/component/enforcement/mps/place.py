@@ -21,10 +21,10 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder
+from gpumgr.ledger.answer import ContainerResponse, merged
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.response import ContainerResponse, merged
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.settings.schema import MpsSettings
 from tests import mps_control
 from tests.shares import gpu_share, shared_gpu

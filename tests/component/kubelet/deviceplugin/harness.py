@@ -13,7 +13,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.units import Resource
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin, PluginServer
-from gpumgr.ledger.response import ContainerResponse, Mount
+from gpumgr.ledger.answer import ContainerResponse, Mount
 from tests.kubelet_api import deviceplugin_services
 
 RESPONSE = ContainerResponse(

@@ -10,7 +10,7 @@ import structlog.testing
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import UNKNOWN_PERIOD_SECONDS, Containers
 from tests.component.runtime.cri.node import UID, Node, Runtime, container_id, serving

@@ -8,7 +8,7 @@ import pytest
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from tests.shares import gpu_share
 
 TENANT = gpu_share(pod=("demo", "resnet"))

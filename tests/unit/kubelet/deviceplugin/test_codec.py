@@ -8,7 +8,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.kubelet.deviceplugin import codec
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import OPTIONS
-from gpumgr.ledger.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 from tests.kubelet_api import DecodeError
 from tests.kubelet_api import deviceplugin as pb
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.units import RESOURCES, Amounts
-from gpumgr.ledger.checkpoint.codec import (
+from gpumgr.ledger.checkpoint.tables import (
     CorruptRowError,
     checksum,
     decode_allocation,

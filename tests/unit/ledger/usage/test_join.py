@@ -8,8 +8,7 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.pods import ClaimUse, PodView
-from gpumgr.ledger.usage.allocation_index import AllocationIndex
-from gpumgr.ledger.usage.join import join
+from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import UnattributedProcess
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 

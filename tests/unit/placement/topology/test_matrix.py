@@ -7,7 +7,7 @@ import pytest
 from gpumgr.common.errors import TopologyError
 from gpumgr.placement.topology.devices import Level, Link
 from gpumgr.placement.topology.matrix import Nic, parse_topology, topology_from_matrix
-from gpumgr.placement.topology.render import matrix_cells
+from gpumgr.placement.topology.tree import matrix_cells
 
 DATA = Path(__file__).parents[3] / "data"
 TOPO = DATA / "topo"

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.driver.snapshot import QUIRKS, level_of
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
-from gpumgr.placement.topology.quirks import QUIRKS, level_of
-from gpumgr.placement.topology.render import render_matrix, render_tree, tree_data
-from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice
+from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, render_matrix, render_tree, tree_data
 
 DATA = Path(__file__).parents[3] / "data"
 CONFORMANCE = DATA / "conformance"

@@ -9,8 +9,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import PodKey
-from gpumgr.ledger.usage.containers import Container
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
 from tests.unit.ledger.usage.samples import container, sample, used
 from tests.unit.web.metrics.pictures import name_of
 

@@ -17,7 +17,7 @@ from gpumgr.compat.gpu_manager.display.server import answer_of
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.pods import ContainerSpec, PodView
-from gpumgr.ledger.usage.containers import Container
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSample
 from tests.component.stage.stage import MemoryPods
 from tests.display_api import as_json, display, golden
