@@ -45,6 +45,7 @@ SLICE_SECONDS = 0.005
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
+_NO_NODES: Final = NodeSet(0)
 #: At most this many assumed pods are looked up at a time.
 _MAX_LOOKS: Final = 20
 #: A pod is looked up again after this time if the API server did not answer.
@@ -111,22 +112,24 @@ class Extender:
             pod, names = self._watches.parse_pod(args.pod), args.names()
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
+        offered = self._index.node_set(names) if pod.wants_gpu else _NO_NODES
         if self.ready:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
-                question = self._question(pod, self._index.node_set(names))
-                await in_slices(question.examine(), SLICE_SECONDS)
+                await in_slices(self._question(pod, offered).examine(), SLICE_SECONDS)
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
-        result = self.filter(pod, names)
+        if self._index.node_set(offered).numbering != offered.numbering:  # it has all nodes now
+            offered = self._index.node_set(names)
+        result = self.filter(pod, names, offered)
         if result.node_names is not None and not (args.by_name or result.failed_nodes or result.failed_and_unresolvable_nodes):
             items = args.items()
             return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in result.node_names]})
         return result
 
-    def filter(self, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
-        """Returns the best nodes among `names`, or the reasons why no node fits.
+    def filter(self, pod: WatchedPod, names: Sequence[str], offered: NodeSet) -> FilterResult:
+        """Returns the best nodes among `names`, which are `offered`, or the reasons why no node fits.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
         """
@@ -149,10 +152,9 @@ class Extender:
                 return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
             return FilterResult(node_names=[placed.node])
         self._forget(pod.uid)
-        return self._choose(pod, names)
+        return self._choose(pod, names[0], offered)
 
-    def _choose(self, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
-        offered = self._index.node_set(names)
+    def _choose(self, pod: WatchedPod, first: str, offered: NodeSet) -> FilterResult:
         ranked = self._question(pod, offered).rank()
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
@@ -162,8 +164,8 @@ class Extender:
             self._rejections.add(pod, pod.policy or self._settings.policy, offered)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
-                return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
-            return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
+                return FilterResult(node_names=[], failed_nodes={first: ranked.text})
+            return FilterResult(node_names=[], failed_and_unresolvable_nodes={first: ranked.text})
         if pod.uid in self._rejections.pods:
             self._rejections.remove(pod.uid)
         if self._settings.candidates == 1:

@@ -1,7 +1,6 @@
 """extender/v1: the requests of kube-scheduler and the answers to them. The keys are the names of the Go fields."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +19,10 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
     def names(self) -> Sequence[str]:
         """Raises ValueError, KeyError or TypeError for nodes without a name."""
-        names = _names_of(bytes(self.node_names))
+        try:
+            names: tuple[str, ...] | None = decode_json(self.node_names, tuple[str, ...] | None)  # type: ignore[arg-type]
+        except UnreadableText as error:
+            raise ValueError(f"NodeNames: {error}") from error
         return names if names is not None else list(self.items())
 
     @property
@@ -34,16 +36,6 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
         if not all(name and isinstance(name, str) for name in named):
             raise ValueError("a node without a name")
         return named
-
-
-@lru_cache(maxsize=4)
-def _names_of(text: bytes) -> tuple[str, ...] | None:
-    """kube-scheduler may send the same text again. Raises ValueError."""
-    try:
-        names: tuple[str, ...] | None = decode_json(text, tuple[str, ...] | None)  # type: ignore[arg-type]
-        return names
-    except UnreadableText as error:
-        raise ValueError(f"NodeNames: {error}") from error
 
 
 class FilterResult(msgspec.Struct, rename="pascal", kw_only=True):

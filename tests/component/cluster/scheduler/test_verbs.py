@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpumgr.cluster.core.node import homogeneous
 from gpumgr.cluster.scheduler import extender
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
@@ -443,3 +444,18 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
         await counting
         assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
         assert turns >= len(names)
+
+
+async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered_again_meanwhile(stage: Stage) -> None:
+    keeping = stage.extender._preemption._keeping
+    async with keeping:
+        answer = asyncio.create_task(stage.filter(pod("one", ("app", 100, 0)), ["b"]))
+        await until(lambda: bool(keeping._waiters))
+        numbering = stage.index.node_set(()).numbering
+        for number in range(1100):
+            stage.index.set_node(homogeneous(f"new-{number}", 100, 1000))
+        stage.index.settle()
+        for number in range(1100):
+            stage.index.remove_node(f"new-{number}")
+        assert stage.index.node_set(()).numbering != numbering
+    assert (await answer)["NodeNames"] == ["b"]
